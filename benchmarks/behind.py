@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from benchmarks.experiments import tiered
 from benchmarks.experiments.makespan import cpu_seconds, overheads
 from benchmarks.experiments.table import medians
-from benchmarks.peers import PEERS
+from benchmarks.peers import NEVER_DURABLE, PEERS
 from benchmarks.spread import columns, spread
 
 __all__ = ["behind"]
@@ -40,7 +41,8 @@ def _table(document: Document) -> Iterator[str]:
         ("staged", "staged_seconds"),
         ("durable", "done_seconds"),
     ):
-        values = {peer: medians(document["rounds"], peer, figure) for peer in PEERS}
+        chosen = [peer for peer in PEERS if figure != "done_seconds" or peer not in NEVER_DURABLE]
+        values = {peer: medians(document["rounds"], peer, figure) for peer in chosen}
         found = {peer: value.median for peer, value in values.items() if value is not None}
         if _OURS in found:
             yield from _less(what, found.pop(_OURS), found, " s", 3)
@@ -92,15 +94,10 @@ def _flights(document: Document) -> Iterator[str]:
 
 def _tiered(document: Document) -> Iterator[str]:
     """LightCheck's figures have less layer by layer than with a coarse gate."""
-    for of in document["runs"]:
-        medians_ = {}
-        for coarse in (True, False):
-            chosen = [100 * (run["tier"] / run["none"] - 1) for run in of["runs"] if run["coarse"] is coarse]
-            if chosen:
-                medians_[coarse] = spread(chosen).median
-        if len(medians_) > 1:
-            what = f"{of['tier']}, layer-wise gate"
-            yield from _less(what, medians_[False], {"the coarse gate": medians_[True]}, " %", 1)
+    for of, every in tiered.gated(document):
+        layered, coarse = (tiered.overhead(of, every, coarse=which).median for which in (False, True))
+        what = f"{of['tier']}, every {every}, layer-wise gate"
+        yield from _less(what, layered, {"the coarse gate": coarse}, " %", 1)
 
 
 def _goodput(document: Document) -> Iterator[str]:

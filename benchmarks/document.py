@@ -28,7 +28,7 @@ __all__ = ["PAGES", "adopt", "fill", "filled"]
 
 PAGES = tuple(results.COMMITTED.parents[1] / name for name in ("performance.md", "papers.md"))
 _MARKED = re.compile(
-    r"(<!-- (?P<kind>measured|drawn): (?P<what>[a-z0-9 ]+) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (?P<kind>measured|drawn): (?P<what>[a-z0-9 -]+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 
 

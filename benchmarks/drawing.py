@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.experiments import tiered
 from benchmarks.experiments.makespan import common, overheads
 from benchmarks.experiments.table import medians
-from benchmarks.peers import PEERS
+from benchmarks.peers import NEVER_DURABLE, PEERS
 from benchmarks.spread import Spread, percentile, spread
 
 __all__ = ["PICTURES", "draw", "draw_all"]
@@ -69,6 +70,8 @@ def _legend(axes: Axes) -> None:
 def _of_table(document: Document, figure: str) -> tuple[list[str], list[Spread]]:
     names, values = [], []
     for peer in PEERS:
+        if peer in NEVER_DURABLE and figure == "done_seconds":
+            continue
         value = medians(document["rounds"], peer, figure)
         if value is not None:
             names.append(peer)
@@ -84,7 +87,11 @@ def _cst(axes: Axes, document: Document) -> None:
 
 def _pgt(axes: Axes, document: Document) -> None:
     names, values = _of_table(document, "done_seconds")
-    for peer, name in (("holdfast", "holdfast, staged (PGT-1)"), ("mlc-base", "mlc-base, received (PGT-1)")):
+    for peer, name in (
+        ("holdfast", "holdfast, staged (PGT-1)"),
+        ("mlc-base", "mlc-base, received (PGT-1)"),
+        ("gemini-like", "gemini-like, in a peer's memory"),
+    ):
         staged = medians(document["rounds"], peer, "staged_seconds")
         if staged is not None:
             names.append(name)
@@ -217,21 +224,25 @@ def _rings(axes: Axes, document: Document) -> None:
     axes.axvline(1.0, color="black", lw=0.8, ls=":")
 
 
-def _sizes(axes: Axes, document: Document) -> None:
-    places = [nbytes / 1e9 for nbytes in document["image_bytes"].values()]
-    series = {}
-    for name, peer, figure in (
-        ("holdfast, durable", "holdfast", "done_seconds"),
-        ("torch.save+fsync", "torch.save+fsync", "done_seconds"),
-        ("holdfast, staged", "holdfast", "staged_seconds"),
-        ("holdfast, stall", "holdfast", "stall_seconds"),
-    ):
-        series[name] = (
-            places,
-            [spread([of[peer][figure] for of in rounds]) for rounds in document["rounds"].values()],
-        )
-    _lines(axes, series, x="size of the checkpoint, GB", y="seconds")
-    axes.set_ylim(bottom=0)
+def _models(axes: Axes, document: Document) -> None:
+    series: dict[str, tuple[list[float], list[Spread]]] = {}
+    for of in sorted(document["models"].values(), key=lambda of: of["image_bytes"]):
+        for name, peer, figure in (
+            ("holdfast, stall", "holdfast", "stall_seconds"),
+            ("holdfast, staged", "holdfast", "staged_seconds"),
+            ("holdfast, durable", "holdfast", "done_seconds"),
+            ("pccheck-like, durable", "pccheck-like", "done_seconds"),
+            ("torch.save+fsync", "torch.save+fsync", "done_seconds"),
+            ("mlc-base, durable", "mlc-base", "done_seconds"),
+        ):
+            value = medians(of["rounds"], peer, figure)
+            if value is not None:
+                places, values = series.setdefault(name, ([], []))
+                places.append(of["image_bytes"] / 1e9)
+                values.append(value)
+    _lines(axes, series, x="size of the checkpoint, GB; ten models", y="seconds")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
 
 
 def _gate(axes: Axes, document: Document) -> None:
@@ -334,13 +345,15 @@ def _layouts(axes: Axes, document: Document) -> None:
 
 
 def _tiered(axes: Axes, document: Document) -> None:
-    series = {}
+    series: dict[str, tuple[list[int], list[Spread]]] = {}
     for of in document["runs"]:
         if of["tier"] == "nvme":
-            places = [run["every"] for run in of["runs"]]
-            ratio_of = [run["tier"] / run["none"] for run in of["runs"]]
-            name = f"N = {of['in_flight']}, p = {of['writers']}"
-            series[name] = (places, [Spread(value, value, value) for value in ratio_of])
+            places = tiered.intervals(of)
+            parts = [tiered.overhead(of, every) for every in places]
+            values = [
+                Spread(*(1 + part / 100 for part in (of.median, of.least, of.greatest))) for of in parts
+            ]
+            series[f"N = {of['in_flight']}, p = {of['writers']}"] = (places, values)
     _lines(axes, series, x="a checkpoint every … iterations", y="makespan; no checkpoint = 1")
 
 
@@ -389,7 +402,7 @@ PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
     "shards": ("shards", "Parallel shards, a link for each rank (ACUTE fig. 11)", _shards),
     "rings": ("rings", "By size of the stager's ring (ACUTE fig. 12)", _rings),
     "throughput": ("workloads", "Throughput by checkpoint interval, ResNet-50 (PCcheck fig. 8)", _throughput),
-    "sizes": ("sizes", "One checkpoint by its size (PCcheck fig. 11)", _sizes),
+    "models": ("models", "One checkpoint of ten models (ACUTE figs. 8, 9, PCcheck fig. 11)", _models),
     "flights": ("flights", "Slowdown by checkpoints in flight and interval (PCcheck fig. 12)", _flights),
     "gate": ("gate", "With and without the layer-wise pipeline (LightCheck fig. 10)", _gate),
     "workloads": ("workloads", "Makespan of other models (ACUTE fig. 7)", _workloads),

@@ -194,7 +194,7 @@ class StandingStager:
         listen: The address that it listens at.
         inside: What its command begins with, such as `ip netns exec NAME`.
         key: That of the ranks; empty: a new one.
-        name: Of its log.
+        name: Its log's.
 
     Attributes:
         address: HOST:PORT.
@@ -242,7 +242,7 @@ class StandingStager:
 
 
 class TorchrunJob(Job):
-    """One torchrun, and a stager that stands alone beside it. Arguments as of `Job`."""
+    """One torchrun, and a stager that stands alone beside it. Arguments as of `Job`; `inside` as of that stager."""
 
     def __init__(
         self,
@@ -253,8 +253,9 @@ class TorchrunJob(Job):
         *,
         environment: Mapping[str, str],
         folder: Path,
+        inside: Sequence[str] = (),
     ) -> None:
-        self._stager = StandingStager(last, environment, folder)
+        self._stager = StandingStager(last, environment, folder, inside=inside)
         kept = {name: value for name, value in environment.items() if name not in OF_RENDEZVOUS}
         self._launch(torchrun_line(ranks, trainer), {**kept, **self._stager.joining}, folder / f"{name}.log")
 
@@ -278,7 +279,7 @@ class TorchrunJob(Job):
 
 
 def torchrun_line(ranks: int, trainer: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """Starts so many ranks on this machine; `trainer`: arguments after the Python interpreter."""
+    """Starts this many ranks on this machine; `trainer`: arguments after the Python interpreter."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*line, "--max-restarts", str(restarts), *trainer]
 
@@ -300,7 +301,7 @@ def flusher_pids(runtime: Path) -> list[int]:
     """Process ids of the flushers whose rings lie under `runtime`: one for each stager, the first one's first.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: No flusher runs there.
     """
     found = [int(file.read_text().split()[0]) for file in sorted(runtime.glob("*/flusher.pid"))]
     if not found:

@@ -2,7 +2,7 @@
 
 <!-- computed: load -->    what one checkpoint is made of, by ranks and size
 <!-- computed: split -->   the same of a state that is split among the ranks, by the layout itself
-<!-- computed: stagers --> how many of a machine take a terabyte each so many minutes
+<!-- computed: stagers --> how many of a machine take a terabyte, by minutes between checkpoints
 <!-- computed: intervals --> how many take 1.1 TB of 512 ranks, by what was measured of one, and their prices
 <!-- computed: constants --> what was measured of one, with its source
 <!-- computed: rings -->   how long a terabyte takes into rings of several sizes
@@ -71,7 +71,7 @@ _DOLLARS_SOURCE = (
 
 
 def filled(text: str) -> str:
-    """The page with everything between markers made anew.
+    """The page with everything between markers made again.
 
     Raises:
         ValueError: A marker names no table.

@@ -44,7 +44,7 @@ def pace(
     """Train, and wait until the last checkpoint is durable.
 
     Args:
-        every: `AUTO`, `NEVER`, or so many iterations.
+        every: `AUTO`, `NEVER`, or this many iterations.
 
     Raises:
         TimeoutError: The last checkpoint was not durable within five minutes.

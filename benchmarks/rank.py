@@ -46,7 +46,7 @@ class _Rank:
         import torch
         import torch.distributed as dist
 
-        from benchmarks.workload import Workload, is_sharded
+        from benchmarks.workload import Workload, is_bare, is_sharded
 
         torch.set_num_threads(1)  # two ranks, two cores
         self.rank, self.ranks = rank, ranks
@@ -59,7 +59,7 @@ class _Rank:
             # A group of its own: the background threads of DCP talk in the default one.
             self._meeting = dist.new_group(backend="gloo")
             self._token = torch.zeros(1)
-        if arguments.model.startswith("flat-"):
+        if is_bare(arguments.model):
             # 32 of these start on two cores; half of a rank's start-up is a compiler that it has no use for.
             from tests.support.no_compiler import do_without_compiler
 

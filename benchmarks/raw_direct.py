@@ -42,7 +42,7 @@ def direct_file(path: Path, nbytes: int, *, anew: bool = True) -> Iterator[int]:
 
 
 def whole_pages(nbytes: int) -> int:
-    """What O_DIRECT writes for so many bytes."""
+    """What O_DIRECT writes for this many bytes."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 

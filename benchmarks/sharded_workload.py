@@ -3,8 +3,8 @@
     fsdp2-N     N MB of parameters and moments, split over all ranks
     hsdp-N      the same on a mesh of two replicas: each half of the ranks holds all of it
 
-The model is made without memory (`meta`), split, and only then filled. So what a rank has resident before the first
-checkpoint is its own shards.
+The model is made without memory (`meta`), split, and only then filled: before the first checkpoint a rank has
+only its own shards in memory.
 """
 
 from __future__ import annotations

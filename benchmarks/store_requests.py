@@ -5,7 +5,9 @@
     S stagers: the last seal is written ─┐
     one: its last part is written ───────┴─► requests of the flusher that publishes ─► the manifest is written
 
-A request is one call of the store's interface; tries of the same call are one.
+A request is one call of the store's interface; tries of the same call are one. Requests that overlap are one round
+trip. Requests of a directory take so little that threads would run them one after the other by chance, so each but a
+part's takes some milliseconds more, as over a network.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Request", "commit", "counted", "note", "noting", "read"]
+__all__ = ["Request", "commit", "counted", "note", "noting", "read", "round_trips"]
 
 _PATH = "BENCH_REQUESTS"
 _SEAL = ".seal-"
 _CLAIM = ".holdfast/writer-"
+_LATENCY_SECONDS = 0.005
 
 
 class Request(NamedTuple):
@@ -50,6 +53,8 @@ def note(path: str) -> None:
 
     def noted(self: Retrying, what: str, call: Callable[[], Any], name: str = "") -> Any:
         begun = time.monotonic()
+        if what != "write_part":
+            time.sleep(_LATENCY_SECONDS)
         try:
             return forward(self, what, call, name)
         finally:
@@ -71,7 +76,7 @@ def commit(requests: Sequence[Request], manifest: str) -> list[Request]:
     included. With one stager: from the end of the last part.
 
     Args:
-        requests: Of checkpoints that were written one after the other.
+        requests: For checkpoints that were written one after the other.
         manifest: Name of the object.
 
     Raises:
@@ -90,12 +95,21 @@ def commit(requests: Sequence[Request], manifest: str) -> list[Request]:
 
 
 def _is_seal(one: Request) -> bool:
-    return one.what == "write" and _SEAL in one.name
+    return one.what in ("write", "create") and _SEAL in one.name
 
 
 def _is_beat(one: Request) -> bool:
     """The flusher shows from time to time, in a thread of its own, that it lives."""
     return one.what == "write" and one.name.startswith(_CLAIM)
+
+
+def round_trips(requests: Sequence[Request]) -> int:
+    """The most of them of which each began after the one before it had ended."""
+    count, until = 0, float("-inf")
+    for one in sorted(requests, key=lambda one: one.ended):
+        if one.begun >= until:
+            count, until = count + 1, one.ended
+    return count
 
 
 def counted(requests: Sequence[Request]) -> Mapping[str, int]:

@@ -64,7 +64,7 @@ class Attempt:
     """One launch, as far as it came.
 
     Attributes:
-        restore_seconds: Of its restore, the wait for the stager included.
+        restore_seconds: Its restore, the wait for the stager included.
     """
 
     first_step: int
@@ -135,7 +135,7 @@ class Supervised:
         return command, _unmet(environment)
 
     def attempts(self) -> list[Attempt]:
-        """Those that have begun to train, in order."""
+        """The ones that have begun to train, in order."""
         paths = sorted(
             self._folder.glob("attempt-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2])
         )
@@ -264,5 +264,5 @@ class BareTorchrun(Supervised):
 
 
 def _unmet(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without where the ranks meet: holdfast's and torchrun's agree on it anew at each launch."""
+    """Without where the ranks meet: holdfast's and torchrun's agree on it again at each launch."""
     return {name: value for name, value in environment.items() if name not in OF_RENDEZVOUS}

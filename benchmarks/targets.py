@@ -186,7 +186,7 @@ def _compared(document: Document) -> dict[str, Document]:
 
 
 def _worst(values: Mapping[str, Spread], limit: float, digits: int = 2) -> Verdict:
-    """Of several meshes or launchers: met where all meet it."""
+    """For several meshes or launchers: met where all meet it."""
     text = "; ".join(f"{name}: {value.text(digits)}" for name, value in values.items())
     return Verdict(text, all(value.median <= limit for value in values.values()))
 
@@ -264,9 +264,9 @@ def _shared(way: str, limit: float) -> Callable[[Document], Verdict]:
 
 
 def _commit(document: Document) -> Verdict:
-    added = {way: shares.added_requests(document, way) for way, of in document["stagers"].items() if of > 1}
-    text = "; ".join(f"{way} stagers: {most}" for way, most in added.items())
-    return Verdict(text, all(most <= 2 for most in added.values()))
+    added = {way: shares.added(document, way) for way, of in document["stagers"].items() if of > 1}
+    text = "; ".join(f"{way} stagers: {trips}, {of} requests" for way, (trips, of) in added.items())
+    return Verdict(text, all(trips <= 2 for trips, _ in added.values()))
 
 
 _DONE, _STALL, _STAGED = "done_seconds", "stall_seconds", "staged_seconds"
@@ -494,7 +494,7 @@ TARGETS = (
     ),
     Target("two stagers / one, each behind a link of its own", "at most 0.6", "shares", _shared("2", 0.6)),
     Target("four stagers / one, each behind a link of its own", "at most 0.35", "shares", _shared("4", 0.35)),
-    Target("store requests that the commit of several stagers adds", "at most 2", "shares", _commit),
+    Target("round trips that the commit of several stagers adds", "at most 2", "shares", _commit),
     Target("CPU seconds of a checkpoint, all processes", "at most 0.8", "table", _cpu_seconds),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),
@@ -505,7 +505,7 @@ def grid(documents: Mapping[str, Document | None], *, only: str = "", where: str
     """All targets that these documents say something about, or those of one experiment, each with its verdict.
 
     Args:
-        documents: Of one machine: a limit may be computed from two of them.
+        documents: One machine's: a limit may be computed from two of them.
         where: That machine, for the title.
     """
     rows = []

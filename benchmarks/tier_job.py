@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument(
-        "--plan", required=True, help="JSON: a list of {iterations, every, seconds, update, coarse}"
+        "--plan", required=True, help="JSON: a list of {round, iterations, every, seconds, update, coarse}"
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -103,18 +104,31 @@ def main() -> None:
     workload = Workload(arguments.model)
     checkpointer = Checkpointer(workload.state(), config=TrainerConfig.from_sources(on_full="wait"))
     checkpointer.restore()
+    copies: list[float] = []
+
+    def hear(event: str, fields: Mapping[str, Any], _: int | None) -> None:
+        if event == "save":
+            copies.append(fields["copy_seconds"])
+
+    checkpointer._events.listen(hear)
     peer = _Tiered(checkpointer)
     for step in range(_WARM_UP_SAVES):
         peer.save(step)
         while not peer.done():
             time.sleep(0.001)
     first, runs = _WARM_UP_SAVES, []
+    alone: dict[tuple[object, ...], float] = {}  # of runs that save nothing; once a round is enough
     for order in json.loads(arguments.plan):
         install(workload, order["update"])
         force_gate(coarse=order["coarse"])
         stalls_before = len(checkpointer.stats.cst_seconds)
-        found = {}
+        copies.clear()
+        found: dict[str, float] = {}
+        same = tuple(order[name] for name in ("round", "iterations", "seconds", "update"))
         for name in ("none", "tier"):
+            if name == "none" and same in alone:
+                found[name] = alone[same]
+                continue
             run = train(
                 peer if name == "tier" else None,
                 workload,
@@ -126,9 +140,13 @@ def main() -> None:
             )
             first += order["iterations"]
             found[name] = run.end - run.start
-            found[f"{name}_durable"] = run.durable - run.start
+        alone[same] = found["none"]
+        found["tier_durable"] = run.durable - run.start
         stalls = checkpointer.stats.cst_seconds[stalls_before:]
-        runs.append({**order, **found, "stall_seconds": sum(stalls) / len(stalls)})
+        copy_seconds = sum(copies) / len(copies)
+        runs.append(
+            {**order, **found, "stall_seconds": sum(stalls) / len(stalls), "copy_seconds": copy_seconds}
+        )
     restores = [_restored(checkpointer, workload) for _ in range(_RESTORES)]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, {"runs": runs, "restores": restores, "kept": checkpointer.stats.kept})

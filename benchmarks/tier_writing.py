@@ -88,7 +88,7 @@ class Counting:
     """A medium, and how many bytes were put into it, through `write` or straight into its memory.
 
     Attributes:
-        nbytes: So many, since it was made; the caller may set it back.
+        nbytes: written since it was made; the caller may set it back.
     """
 
     def __init__(self, medium: Medium) -> None:

@@ -31,8 +31,8 @@ class Sample:
     Attributes:
         start, end: Begin of `save()`; durable.
         stall_seconds: In `save()`, before updates, and in them.
-        first_update_seconds: Of that, before and in the first update: the one that may wait.
-        stall_cpu_seconds: Of the stall, what the training thread was on a core: the rest it slept, or waited for one.
+        first_update_seconds: The part before and in the first update: the one that may wait.
+        stall_cpu_seconds: In the stall, what the training thread was on a core: the rest it slept, or waited for one.
     """
 
     start: float
@@ -101,11 +101,11 @@ def train(
 ) -> Run:
     """Train, saving after the first iteration and every `every` iterations from then on.
 
-    So the last checkpoint has as many iterations behind it as the others, and a run of whole intervals carries each
+    The last checkpoint then has as many iterations behind it as the others, and a run of whole intervals carries each
     checkpoint's full cost.
 
     Args:
-        peer: Who saves; None: nobody.
+        peer: The peer that saves; None: nobody.
         workload: What is trained.
         first_step: Number of the first iteration.
         iterations: How many.
@@ -143,7 +143,7 @@ def train(
 
 
 def python_work(operations: int) -> int:
-    """So many rounds of plain Python, which hold the interpreter's lock."""
+    """This many rounds of plain Python, which hold the interpreter's lock."""
     total = 0
     for number in range(operations):
         total = (total * 31 + number) & 0xFFFF

@@ -8,6 +8,7 @@ data-parallel run hold the same bytes.
     resnet50     ResNet-50 with SGD and momentum    26 M parameters, 0.20 GB
     resnet152    ResNet-152 with SGD and momentum   60 M parameters, 0.48 GB
     tiny         a toy GPT-2, to try the harness
+    shapes-NAME  one of ten models as shapes alone: benchmarks/model_shapes.py
     flat-N-M     N parameters of together M MiB with AdamW: what only their number costs
     fsdp2-N      N MB that are split among the ranks, hsdp-N: benchmarks/sharded_workload.py
 """
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ADAM_COPIES", "FLOAT_BYTES", "MODELS", "SEED", "Workload", "is_sharded", "is_toy"]
+from benchmarks.model_shapes import is_transformer, shapes_of
+
+__all__ = ["ADAM_COPIES", "FLOAT_BYTES", "MODELS", "SEED", "Workload", "is_bare", "is_sharded", "is_toy"]
 
 MODELS = ("gpt2", "bert-large", "resnet50", "resnet152", "tiny")
 _TINY: dict[str, Any] = {
@@ -32,6 +35,7 @@ _TINY: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+_SHAPES = "shapes-"
 SEED = 20
 _TOY_MEBIBYTES = 64
 _TOKENS = 16
@@ -57,7 +61,24 @@ def _flat(model: str) -> nn.Module:
     return nn.ParameterList([nn.Parameter(torch.randn(numel)) for _ in range(int(tensors))])
 
 
+def is_bare(model: str) -> bool:
+    """Whether it is tensors alone, without a forward pass."""
+    return model.startswith(("flat-", _SHAPES))
+
+
+def _of_shapes(model: str) -> nn.Module:
+    net = nn.Module()
+    for number, (kind, shape) in enumerate(shapes_of(model)):
+        if kind == "parameter":
+            net.register_parameter(f"tensor{number}", nn.Parameter(torch.randn(shape)))
+        else:
+            net.register_buffer(f"tensor{number}", torch.randn(shape))
+    return net
+
+
 def _build(model: str) -> nn.Module:
+    if model.startswith(_SHAPES):
+        return _of_shapes(model.removeprefix(_SHAPES))
     if model.startswith("flat-"):
         return _flat(model)
     # Takes seconds, and not every model needs it. mypy leaves the models out (pyproject.toml).
@@ -81,7 +102,7 @@ class Workload:
     """Model and optimizer of one rank.
 
     Args:
-        model: One of `MODELS`, or `flat-N-M`.
+        model: One of `MODELS`, `shapes-NAME`, or `flat-N-M`.
     """
 
     def __init__(self, model: str) -> None:
@@ -89,7 +110,9 @@ class Workload:
         self._name = model
         self.keeps_gradients = False
         self.model = _build(model)
-        if model.startswith("resnet"):
+        if model.startswith("resnet") or (
+            model.startswith(_SHAPES) and not is_transformer(model.removeprefix(_SHAPES))
+        ):
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 self.model.parameters(), lr=1e-3, momentum=0.9
             )
@@ -141,7 +164,7 @@ class Workload:
         if self._name.startswith("resnet"):
             picture = torch.ones(1, 3, _PIXELS, _PIXELS)
             loss = self.model(pixel_values=picture, labels=torch.tensor([1])).loss
-        elif self._name.startswith("flat-"):
+        elif is_bare(self._name):
             loss = sum((parameter.sum() for parameter in self.model.parameters()), torch.zeros(()))
         else:
             tokens = torch.arange(_TOKENS).reshape(1, -1)

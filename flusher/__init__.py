@@ -22,11 +22,12 @@ command                      `holdfast flusher`
 lifetime, writer_lease       from start to end; the claim on the run, so that there is one flusher
 service, stager_handler, listener    the event loop; the connection to one stager; the listeners of outcomes
 engine, flusher_context      pipeline, threads and ring together; the objects that its parts share
+job_runner, flush_events     runs jobs in threads, again if need be; the events of checkpoints
 pipeline, steps, flight      the pure core; its events and actions; one checkpoint in flight
 jobs, workers                the work on bytes and store; the threads that do it
-share_jobs, orphaned_shares  what several flushers of one image tell each other; those whose lead is gone
+share_jobs, looks, orphaned_shares    what flushers of one image tell each other; when they look; their lead is gone
 progress, recovery           the record of written parts; the takeover of a ring
-retry_queue                  retries while the store fails
+retry_queue, succession      retries while the store fails; an older checkpoint then gives its place to the newest
 verify_and_prune, read_pace, retention    read-back and removal; its speed beside writes; the rule of removal
 ring_room                    memory of the ring: huge pages, growth
 doubt_marks, proof_writing   marks checkpoints that may be torn; writes proofs of resumes beside checkpoints

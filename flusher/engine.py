@@ -16,15 +16,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
+from flusher.flush_events import FlushEvents
 from flusher.flusher_context import FlusherContext
+from flusher.job_runner import JobRunner, Retry
 from flusher.jobs import Jobs
 from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
+from flusher.looks import LookAgain
 from flusher.pipeline import Pipeline
-from flusher.retry_queue import RetryCounts, RetryQueue
 from flusher.ring_room import RingGrown
-from flusher.share_jobs import NotYet
 from flusher.steps import (
     Aborted,
     Action,
@@ -33,24 +33,24 @@ from flusher.steps import (
     CrcsPut,
     CrcsRead,
     Discard,
+    Discarded,
     EndOrphan,
     Event,
     FreeSlots,
     Job,
     JobFailed,
-    Open,
     Opened,
     OrphanEnded,
     PartWritten,
     Published,
     Resume,
     Sealed,
+    SealRead,
     Staged,
-    WritePart,
 )
+from flusher.succession import Succession
 from flusher.verify_and_prune import Maintenance, Pruned, ReadBack
-from flusher.workers import Workers
-from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
+from holdfast.errors import BusyError, FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
@@ -66,17 +66,6 @@ from holdfast.store import part_chunks_for
 from holdfast.store.concurrency import ConcurrencyLimit
 
 _log = logging.getLogger("holdfast.flusher")
-_CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
-_LOST_ROUNDS = 3  # for an error that allows both: retry this often, then start over
-# Time for which the store has taken nothing before a whole checkpoint gives its place to a newer one. One of which the
-# store has parts waits longer: a store that answers now and then would otherwise never get to the end of any.
-_STANDS_SECONDS, _STANDS_SECONDS_BEGUN = 5.0, 30.0
-# Between two looks at what another flusher has written, and for how long they go on. The lead gives up first, so that
-# those that wait for it hear why.
-_LOOK_SECONDS_FIRST, _LOOK_SECONDS_MAX = 0.05, 2.0
-_OTHERS_SECONDS_MAX, _LEAD_SECONDS_MAX = 600.0, 900.0
-# For an upload of an earlier attempt that the lead has not begun: only its next flusher on the same ring still may.
-_EARLIER_SECONDS_MAX = 30.0
 
 
 class Engine:
@@ -101,29 +90,19 @@ class Engine:
         want_room: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._ring, self._maintenance, self._want_room = ring, maintenance, want_room
-        self._inbox, self._events = context.inbox, context.events
+        self._inbox, self._events = context.inbox, FlushEvents(context.events)
         self.listener = listener or FlushListener()
         self._pipeline = Pipeline(ring.ring_chunks)
         self._share, self._store_url = context.share, context.store.url
         self._jobs = Jobs(ring, context.store, context.lease, best=context.best, share=context.share)
-        # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
-        self._checkers = Workers("checker", _CHECKERS)
-        self._writers = Workers("writer", writers.most, writers)
-        self._publishers = Workers("publisher", 1)
+        self._runner = JobRunner(self._jobs, context, writers, self._pipeline.is_dropping)
         self._indexes: dict[str, LayoutIndex] = {}
-        self._later = RetryQueue()
-        self._looks = RetryQueue()  # at what other flushers have written
-        self._held = RetryCounts(context.events)
-        self._ends = EndedCheckpoints(self._jobs, self._publishers, context.inbox)
+        self._succession = Succession()
+        self._ends = EndedCheckpoints(self._jobs, self._runner.publishers, context.inbox)
         self._opened: dict[CheckpointId, int] = {}  # how many chunks must be in the ring together
         self._discards: set[CheckpointId] = set()
         self._given_up: set[CheckpointId] = set()  # and the stager was told
         self._orphans: set[CheckpointId] = set()  # whose lead is gone
-        self._attempt_since = 0.0
-        self._running = 0  # jobs that have not answered yet
-        # When the store took something last, or the first came to wait for it
-        self._stands_since = time.monotonic()
-        self._look_at: float | None = None  # when an older checkpoint may have to make room
         self._growing = False
         self._opened_early: list[Opened] = []
 
@@ -148,9 +127,7 @@ class Engine:
             self.listener.failed(key, ProtocolError(f"{key}: {no_share}"))
             return
         resume = self._found(key, layout)
-        self._events.emit(
-            "flush_began", {"attempt": key.attempt, "image_bytes": layout.image_bytes}, step=key.step
-        )
+        self._events.began(key, layout.image_bytes, share)
         self._tell(Begin(key, self._indexes[layout.digest], resume, share))
 
     def _share_of(self, layout: Layout, writers: int) -> ImageShare | None:
@@ -170,19 +147,18 @@ class Engine:
             return None
         if progress is None or progress.head.layout_digest != layout.digest:
             return None
-        told = {"attempt": key.attempt, "file": progress.head.file, "parts_done": len(progress.parts)}
-        self._events.emit("flush_taken_over", told, step=key.step)
+        self._events.taken_over(key, progress)
         return progress.resume(layout.chunk_bytes)
 
     def end_orphans(self, keys: Iterable[CheckpointId]) -> None:
         """Publish these checkpoints, whose lead is gone, as soon as all their shares are sealed, or give them up."""
         for key in keys:
             self._orphans.add(key)
-            self._submit(EndOrphan(key), 0)
+            self._submit(EndOrphan(key))
 
     def begin_attempt(self) -> None:
         """The ring is for another job from now on."""
-        self._attempt_since = time.monotonic()
+        self._runner.looks.begin_attempt()
 
     def ask(self, key: CheckpointId) -> None:
         """Repeat the end of a checkpoint that the ring no longer knows: it ended while no stager listened."""
@@ -208,15 +184,14 @@ class Engine:
         at = StepRecord.from_json(said.record).staged_at_unix if said else None
         self._jobs.staged_at_unix[key] = time.time() if at is None else float(at)
         if not self._pipeline.any_staged():
-            self._stands_since = time.monotonic()
+            self._succession.store_took()
         self._tell(Staged(key))
+        self._runner.looks.expect(key)
 
     def abort(self, key: CheckpointId, error: HoldfastError) -> None:
         """A checkpoint is given up; nothing happens if it is not known."""
         self._tell(Aborted(key, error))
-        # Checkpoints that wait for the store, or for other flushers, need not wait any longer.
-        self._later.at_once(key)
-        self._looks.at_once(key)
+        self._runner.at_once(key)
 
     def doubt(self) -> None:
         """The file beside the ring says which steps may be torn."""
@@ -268,33 +243,39 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing is to be written, published, discarded or told."""
-        return self._pipeline.idle and not self._later and not self._discards and not self._orphans
+        return self._pipeline.idle and self.only_sealed
 
     @property
     def only_receiving(self) -> bool:
         """Nothing is left but checkpoints that wait for chunks, if any: another flusher can go on with them."""
-        return self._pipeline.only_receiving and not self._later and not self._discards
+        return self._pipeline.only_receiving and not self._runner.waits_for_store and not self._discards
+
+    @property
+    def only_sealed(self) -> bool:
+        """Nothing is left but shares that are sealed, if any: whoever publishes them needs this flusher no more."""
+        waiting = self._runner.waits_for_store or self._discards or self._orphans
+        return self._pipeline.only_sealed and not waiting
 
     def held_seconds(self) -> float:
         """How long all work has been waiting for the store; 0 while anything else is in progress."""
-        return self._held.seconds
+        return self._runner.held_seconds
 
     @property
     def failing(self) -> str:
         """Why the store takes nothing; empty while nothing waits for it."""
-        return str(self._held.error) if self._held.seconds else ""
+        return str(self._runner.held_error) if self._runner.held_seconds else ""
 
     @property
     def held_error(self) -> StoreError | None:
         """Why all that is left waits for the store; None while a job runs, or none waits."""
-        return self._held.error if self._later and not self._running and not self._discards else None
+        runner = self._runner
+        waits = runner.waits_for_store and not runner.running and not self._discards
+        return runner.held_error if waits else None
 
     def wait_seconds(self) -> float | None:
         """How long the loop may sleep for all that this engine knows; None: until the inbox is readable."""
-        waits = [self._later.wait_seconds, self._looks.wait_seconds]
-        if self._look_at is not None:
-            waits.append(max(0.0, self._look_at - time.monotonic()) + 0.001)
-        return min((wait for wait in waits if wait is not None), default=None)
+        waits, room = self._runner.wait_seconds, self._succession.wait_seconds
+        return min(waits if room is None else [*waits, room], default=None)
 
     def turn(self) -> None:
         """Take what the threads have said, and start what is due. Raises `FencedError`: the run is another writer's;
@@ -308,70 +289,74 @@ class Engine:
                 self._opened_early.append(item)
             else:
                 self._take(item)
-        self._later.do_due()
-        self._looks.do_due()
+        self._runner.do_due()
         self._make_room()
-        self._maintenance.give_way(self._running > 0)
+        self._maintenance.give_way(self._runner.running > 0)
 
     def stop(self) -> None:
         """End the threads; what runs is waited for, what waits is dropped."""
-        self._checkers.stop()
-        self._writers.stop()
-        self._publishers.stop()
+        self._runner.stop()
 
     def _take(self, item: object) -> None:
         match item:
             case FencedError():
                 raise item
-            case _Retry(job, round_number, error):
-                self._running -= 1
-                self._retry(job, round_number, error)
-            case _Discarded(key, error):
+            case Retry():
+                self._runner.running -= 1
+                self._retry(item)
+            case Discarded(key, error):
                 self._discards.discard(key)
                 self._given_up.discard(key)
                 self._ring.remove_checkpoint(*key)
                 self._end(key, error)
                 self._maintenance.given_up(key)
                 _log.warning("%s is given up: %s", key, error)
-                told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
-                self._events.emit("flush_failed", told, step=key.step)
+                self._events.failed(key, error)
                 self.listener.failed(key, error)
             case ReadBack():
                 self._read_back(item)
             case Pruned():
-                self._events.emit("pruned", {"files": item.files})
+                self._events.pruned(item.files)
             case Published(key):
-                self._running -= 1
+                self._runner.running -= 1
                 self._progressed(key)
                 self._published(key)
             case LookedUp(key, ended):
                 self._say_end(key, ended)
             case JobFailed(key):
-                self._running -= 1
+                self._runner.running -= 1
                 self._fail(item)
             case Opened(key):
-                self._running -= 1
+                self._runner.running -= 1
                 self._progressed(key)
                 self._upload_opened(item)
             case None:
                 pass
             case _:
-                self._running -= 1
+                self._runner.running -= 1
                 self._answered(item)
 
     def _answered(self, item: object) -> None:
         """A job has done what it was for; or it waits for another flusher."""
         match item:
-            case _LookAgain():
-                self._look_again(item)
+            case LookAgain():
+                self._runner.look_again(item, self._ring.attempt, self._fail)
             case OrphanEnded(key, manifest):
                 self._orphan_ended(key, manifest)
             case PartWritten(key):
                 self._progressed(key)
                 self._maintenance.wrote(self._opened.get(key, 1) * self._ring.chunk_bytes)
                 self._tell(item)
-            case CrcsPut(key) | CrcsRead(key) | Sealed(key):
+            case CrcsPut(key) | CrcsRead(key):
                 self._progressed(key)
+                self._tell(item)
+            case Sealed(key, share):
+                self._progressed(key)
+                self._events.share_sealed(key, share)
+                self._tell(item)
+            case SealRead(key, _, seal):
+                self._progressed(key)
+                self._events.seal_read(key, seal)
                 self._tell(item)
             case _:
                 self._tell(item)  # type: ignore[arg-type]
@@ -393,9 +378,7 @@ class Engine:
             reach(Point.RING_ADDED)
         if grown.note:
             _log.info("%s", grown.note)
-            self._events.emit(
-                "ring_grown", {"ring_bytes": ring.ring_chunks * ring.chunk_bytes, "message": grown.note}
-            )
+            self._events.ring_grown(ring, grown.note)
             self._growing = False
         self.listener.grown(grown.note)
         while self._opened_early and not self._growing:
@@ -403,12 +386,12 @@ class Engine:
 
     def _orphan_ended(self, key: CheckpointId, manifest: Manifest | None) -> None:
         self._orphans.discard(key)
-        self._held.forget(key)
+        self._runner.forget(key)
         if manifest is None:
             self._maintenance.given_up(key)
             return
         _log.info("%s: published for a stager that is gone, as %s", key, manifest.file)
-        self._say_durable(key, manifest)
+        self._events.durable(key, manifest)
         self._maintenance.published(key, manifest)
 
     def _published(self, key: CheckpointId) -> None:
@@ -418,37 +401,17 @@ class Engine:
         durable = DurableStep.of(manifest)
         self._end(key, durable)
         self._tell(Published(key))
-        self._say_durable(key, manifest)
+        self._events.durable(key, manifest) if self._share.leads else self._events.published(key, manifest)
         self.listener.durable(key, durable)
         self._maintenance.published(key, manifest)
 
-    def _say_durable(self, key: CheckpointId, manifest: Manifest) -> None:
-        self._events.emit(
-            "durable",
-            {
-                "attempt": key.attempt,
-                "file": manifest.file,
-                "image_bytes": manifest.image_bytes,
-                "pgt2_seconds": manifest.pgt2_seconds,
-                "record": manifest.record,
-            },
-            step=key.step,
-        )
-
     def _read_back(self, item: ReadBack) -> None:
-        key = item.key
-        told: dict[str, object] = {"attempt": key.attempt, "note": item.note, "seconds": item.seconds}
-        if item.nonfinite is not None:
-            told["nonfinite"] = item.nonfinite
-        self._events.emit(item.event, told, step=key.step)
-        if item.nonfinite:
-            told = {"attempt": key.attempt, "values": item.nonfinite, "message": item.numbers}
-            self._events.emit("nonfinite", told, step=key.step)
+        self._events.read_back(item)
         self.listener.read_back(item)
 
     def _end(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
         self._opened.pop(key, None)
-        self._held.forget(key)
+        self._runner.forget(key)
         self._ends.remember(key, ended)
 
     def _say_end(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
@@ -461,18 +424,22 @@ class Engine:
         """A job failed for good. If its bytes are lost, the flush may start over, but not at once."""
         if failed.key in self._orphans:
             _log.warning("%s: given up: %s", failed.key, failed.error)
-            self._submit(EndOrphan(failed.key, failed.error), 0)
+            self._submit(EndOrphan(failed.key, failed.error))
             return
         if isinstance(failed.error, StoreError) and failed.error.begin_anew:
-            self._later.put(failed.key, self._held.held(failed.key, failed.error), lambda: self._tell(failed))
+            self._runner.later(failed.key, failed.error, lambda: self._tell(failed))
         else:
             self._tell(failed)
+            self._runner.looks.at_once(failed.key)  # the others of its jobs need not wait either
+
+    def _retry(self, item: Retry) -> None:
+        if item.error.no_room and not self._pipeline.is_dropping(item.job.key):
+            self._maintenance.make_room()
+        self._runner.retry(item, self._tell)
 
     def _progressed(self, key: CheckpointId) -> None:
-        """When the store takes something of a held checkpoint, all that waits for the store is tried at once."""
-        self._stands_since = time.monotonic()
-        if self._held.progressed(key):
-            self._later.at_once()
+        self._succession.store_took()
+        self._runner.progressed(key)
 
     def _tell(self, event: Event) -> None:
         actions = self._pipeline.handle(event)
@@ -483,26 +450,18 @@ class Engine:
 
     def _make_room(self) -> None:
         """While the store takes nothing: let an older whole checkpoint go if what comes in has no room."""
-        self._look_at = None
-        for begun, seconds in ((False, _STANDS_SECONDS), (True, _STANDS_SECONDS_BEGUN)):
-            found = self._pipeline.superseded(begun=begun)
-            if found is None:
-                continue
-            if time.monotonic() < self._stands_since + seconds:
-                self._look_at = self._stands_since + seconds
-                return
-            older, newest = found
-            stood_seconds = time.monotonic() - self._stands_since
-            error = BusyError(
-                f"{older} gives its place in the ring to {newest}, which is whole there: the store has taken nothing "
-                f"for {stood_seconds:.0f} s, and the ring has no room for the next checkpoint"
-            )
-            _log.warning("%s", error)
-            # First of all: with a slot of it free, its file would promise what is no longer there.
-            self._ring.remove_checkpoint(*older)
-            reach(Point.SUPERSEDED)
-            self.abort(older, error)
+        found = self._succession.due(self._pipeline)
+        if found is None:
             return
+        error = BusyError(
+            f"{found.older} gives its place in the ring to {found.newest}, which is whole there: the store has taken "
+            f"nothing for {found.stood_seconds:.0f} s, and the ring has no room for the next checkpoint"
+        )
+        _log.warning("%s", error)
+        # First of all: with a slot of it free, its file would promise what is no longer there.
+        self._ring.remove_checkpoint(*found.older)
+        reach(Point.SUPERSEDED)
+        self.abort(found.older, error)
 
     def _say_given_up(self, key: CheckpointId, actions: list[Action]) -> None:
         """Before the first of its slots is free: to a stager a free slot means that the store has the chunk.
@@ -524,84 +483,13 @@ class Engine:
                     self.listener.freed(slots)
             case Discard(key, error):
                 self._discards.add(key)
-                self._publishers.submit((0, *key), lambda: self._discard(key, error))
+                self._runner.publishers.submit((0, *key), lambda: self._discard(key, error))
             case _:
-                self._submit(action, 0)
+                self._submit(action)
 
-    # -- jobs ----------------------------------------------------------------------------------------------------
-
-    def _submit(self, job: Job, round_number: int, looks: _Looks | None = None) -> None:
-        self._running += 1
+    def _submit(self, job: Job) -> None:
         self._maintenance.under_way(job.key)
-        workers = self._writers if isinstance(job, WritePart) else self._checkers
-        if not job.slots:  # opening and publishing wait for the store, and must not take a writer's place
-            workers = self._publishers
-        workers.submit((0, *job.key), lambda: self._run(job, round_number, looks))  # older checkpoints first
-
-    def _run(self, job: Job, round_number: int, looks: _Looks | None) -> int:
-        """In a worker thread. Returns the bytes that the store has taken."""
-        try:
-            self._inbox.put(self._jobs.run(job))
-            return sum(nbytes for _, nbytes in job.pieces) if isinstance(job, WritePart) else 0
-        except NotYet as missing:
-            self._inbox.put(_LookAgain(job, str(missing), looks or _Looks(time.monotonic(), 0)))
-        except StoreError as error:
-            is_lost = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
-            self._inbox.put(
-                JobFailed(job.key, job.slots, error) if is_lost else _Retry(job, round_number, error)
-            )
-        except FencedError as error:
-            self._inbox.put(error)
-        except HoldfastError as error:
-            self._inbox.put(JobFailed(job.key, job.slots, error))
-        except OSError as error:  # of the machine, such as no descriptors: it costs time
-            told = StoreError(f"{job.key}: {type(job).__name__}: {error}", retriable=True)
-            self._inbox.put(_Retry(job, round_number, told))
-        except Exception as error:  # noqa: BLE001 - a bug costs this checkpoint, never the ring with all the others
-            _log.exception("%s: %s failed with an unexpected error", job.key, type(job).__name__)
-            self._inbox.put(
-                JobFailed(job.key, job.slots, StoreError(f"{job.key}: {type(error).__name__}: {error}"))
-            )
-        return 0
-
-    def _retry(self, job: Job, round_number: int, error: StoreError) -> None:
-        if self._pipeline.is_dropping(job.key):
-            self._tell(JobFailed(job.key, job.slots, error))
-            return
-
-        def again() -> None:
-            if self._pipeline.is_dropping(job.key):
-                self._tell(JobFailed(job.key, job.slots, error))
-            else:
-                self._submit(job, round_number + 1)
-
-        if error.no_room:
-            self._maintenance.make_room()
-        self._later.put(job.key, self._held.held(job.key, error), again)
-
-    def _look_again(self, item: _LookAgain) -> None:
-        """Another flusher is not so far: have the job look again later, but not for ever."""
-        job, (since, number) = item.job, item.looks
-        waited_seconds = time.monotonic() - since
-        seconds_max = _OTHERS_SECONDS_MAX if self._share.leads else _LEAD_SECONDS_MAX
-        if isinstance(job, Open) and job.key.attempt < self._ring.attempt:
-            seconds_max = min(seconds_max, _EARLIER_SECONDS_MAX + max(0.0, self._attempt_since - since))
-
-        def again() -> None:
-            if self._pipeline.is_dropping(job.key):
-                self._tell(JobFailed(job.key, job.slots, PeerLost(f"{job.key}: given up")))
-            else:
-                self._submit(job, 0, _Looks(since, number + 1))
-
-        if waited_seconds >= seconds_max:
-            error = PeerLost(
-                f"{job.key}: this flusher, {self._share}, has waited {waited_seconds:.0f} s for {item.missing}; "
-                "look at the log of that stager's flusher"
-            )
-            self._fail(JobFailed(job.key, job.slots, error))
-            return
-        pause_seconds = min(_LOOK_SECONDS_FIRST * 1.5 ** min(number, 32), _LOOK_SECONDS_MAX)
-        self._looks.put(job.key, 0.0 if self._pipeline.is_dropping(job.key) else pause_seconds, again)
+        self._runner.submit(job)
 
     def _discard(self, key: CheckpointId, error: HoldfastError) -> None:
         """In a worker thread."""
@@ -609,28 +497,4 @@ class Engine:
             self._jobs.discard(key, error)
         except HoldfastError as left:
             _log.warning("%s: leftovers stay in the store until the next start: %s", key, left)
-        self._inbox.put(_Discarded(key, error))
-
-
-class _Retry(NamedTuple):
-    job: Job
-    round_number: int
-    error: StoreError
-
-
-class _Looks(NamedTuple):
-    """How often a job has looked at what another flusher wrote, and since when."""
-
-    since: float
-    number: int
-
-
-class _LookAgain(NamedTuple):
-    job: Job
-    missing: str
-    looks: _Looks
-
-
-class _Discarded(NamedTuple):
-    key: CheckpointId
-    error: HoldfastError
+        self._inbox.put(Discarded(key, error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flusher.steps import Begin, ChunkFull, Resume
+from holdfast.checkpoints.share_records import ShareSeal
 from holdfast.crc import combine_all
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -48,6 +49,7 @@ class Flight:
     staged: bool = False
     publishing: bool = False  # or sealing, from when on only the store knows how it ends
     waits: bool = False  # only for other flushers
+    seals: dict[int, ShareSeal] = field(default_factory=dict)  # of the shares that are written, at the lead
     told_crcs: bool = False  # of the share's entries, to the flushers of later ones
     unread: list[int] = field(default_factory=list)  # shares whose entry CRCs are needed, the next one last
     others: dict[int, list[tuple[EntryPiece, int]]] = field(

@@ -24,8 +24,8 @@ from flusher.orphaned_shares import OrphanedShares
 from flusher.progress import Head, Progress, progress_path
 from flusher.share_jobs import ShareJobs
 from flusher.steps import (
+    Assemble,
     AwaitPublished,
-    AwaitSeals,
     CrcsPut,
     EndOrphan,
     Event,
@@ -40,7 +40,7 @@ from flusher.steps import (
     Published,
     PutCrcs,
     ReadCrcs,
-    Sealed,
+    ReadSeal,
     SealShare,
     Verified,
     Verify,
@@ -169,7 +169,7 @@ class Jobs:
                 return self._run_with_others(job)
 
     def _run_with_others(
-        self, job: PutCrcs | ReadCrcs | SealShare | AwaitSeals | AwaitPublished | EndOrphan
+        self, job: PutCrcs | ReadCrcs | SealShare | ReadSeal | Assemble | AwaitPublished | EndOrphan
     ) -> Event | OrphanEnded:
         """Jobs by which the flushers of one image coordinate."""
         match job:
@@ -181,11 +181,13 @@ class Jobs:
                 return self._others.read_crcs(job)
             case SealShare():
                 return self._seal(job)
-            case AwaitSeals():
-                sealed, upload = self._others.all_sealed(job)
+            case ReadSeal():
+                return self._others.read_seal(job)
+            case Assemble():
+                reach(Point.ALL_SEALED)
+                sealed, upload = self._others.assemble(job)
                 self._targets[job.key].upload = upload
                 self._tally(job.key).count("shares", job.share.shares.count)
-                reach(Point.ALL_SEALED)
                 return sealed
             case AwaitPublished():
                 return self._published_by_lead(job.key)
@@ -366,24 +368,23 @@ class Jobs:
     def _seal(self, job: SealShare) -> Event:
         self._targets[job.key].upload.hand_over()
         said = self._ring.checkpoint(*job.key) if self._leads else None
-        self._others.seal(
+        sealed = self._others.seal(
             job,
             staged_at_unix=self.staged_at_unix.get(job.key, self._clock()),
             record=said.record if said else {},
         )
         reach(Point.SHARE_SEALED)
-        return Sealed(job.key)
+        return sealed
 
     def _published_by_lead(self, key: CheckpointId) -> Event:
         """See how it ended, by the manifest alone: the records go after it is written."""
+        self._others.await_end(key)
         target = self._targets[key]
-        for looked_again in (False, True):
-            manifest = self._manifest(target.file)
-            if manifest is not None and manifest.write_id == target.write_id:
-                self.manifests[key] = manifest
-                return Published(key)
-            if not looked_again:
-                self._others.raise_outcome(key)
+        manifest = self._manifest(target.file)
+        if manifest is not None and manifest.write_id == target.write_id:
+            self.manifests[key] = manifest
+            return Published(key)
+        self._others.raise_void(key)
         raise PeerLost(f"{key}: the first stager's flusher gave it up; its log says why")
 
     def _publish(self, job: Publish) -> Event:

@@ -24,7 +24,6 @@ from holdfast.checkpoints.share_records import (
     ShareStart,
     checked_image,
     share_objects,
-    voided,
 )
 from holdfast.errors import DamageError, HoldfastError, PeerLost, ProtocolError, StoreMissing
 from holdfast.faultpoint import Point, reach
@@ -108,9 +107,6 @@ class OrphanedShares:
         seals = self._seals.setdefault(records.key, [])
         while len(seals) < start.count and (found := records.seal(start, len(seals))) is not None:
             seals.append(found)
-        void = records.void()  # after the seals: whoever has sealed voids no more
-        if void is not None:
-            raise voided(void)
         if not seals:
             raise PeerLost(
                 f"{records.key}: the first stager's flusher, on {start.host}, is gone before it had written its share"

@@ -32,8 +32,8 @@ from flusher.steps import (
     Aborted,
     Action,
     AllSealed,
+    Assemble,
     AwaitPublished,
-    AwaitSeals,
     Begin,
     ChunkFull,
     CrcsPut,
@@ -52,7 +52,9 @@ from flusher.steps import (
     Published,
     PutCrcs,
     ReadCrcs,
+    ReadSeal,
     Sealed,
+    SealRead,
     SealShare,
     Staged,
     Verified,
@@ -94,6 +96,14 @@ class Pipeline:
         """Nothing is under way but checkpoints that wait for chunks, for `Staged` or for other flushers, if any."""
         waiting = sum(flight.waits for flight in self._flights.values())
         return len(self.receiving()) + waiting == len(self._flights)
+
+    @property
+    def only_sealed(self) -> bool:
+        """Nothing is under way but shares that are sealed, and wait for the flusher that leads."""
+        return all(
+            flight.waits and flight.share is not None and flight.share.index
+            for flight in self._flights.values()
+        )
 
     def stranded(self) -> list[CheckpointId]:
         """The uploads of `receiving` that no other process could continue, although parts of them were written."""
@@ -187,13 +197,14 @@ class Pipeline:
         | CrcsPut
         | CrcsRead
         | Sealed
+        | SealRead
         | AllSealed
         | Published
         | JobFailed,
     ) -> list[Action]:
         """A job has ended."""
         flight.jobs -= 1
-        if isinstance(event, CrcsPut | CrcsRead | Sealed | AllSealed):
+        if isinstance(event, CrcsPut | CrcsRead | Sealed | SealRead | AllSealed):
             return self._heard_of_others(flight, event)
         match event:
             case Opened():
@@ -350,9 +361,8 @@ class Pipeline:
     # -- the other flushers of the same image ----------------------------------------------------------------------
 
     def _heard_of_others(
-        self, flight: Flight, event: CrcsPut | CrcsRead | Sealed | AllSealed
+        self, flight: Flight, event: CrcsPut | CrcsRead | Sealed | SealRead | AllSealed
     ) -> list[Action]:
-        flight.waits = False
         if flight.error is not None:
             return self._drop(flight, flight.error)
         match event:
@@ -361,15 +371,20 @@ class Pipeline:
             case CrcsRead():
                 return self._crcs_read(flight, event)
             case Sealed():
-                return self._sealed(flight)
+                return self._sealed(flight, event)
+            case SealRead(_, of, seal):
+                flight.seals[of] = seal
+                return self._maybe_assemble(flight)
             case AllSealed():
                 return self._start(flight, [Publish(event.image)])
 
     def _read_others(self, flight: Flight) -> list[Action]:
-        """One share after the other, the nearest first: its entries' ends hold up the first parts here."""
-        if flight.share is None or not flight.unread:
+        """The nearest share by itself, since the others are seldom later. Once it is there, all others together."""
+        if flight.share is None:
             return []
-        return self._start(flight, [ReadCrcs(flight.key, flight.index, flight.share, flight.unread.pop())])
+        asked = flight.unread if flight.others else flight.unread[-1:]
+        flight.unread = flight.unread[: len(flight.unread) - len(asked)]
+        return self._start(flight, [ReadCrcs(flight.key, flight.index, flight.share, of) for of in asked])
 
     def _crcs_read(self, flight: Flight, event: CrcsRead) -> list[Action]:
         ready = flight.note_others(event.share, event.entry_crcs)
@@ -386,12 +401,23 @@ class Pipeline:
         crcs = entry_crcs_of(flight.index, flight.chunks, flight.segment_crcs)
         return self._start(flight, [PutCrcs(flight.key, share, crcs)])
 
-    def _sealed(self, flight: Flight) -> list[Action]:
-        assert flight.share is not None
+    def _sealed(self, flight: Flight, event: Sealed) -> list[Action]:
+        share = event.share
         flight.waits = True
-        if flight.share.index:
+        if share.index:
             return self._start(flight, [AwaitPublished(flight.key)])
-        return self._start(flight, [AwaitSeals(flight.key, flight.index, flight.share)])
+        flight.seals[0] = event.seal
+        # All at the same time, so that what was sealed last is known within the time of one request.
+        reads: list[Job] = [ReadSeal(flight.key, share, of) for of in range(1, share.shares.count)]
+        return self._start(flight, reads) + self._maybe_assemble(flight)
+
+    def _maybe_assemble(self, flight: Flight) -> list[Action]:
+        share, seals = flight.share, flight.seals
+        if share is None or len(seals) < share.shares.count:
+            return []
+        flight.waits = False
+        in_order = tuple(seals[of] for of in sorted(seals))
+        return self._start(flight, [Assemble(flight.key, flight.index, share, in_order)])
 
     # -- what can be done now ------------------------------------------------------------------------------------
 

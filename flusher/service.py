@@ -146,7 +146,9 @@ class FlusherService:
         upkeep_is_idle = self._maintenance.idle
         # It may have ended after the first look, and its last word been taken above: nothing would wake the loop again.
         self._look_again = upkeep_is_idle and not maintenance_was_idle
-        done = self._engine.only_receiving if self._terminating else self._engine.idle
+        # Without a stager nobody wants to hear how a sealed share ends.
+        idle = self._engine.idle if self._handler is not None else self._engine.only_sealed
+        done = self._engine.only_receiving if self._terminating else idle
         drained = maintenance_was_idle and done and upkeep_is_idle
         if drained and self._handler is not None and self._handler.finishing and not self._drained_said:
             self._handler.channel.send("drained")

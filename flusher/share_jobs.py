@@ -13,10 +13,19 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flusher.steps import AllSealed, AwaitSeals, CrcsRead, PutCrcs, ReadCrcs, SealShare
+from flusher.steps import (
+    AllSealed,
+    Assemble,
+    CrcsRead,
+    PutCrcs,
+    ReadCrcs,
+    ReadSeal,
+    Sealed,
+    SealRead,
+    SealShare,
+)
 from holdfast.checkpoints.share_records import (
     ShareRecords,
-    ShareSeal,
     ShareStart,
     checked_image,
     voided,
@@ -49,7 +58,6 @@ class ShareJobs:
         self._store, self._index, self._writers_of = store, index, writers_of
         self._shares: dict[CheckpointId, ImageShare | None] = {}
         self._starts: dict[CheckpointId, ShareStart] = {}
-        self._seals: dict[CheckpointId, list[ShareSeal]] = {}
         self._voided: set[CheckpointId] = set()
 
     def note(self, key: CheckpointId, share: ImageShare | None) -> None:
@@ -103,34 +111,32 @@ class ShareJobs:
             )
         return CrcsRead(job.key, job.of, found.entry_crcs)
 
-    def seal(self, job: SealShare, *, staged_at_unix: float, record: dict[str, Any]) -> None:
+    def seal(self, job: SealShare, *, staged_at_unix: float, record: dict[str, Any]) -> Sealed:
         """After `Upload.hand_over`."""
-        self._records(job.key).put_seal(
+        made = self._records(job.key).put_seal(
             self._starts[job.key], job.share, job.sums, staged_at_unix=staged_at_unix, record=record
         )
+        return Sealed(job.key, job.share, made)
 
-    def all_sealed(self, job: AwaitSeals) -> tuple[AllSealed, Upload]:
-        """The image, and the upload with all its parts. Raises `NotYet`."""
-        records, start, shares = self._records(job.key), self._starts[job.key], job.share.shares
-        seals = self._seals.setdefault(job.key, [])
-        while len(seals) < shares.count and (found := records.seal(start, len(seals))) is not None:
-            seals.append(found)
-        # After the seals: whoever has sealed voids no more.
-        self._raise_void(records)
-        if len(seals) < shares.count:
-            raise NotYet(f"share {len(seals) + 1} of {shares.count} to be sealed")
-        image = checked_image(start, seals, job.index, shares)
-        return AllSealed(image), upload_of(
-            self._store, start, job.index.layout, image.chunk_crc32s, job.share
-        )
+    def read_seal(self, job: ReadSeal) -> SealRead:
+        """Raises `NotYet`."""
+        found = self._records(job.key).seal(self._starts[job.key], job.of)
+        if found is None:
+            raise NotYet(f"share {job.of + 1} of {job.share.shares.count} to be sealed")
+        return SealRead(job.key, job.of, found)
 
-    def raise_outcome(self, key: CheckpointId) -> None:
-        """Say why nobody publishes what has no manifest yet. Raises `NotYet` while the lead may do so; returns if its
-        records are gone, so that there is a manifest, or never will be.
-        """
+    def assemble(self, job: Assemble) -> tuple[AllSealed, Upload]:
+        """The image, and the upload with all its parts."""
+        start = self._starts[job.key]
+        image = checked_image(start, job.seals, job.index, job.share.shares)
+        upload = upload_of(self._store, start, job.index.layout, image.chunk_crc32s, job.share)
+        return AllSealed(image), upload
+
+    def await_end(self, key: CheckpointId) -> None:
+        """Return once the lead has published it, or never will. Raises `NotYet`."""
         records = self._records(key)
-        self._raise_void(records)
-        if records.start() is not None:
+        if records.start() is not None:  # it goes after the manifest is written
+            self._raise_void(records)
             raise NotYet("the first stager's flusher to publish")
 
     def committed(self, key: CheckpointId) -> None:
@@ -154,9 +160,7 @@ class ShareJobs:
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
         """Nobody is to publish it, unless this share is sealed: then only the lead may say so."""
-        records = self._records(key)
-        if self._index == 0 or not records.is_sealed(self._index):
-            records.put_void(self._index, str(error))
+        self._records(key).put_void(self._index, str(error))
 
     def clear(self, key: CheckpointId) -> None:
         """The upload is taken back; the void stays for those who still look."""
@@ -164,7 +168,7 @@ class ShareJobs:
         self._records(key).clear(self._writers_of(key.attempt), keep_void=True)
 
     def forget(self, key: CheckpointId) -> None:
-        for table in (self._shares, self._starts, self._seals):
+        for table in (self._shares, self._starts):
             table.pop(key, None)
 
     def _records(self, key: CheckpointId) -> ShareRecords:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.checkpoints.publish import Finished
+from holdfast.checkpoints.share_records import ShareSeal
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source
@@ -125,6 +126,17 @@ class Sealed:
     """This share is written, and the store says so."""
 
     key: CheckpointId
+    share: ImageShare
+    seal: ShareSeal
+
+
+@dataclass(frozen=True, slots=True)
+class SealRead:
+    """Share `of` is written."""
+
+    key: CheckpointId
+    of: int
+    seal: ShareSeal
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +178,7 @@ Event = (
     | CrcsPut
     | CrcsRead
     | Sealed
+    | SealRead
     | AllSealed
     | Published
     | JobFailed
@@ -269,12 +282,23 @@ class SealShare:
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitSeals:
-    """Wait until every share is sealed. Answer: `AllSealed`."""
+class ReadSeal:
+    """Wait until share `of` is sealed. Answer: `SealRead`."""
+
+    key: CheckpointId
+    share: ImageShare
+    of: int
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """Make one image of all shares, and take up the upload with the parts of all. Answer: `AllSealed`."""
 
     key: CheckpointId
     index: LayoutIndex
     share: ImageShare
+    seals: tuple[ShareSeal, ...]
     slots: tuple[int, ...] = ()
 
 
@@ -321,6 +345,14 @@ class Discard:
     error: HoldfastError
 
 
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """What was written is taken back; to the engine."""
+
+    key: CheckpointId
+    error: HoldfastError
+
+
 Job = (
     Open
     | Verify
@@ -329,7 +361,8 @@ Job = (
     | PutCrcs
     | ReadCrcs
     | SealShare
-    | AwaitSeals
+    | ReadSeal
+    | Assemble
     | AwaitPublished
     | Publish
     | EndOrphan

@@ -20,7 +20,8 @@ policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, inter
 command/       the frame of the `holdfast` command: entry point, output, help, places of files
 integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan, trackers
 
-errors, config, config_sources    the public errors and settings, and the places where settings are read
+errors, config           the public errors and settings
+setting_values, config_sources    the values of settings, and the places where they are read
 crc, sealed              checksums, and JSON documents with one
 parse_cost, pickle_cost  the cost of parsing a document or a pickle, known before it is parsed
 supervised, mpirun       lines from a job to its supervisor, and the mpirun command line

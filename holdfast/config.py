@@ -19,30 +19,32 @@ value, the given value, and the place where it was set.
 from __future__ import annotations
 
 import os
-import re
-import sys
 import warnings
-from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    SecretStr,
-    field_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, SecretStr, field_validator
 from pydantic_core.core_schema import ValidationInfo
 from pydantic_settings import NoDecode
 
 from holdfast.config_sources import RoleConfig
-from holdfast.image.best_rule import BestMode, BestRule, is_metric_name
+from holdfast.image.best_rule import BestMode, BestRule
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import CHUNK_BYTES
-from holdfast.image.shares import WHOLE, WRITERS_MAX, ShareNumber
-from holdfast.net.address import parse_address
+from holdfast.image.shares import WHOLE, ShareNumber
+from holdfast.setting_values import (
+    OWN_STAGER,
+    address_value,
+    checkpoint_values,
+    listed_values,
+    metric_value,
+    parse_size,
+    share_value,
+    stager_values,
+    steps_value,
+    url_value,
+    utf8_value,
+)
 
 __all__ = [
     "IN_FLIGHT_MAX",
@@ -58,35 +60,12 @@ __all__ = [
 
 # Checkpoints in flight at once: those in a rank's staging areas, and one that begins while slower ranks end theirs.
 IN_FLIGHT_MAX = 9
-OWN_STAGER = "own"  # as the trainer setting `stager`: rank 0 starts one
 RING_BYTES = 256 << 20  # at first, where nobody has set it
 RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and freeing
 _KEEP_HOURLY, _KEEP_DAILY = 24, 7
 _CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
 _PAGE_BYTES = 4096
 _WATCHED_UNDER = frozenset({"TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST"})
-_STEP_AT_END = re.compile(r"@(\d{1,18}|latest)/*$")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|[kmgtp]i?b)", re.IGNORECASE)
-_UNIT_BYTES = {"": 1, "b": 1} | {
-    f"{letter}{infix}b": base**power
-    for power, letter in enumerate("kmgtp", start=1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
-
-
-def parse_size(value: int | str) -> int:
-    """Number of bytes that `value` names: a number, or a text such as `512MiB`, `1.5GiB` or `16 MB`. Raises
-    `ValueError`: `value` is not a size, or not a whole number of bytes.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError('a size in bytes, or with a unit such as "512MiB", "1GiB" or "16 MB"')
-    number = Fraction(match[1]) * _UNIT_BYTES[match[2].lower()]
-    if number.denominator != 1:
-        raise ValueError("a whole number of bytes")
-    return int(number)
 
 
 def default_runtime_dir() -> Path:
@@ -94,30 +73,10 @@ def default_runtime_dir() -> Path:
     return Path(f"/dev/shm/holdfast-{os.getuid()}")  # noqa: S108 - made with mode 0700 and its owner checked (ring.py)
 
 
-def _in_utf8(value: Any) -> Any:
-    # Text that the locale cannot decode has lone surrogates, and is another text for each locale: no key for a run.
-    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError(
-            f"a path in the encoding of the locale, which is {sys.getfilesystemencoding()}; set LC_ALL=C.UTF-8, or "
-            "PYTHONUTF8=1"
-        )
-    return value
-
-
-def _refuse_name_of_a_step(value: str) -> str:
-    if _STEP_AT_END.search(value):
-        raise ValueError(
-            "another name: after @ the commands take `latest` or a number for a step of the run before it"
-        )
-    return value
-
-
 _Size = Annotated[int, BeforeValidator(parse_size)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _ChunkBytes = Annotated[_Size, Field(gt=0, le=_CHUNK_BYTES_MAX, multiple_of=_PAGE_BYTES)]
-_StoreUrl = Annotated[
-    str, Field(min_length=1), BeforeValidator(_in_utf8), AfterValidator(_refuse_name_of_a_step)
-]
+_StoreUrl = Annotated[str, Field(min_length=1), BeforeValidator(utf8_value), AfterValidator(url_value)]
 _Count = Annotated[int, Field(ge=0)]
 _OnDivergence = Literal["warn", "refuse", "off"]
 _Watch = Literal["aws", "gcp", "azure", "auto", "sigterm", "sigusr1"]
@@ -133,59 +92,10 @@ def default_watch() -> tuple[_Watch, ...]:
     return ("sigterm",) if _WATCHED_UNDER & os.environ.keys() else ()
 
 
-def _listed(value: Any) -> Any:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-def _checkpoints(value: Any) -> Any:
-    # One message for all of them: it has the whole value, and where it was set.
-    try:
-        return tuple(
-            one if isinstance(one, CheckpointId) else CheckpointId.of_label(one) for one in _listed(value)
-        )
-    except (TypeError, ValueError):
-        raise ValueError("checkpoints as STEP-aATTEMPT, such as 1200-a3, separated by commas") from None
-
-
-def _steps_or_auto(value: Any) -> Any:
-    # One message for both kinds, where pydantic would give two.
-    text = str(value).strip()
-    if text != "auto" and not text.isdecimal():
-        raise ValueError('0 or more steps, or "auto"')
-    return text if text == "auto" else int(text)
-
-
-def _metric_name(value: str) -> str:
-    if not is_metric_name(value):
-        raise ValueError("the name of a metric: printable text without blanks at its ends")
-    return value
-
-
-def _host_port(value: Any) -> str:
-    return str(parse_address(str(value)))
-
-
-def _share(value: Any) -> ShareNumber:
-    return value if isinstance(value, ShareNumber) else ShareNumber.of_text(str(value).strip())
-
-
-def _own_or_host_ports(value: Any) -> str:
-    if value == OWN_STAGER:
-        return OWN_STAGER
-    listed = value if isinstance(value, list | tuple) else str(value).split(",")
-    try:
-        addresses = [_host_port(one) for one in listed]
-    except ValueError as error:
-        raise ValueError(f"own, or {error}") from None
-    if len(set(addresses)) != len(addresses) or len(addresses) > WRITERS_MAX:
-        raise ValueError(f"each address once, and at most {WRITERS_MAX}")
-    return ",".join(addresses)
-
-
-_HostPort = Annotated[str, BeforeValidator(_host_port)]
-_OwnOrHostPorts = Annotated[str, BeforeValidator(_own_or_host_ports)]
-_Share = Annotated[ShareNumber, PlainValidator(_share), NoDecode]
-_Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
+_HostPort = Annotated[str, BeforeValidator(address_value)]
+_OwnOrHostPorts = Annotated[str, BeforeValidator(stager_values)]
+_Share = Annotated[ShareNumber, PlainValidator(share_value), NoDecode]
+_Every = Annotated[int | Literal["auto"], BeforeValidator(steps_value)]
 
 
 # pydantic's own `copy` has been deprecated for `model_copy`, and nothing here calls it.
@@ -303,14 +213,14 @@ class TrainerConfig(RoleConfig):
     on_stager_lost: Literal["train", "end", "own"] = "train"
     own_after_seconds: _Seconds = 30.0
     on_unproven: Literal["warn", "stop"] = "warn"
-    tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()
+    tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(listed_values), NoDecode] = ()
     tier_slots: Annotated[int, Field(ge=2, le=64)] | None = None
     tier_writers: Annotated[int, Field(ge=1, le=64)] | None = None
     tier_seconds_max: _Seconds = 300.0
     store: _StoreUrl | None = None
     create: bool = False
     chunk_bytes: _ChunkBytes = CHUNK_BYTES
-    watch: Annotated[tuple[_Watch, ...], BeforeValidator(_listed), NoDecode] = Field(
+    watch: Annotated[tuple[_Watch, ...], BeforeValidator(listed_values), NoDecode] = Field(
         default_factory=default_watch
     )
     watch_seconds: _Seconds = 5.0
@@ -321,7 +231,7 @@ class TrainerConfig(RoleConfig):
     mtbf_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     restore_without_store: bool = False
-    restore_set_aside: Annotated[tuple[CheckpointId, ...], BeforeValidator(_checkpoints), NoDecode] = ()
+    restore_set_aside: Annotated[tuple[CheckpointId, ...], BeforeValidator(checkpoint_values), NoDecode] = ()
     stager: _OwnOrHostPorts | None = None
     key: SecretStr | None = None
     key_file: Path | None = None
@@ -407,7 +317,7 @@ class _RingConfig(RoleConfig):
     keep_every: _Count = 0
     keep_hourly: _Count | None = None
     keep_daily: _Count | None = None
-    best_metric: Annotated[str, AfterValidator(_metric_name)] | None = None
+    best_metric: Annotated[str, AfterValidator(metric_value)] | None = None
     best_mode: BestMode | None = None
     keep_best: _Count = 0
     verify: bool = True

@@ -53,9 +53,7 @@ class RoleConfig(BaseSettings):
 
     @classmethod
     def from_sources(cls, **arguments: Any) -> Self:
-        """Build the settings from arguments, environment and file; None as an argument counts as not given. Raises
-        `ConfigError`: a setting is wrong; the message names each wrong one, and where it was set.
-        """
+        """Build the settings; None is not given. Raises `ConfigError`: names each wrong one, and where it was set."""
         return cls(**{name: value for name, value in arguments.items() if value is not None})
 
     @classmethod

@@ -102,9 +102,7 @@ class Fault(NamedTuple):
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Read `VICTIM@POINT[#N]=kill|stop`, separated by commas. Raises `ConfigError`: naming the part that is wrong, and
-    what is allowed.
-    """
+    """Read `VICTIM@POINT[#N]=kill|stop`, by commas. Raises `ConfigError`: names the wrong part, and what is allowed."""
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _FAULT.fullmatch(part)
@@ -123,9 +121,7 @@ _reached: dict[Point, itertools.count[int]] = {}
 
 
 def identify(victim: str) -> None:
-    """Say who this process is (`rank:1`, `stager`, `flusher`), and read what is armed for it. Once, at its start.
-    Raises `ConfigError`: `HOLDFAST_FAULT` is not readable.
-    """
+    """Say who this process is (`rank:1`, `stager`, `flusher`), and read `HOLDFAST_FAULT` for it. Once, at its start."""
     _armed.clear()
     for fault in parse_faults(os.environ.get(VARIABLE, "")):
         if fault.victim in {victim, victim.partition(":")[0]}:

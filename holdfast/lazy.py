@@ -13,12 +13,8 @@ _EXTRAS = {"torch": ("torchrun", "trainer"), "mpi4py": ("trainer", "stager")}
 def lazy_names(
     package: str, modules: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose names are defined in modules that are expensive to import.
-
-    Args:
-        package: `__name__` of the package.
-        modules: Full name of a module, with the names that the package takes from it.
-        submodules: Modules of the package that are names of it themselves.
+    """`__getattr__` and `__dir__` for a package whose names are in expensive modules. `modules`: full name, with the
+    names taken from it. `submodules`: modules that are names of the package themselves.
     """
     homes = {name: module for module, names in modules.items() for name in names}
 

@@ -14,9 +14,7 @@ _LAST_BYTES = 2000
 
 
 def log_path(role: str, store_url: str) -> Path:
-    """Where the processes of this role and run say what happened to them. Raises `ConfigError`: the folder for it
-    cannot be made.
-    """
+    """The log file of the processes of this role and run. Raises `ConfigError`: its folder cannot be made."""
     folder = Path(platformdirs.user_state_dir("holdfast", appauthor=False))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -54,9 +54,9 @@ def mpirun_command(
 ) -> list[str]:
     """Build the command line of one MPI job: `ranks` trainers, and one stager if asked for.
 
-    Leftovers of a killed mpirun in the temporary directory are removed: the next one that gets its process id would
-    not start ("The PMIx server's listener thread failed to start"). In a container that starts again that is the
-    very next one.
+    Leftovers of a killed mpirun in the temporary directory are removed: the next one that gets its process id would not
+    start ("The PMIx server's listener thread failed to start"). In a container that starts again that is the very next
+    one. Raises `ConfigError`: no mpirun beside this Python nor on PATH.
 
     Args:
         ranks: Number of training ranks.
@@ -66,9 +66,6 @@ def mpirun_command(
         hosts: How many of them on which host; None: all on this machine.
         stager_host: With `hosts`: the stager's, as mpirun knows it.
         options: More options for mpirun.
-
-    Raises:
-        ConfigError: No mpirun beside this Python nor on PATH.
     """
     command = [find_mpirun()]
     _remove_dead_sessions(Path(tempfile.gettempdir()))

@@ -64,9 +64,7 @@ def _say(line: bytes) -> None:
 
 
 def heard(line: bytes) -> OwnStagerPlace:
-    """The place in the first line of a stager. Raises `ValueError`: it is not a place; `HoldfastError`: the stager has
-    not started; its own error.
-    """
+    """The place in the first line of a stager. Raises `ValueError`: not a place; `HoldfastError`: the stager's own."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         raise peer_error(*json.loads(line)["error"])
     return OwnStagerPlace.from_bytes(line)
@@ -85,9 +83,7 @@ def note_path(store_url: str, runtime_dir: Path) -> Path:
 
 
 class OwnStagerNote:
-    """The note of a living stager, until `close`. `address` is the one that ranks connect to. Raises `ConfigError`:
-    another stager of this run holds the note, or the directory is not safely ours.
-    """
+    """The note of a living stager, until `close`. Raises `ConfigError`: another holds it, or it is not safely ours."""
 
     def __init__(self, store_url: str, runtime_dir: Path, address: Address, key: bytes) -> None:
         self._path = note_path(store_url, runtime_dir)
@@ -131,9 +127,7 @@ class OwnStagerNote:
 
 
 def living_own_stager(store_url: str, runtime_dir: Path) -> OwnStagerPlace | None:
-    """The stager that a job of this user has started for this run on this machine, if it lives. Raises `ConfigError`:
-    its note is not safely ours.
-    """
+    """The living stager that a job of this user started for this run here. Raises `ConfigError`: not safely ours."""
     try:
         fd = open_private_file(note_path(store_url, runtime_dir), os.O_RDWR)
     except (FileNotFoundError, StoreError):

@@ -46,13 +46,7 @@ def check_cost(cost: int, received_bytes: int, factor: int) -> None:
 
 
 def inflate_json(data: bytes | bytearray | memoryview, bytes_max: int) -> bytes:
-    """Decompress JSON that `zlib.compress` packed, within the limit.
-
-    Raises:
-        InputTooLarge: It is above `bytes_max`, or above the limit for what was received.
-        ValueError: It is truncated.
-        zlib.error: It is not zlib data.
-    """
+    """Decompress JSON within limits. Raises `InputTooLarge`; `ValueError`: truncated; `zlib.error`: not zlib data."""
     inflater, received_bytes = zlib.decompressobj(), len(data)
     raw, cost = bytearray(), 0
     while not inflater.eof:

@@ -49,12 +49,8 @@ _UNBOUNDED = (
 
 
 class _Value:
-    """Stands for an object.
-
-    Attributes:
-        weight: About its bytes with all that is in it: what a copy of it would take.
-        name: If it is a class or function: its name without the module.
-        holds_list: Whether it is a list, dict or set, or a tuple that holds one.
+    """Stands for an object. `weight`: about its bytes, with all that is in it. `name`: of a class or function, without
+    the module. `holds_list`: it is a list, dict or set, or a tuple that holds one.
     """
 
     number = depth = 0
@@ -89,12 +85,7 @@ _TWO_LINES = {_CODES["GLOBAL"], _CODES["INST"]}
 
 
 def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> int:
-    """Refuse a pickle that takes more memory than the limit for its size. Returns how deep tuples are nested in it;
-    just above `tuples_max` where they are deeper.
-
-    Raises:
-        InputTooLarge: It does; says which opcode asks for it.
-    """
+    """Refuse a pickle that would take too much memory; returns how deep tuples are nested. Raises `InputTooLarge`."""
     return _Walk(bytes(pickled), tuples_max).run()
 
 
@@ -224,15 +215,12 @@ class _Walk:
         self._push(value, _CONTAINER_BYTES)
 
     def container_of_marked(self, _begin: int, _end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
+        items = self._marked()
         self.container(0, 0)
         self._fill(items)
 
     def tuple_of_marked(self, _begin: int, _end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
-        self._tuple(items)
+        self._tuple(self._marked())
 
     def tuple_of_last(self, _begin: int, _end: int) -> None:
         count = self._pickled[self._begin] - _CODES["TUPLE1"] + 1
@@ -262,18 +250,14 @@ class _Walk:
         self._fill([self._stack.pop()], _PLACE_BYTES)
 
     def append_marked(self, _begin: int, _end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
-        self._fill(items, _PLACE_BYTES)
+        self._fill(self._marked(), _PLACE_BYTES)
 
     def set_item(self, _begin: int, _end: int) -> None:
         value, key = self._stack.pop(), self._stack.pop()
         self._fill([key, value])
 
     def fill_with_marked(self, _begin: int, _end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
-        self._fill(items)
+        self._fill(self._marked())
 
     def _fill(self, items: list[_Value], nbytes: int = _PAIR_BYTES) -> None:
         target = self._stack[-1]
@@ -297,7 +281,13 @@ class _Walk:
             self._stack = self._below.pop()
 
     def pop_marked(self, _begin: int, _end: int) -> None:
+        self._marked()
+
+    def _marked(self) -> list[_Value]:
+        """Take what is on the stack above the last mark."""
+        items = self._stack
         self._stack = self._below.pop()
+        return items
 
     def again(self, _begin: int, _end: int) -> None:
         self._push(self._stack[-1])
@@ -351,8 +341,7 @@ class _Walk:
         self._call(function, arguments)
 
     def call_marked(self, begin: int, end: int) -> None:
-        items = self._stack
-        self._stack = self._below.pop()
+        items = self._marked()
         if self._pickled[self._begin] == _CODES["INST"]:
             self.named(begin, end)
             function = self._stack.pop()

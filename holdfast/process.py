@@ -13,14 +13,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 
 def yield_to_training(niceness: int) -> None:
-    """Have this process run at `niceness`, or as nice as it is already: all threads that it has. Any thread.
-    `niceness`: 0 to 19; 0 changes nothing.
-
-    Threads and children that are started later inherit it (docs/design/001-flusher-owns-the-ring.md).
-    """
+    """Run this process, and later children, at `niceness` (0 to 19; 0: unchanged), unless it is nicer. Any thread."""
     nicer: set[int] = set()
     # The kernel keeps it for each thread, and one that is not nicer yet may just be starting another.
     while left := {int(task.name) for task in Path("/proc/self/task").iterdir()} - nicer:
@@ -32,13 +29,7 @@ def yield_to_training(niceness: int) -> None:
 
 
 def at_exit(call: Callable[..., object], *arguments: object) -> Callable[[], None]:
-    """As `atexit.register`, but for this process alone.
-
-    A forked child inherits the list of calls; the sockets, locks and MPI of its parent are not its own.
-
-    Returns:
-        Takes it off the list again.
-    """
+    """As `atexit.register`, but a forked child, which inherits the list, skips it. Returns a call that takes it off."""
     process = os.getpid()
 
     def in_this_process() -> None:
@@ -71,11 +62,37 @@ def boot_id() -> str:
     return ""
 
 
-def wait_readable(descriptors: Iterable[int], seconds: float | None) -> None:
-    """Sleep until one of the descriptors can be read, at most this long; None: without a limit. Any thread.
+class ProcessStat(NamedTuple):
+    """A process that has not ended, as /proc/PID/stat has it."""
 
-    Whatever their numbers are: `select` takes none above 1023, and a process with many connections has some.
-    """
+    parent: int
+    session: int
+    started: int  # ticks since boot: tells apart two processes with one id
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """None for a process that has ended, also if it is a zombie."""
+    try:
+        # The command's name may have spaces and parentheses: the fields are counted from behind its last one.
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else ProcessStat(int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def running_processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def parent_of(pid: int) -> int:
+    """The process that started this one; 0 if it is gone."""
+    stat = process_stat(pid)
+    return stat.parent if stat else 0
+
+
+def wait_readable(descriptors: Iterable[int], seconds: float | None) -> None:
+    """Sleep until a descriptor can be read, or so long. Unlike `select`, takes numbers above 1023. Any thread."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -86,10 +103,8 @@ FINALIZE_SECONDS_MAX = 30.0  # it takes milliseconds, and some seconds where man
 
 
 def end_within(seconds_max: float, call: Callable[[], object], what: str, *, code: int = 0) -> None:
-    """Call `call`; if it has not returned after `seconds_max`, say so on stderr and end the process with `code`.
-
-    Main thread, at exit. `what`: names the call. It has to release the GIL while it waits, or no thread can end it:
-    mpi4py's `MPI.Finalize` keeps it, the same function called by ctypes does not.
+    """Call `call`; after `seconds_max`, say so on stderr and end the process with `code`. Main thread, at exit. It has
+    to release the GIL while it waits: mpi4py's `MPI.Finalize` does not, the same function called by ctypes does.
     """
 
     def leave() -> None:
@@ -120,9 +135,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_kills(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed to free memory: of this process's control group; of the whole machine
-    where no group counts them; 0 where nobody does.
-    """
+    """How many processes the kernel has killed to free memory, in this control group, else on this machine; else 0."""
     counters = [
         folder / name
         for folder in _memory_groups(root)
@@ -138,10 +151,7 @@ def memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[Path]:
-    """The control groups that limit the memory of this process, the innermost first: of version 1 where the memory
-    controller is one of those, else of version 2. A group that is not mounted here is no folder: in a container the
-    root often is its own group.
-    """
+    """The control groups that limit this process's memory, innermost first. One that is not mounted is no folder."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -24,9 +24,7 @@ def stager_key_path(address: Address) -> Path:
 
 
 class StagerKey:
-    """A key for the ranks of a stager that listens at `address`, until `close`. Raises `ConfigError`: it cannot be put
-    where ranks would find it.
-    """
+    """A key for the ranks of a stager at `address`, until `close`. Raises `ConfigError`: ranks would not find it."""
 
     def __init__(self, address: Address) -> None:
         self._path = stager_key_path(address)
@@ -56,9 +54,7 @@ class StagerKey:
 
 
 def key_found(address: Address) -> bytes:
-    """The key of a stager of this user on this machine, for a rank without a configured key. Called once the rank is
-    connected, since the stager writes the key before it answers. Raises `ConfigError`: the key file does not exist.
-    """
+    """The key of this user's stager here, which it writes before it answers. Raises `ConfigError`: not found."""
     path = stager_key_path(address)
     try:
         file = open_private_file(path, os.O_RDONLY)

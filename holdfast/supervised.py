@@ -64,9 +64,7 @@ LAST_WORDS = re.compile(r"holdfast: rank \d+: ([A-Z]\w+): .*")
 
 
 def last_words(error: HoldfastError, *, rank: int, place: str) -> str:
-    """A training rank's report on the error that ends it; its first line matches `LAST_WORDS`. `place`: the line of the
-    script that met the error; empty if none is known.
-    """
+    """A rank's report on the error that ends it; begins as `LAST_WORDS` does. `place`: the script's line, or empty."""
     where = f" (at {place})" if place else ""
     return f"\nholdfast: rank {rank}: {type(error).__name__}: {error}{where}\nhelp: {error.help}\n"
 

@@ -25,6 +25,6 @@ actions                          gives events to the session, and carries out it
 payloads, fetches                chunks on their way into slots, and out of slots for a restore
 flusher_process, flusher_line, flusher_handler    starts the flusher, holds the connection, handles its messages
 notices, interval_agreement      all ranks save at one step after a notice; all change the interval at one step
-previous_jobs                    waits for checkpoints of earlier jobs that are still in the ring
+previous_jobs, orphaned_rings    waits for checkpoints of earlier jobs in the ring; rings that nobody else serves
 checks, doctor_job               the stager's part of `holdfast doctor`
 """

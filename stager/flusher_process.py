@@ -35,6 +35,7 @@ from holdfast.ring import doorbell as ipc
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.ring import Ring
 from holdfast.wire.frames import peer_error
+from stager.orphaned_rings import orphaned_rings
 
 _log = logging.getLogger("holdfast.stager.flusher")
 
@@ -124,6 +125,8 @@ def attach(
     greeted = _greet(socket_path, hello, deadline)
     if greeted is None:
         _start(config, deadline, ahead)
+        if held is None:
+            _adopt_rings(config)
         greeted = _greet(socket_path, hello, deadline, wait=True)
     if greeted is None:
         raise PeerLost(
@@ -223,14 +226,16 @@ def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | No
     )
 
 
-def _launch(config: StagerConfig, first: list[str], stdin: int) -> subprocess.Popen[bytes]:
+def _launch(
+    config: StagerConfig, first: list[str], stdin: int, *, output: int = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
     """A flusher in a session of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     with log_path("flusher", config.store).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "flusher", *first, *_arguments(config)],
             stdin=stdin,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=log,
             start_new_session=True,
             env=environment,
@@ -267,6 +272,28 @@ def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) ->
     raise PeerLost(
         f"the flusher ended with exit code {code} before it was ready; {path} ends with:\n{last_lines(path)}"
     )
+
+
+def _adopt_rings(config: StagerConfig) -> None:
+    """Have rings that flushers of other shares left on this machine published: nobody else starts their flushers."""
+    for left in orphaned_rings(config.store, config.runtime_dir, config.share):
+        if left.has_stager:
+            _log.warning(
+                "the ring of share %s on this machine, %s, has checkpoints and no flusher; the stager of that share "
+                "starts one if it is on this machine; otherwise run `%s` here",
+                *(left.share, left.directory, left.command(config.store)),
+            )
+            continue
+        # The ring as it is; and no port of metrics, which is taken.
+        unset = dict.fromkeys(("chunk_bytes", "ring_bytes", "metrics_port"))
+        of_share = config.model_copy(update={**unset, "share": left.share, "linger": False})
+        process = _launch(of_share, [], subprocess.DEVNULL, output=subprocess.DEVNULL)
+        _started[process] = memory_kills()
+        _log.warning(
+            "the ring of share %s on this machine, %s, has checkpoints and no flusher: started one, process %d, as by "
+            "`%s`",
+            *(left.share, left.directory, process.pid, left.command(config.store)),
+        )
 
 
 def _arguments(config: StagerConfig) -> list[str]:

@@ -63,7 +63,7 @@ def modules(root: Path, paths: Sequence[Path]) -> dict[str, set[str]]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one circle of imports, [] if there is none."""
+    """The modules of one circle of imports, if any."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

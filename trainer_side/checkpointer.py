@@ -40,8 +40,8 @@ from trainer_side.proof.digest_taker import StepInput
 from trainer_side.ranks.peers import agree
 from trainer_side.ranks.uncaught import end_by_exit_codes
 from trainer_side.restore.choice import wanted_best
-from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.restore.restore_attempt import Restored
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored, RestoreOptions
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.metric_values import MetricsGiven

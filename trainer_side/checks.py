@@ -16,9 +16,8 @@ from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.save.host_memory import lock
 from trainer_side.tiers.first_touch import huge_buffer
-from trainer_side.tiers.huge_pages import why_small_pages
 from trainer_side.tiers.open_tiers import memory_directory
-from trainer_side.tiers.tier_directory import why_not_memory
+from trainer_side.tiers.tier_directory import why_not_memory, why_small_pages
 
 _SECONDS_MAX = 1.0  # it is on the machine itself, or next to it
 _CHECK = "metadata service"

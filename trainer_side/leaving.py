@@ -155,7 +155,7 @@ class Leaving:
             if why := finished.why_not():
                 return f"the exception came in the middle of the next one, and {why}"
             finished.put_back()
-            self._tiers.hurry(seconds)
+            self._tiers.council.hurry(seconds)
             if not save(step):
                 return "save() declined it, see above"
         _log.warning(

@@ -26,11 +26,12 @@ EXPERIMENTS = {
     "table": "Every peer once a round: stall, staged, durable; ratios; memory; idle CPU",
     "makespan": "A training of GPT-2 that saves every 2 to 10 iterations, beside one that saves nothing",
     "cpu": "Real forward, backward and update on both cores; CPU seconds that a checkpoint costs",
-    "sizes": "Time of a checkpoint by its size, 0.2 to 4 GB",
+    "models": "Stall, staged, durable and phases of ten models' states, 0.04 to 4 GB, as shapes",
     "workloads": "ResNet-50 that saves in every iteration, ResNet-152, and BERT-large",
     "jitter": "Iterations of plain Python with and without checkpoints: p50 to the slowest",
     "rings": "PGT by size of the stager's ring, smaller than the image included",
     "slices": "PGT and CST by number of ranks",
+    "stager-size": "PGT by CPUs and memory of the stager, in a cgroup, with a dated price; as root",
     "shards": "PGT by number of ranks, each with a link of its own, and where the stager's link is the limit; as root",
     "shares": "One image by 1, 2 and 4 stagers behind a link each, and by the job's own stager; as root",
     "flights": "Slowdown by number of checkpoints in flight, 1 to 4, and by interval, over a slow store",
@@ -47,7 +48,7 @@ EXPERIMENTS = {
     "goodput": "A model: goodput on a spot trace, total time by MTBF, effective training time; by `holdfast simulate`",
     "reality": "`holdfast simulate` against a run whose ranks are killed at the times of a trace",
     "switching": "A job taken off by SIGTERM and put on again: suspend and resume, against torch.save and torch.load",
-    "interference": "An interval that adapts to another job on the disk, against one that does not",
+    "interference": "An interval that adapts to another job on a slow store, against one that does not",
     "accuracy": "Accuracy by epoch and over time: undisturbed, and killed and resumed after each tenth epoch",
     "s3": "Durable and restore in an S3 server, against s3torchconnector and a bare multipart upload",
 }
@@ -97,11 +98,11 @@ class Experiment(Protocol):
 
 def experiment(name: str) -> Experiment:
     """The module of that name."""
-    return cast("Experiment", importlib.import_module(f"benchmarks.experiments.{name}"))
+    return cast("Experiment", importlib.import_module(f"benchmarks.experiments.{name.replace('-', '_')}"))
 
 
 def available(peers: tuple[str, ...]) -> tuple[str, ...]:
-    """Those whose package is installed."""
+    """The ones whose package is installed."""
     from benchmarks.peers import OPTIONAL
 
     return tuple(

@@ -130,7 +130,7 @@ def _curve(path: Path, begun: float | None = None) -> list[dict[str, Any]]:
 
 
 def equal_epochs(document: dict[str, Any]) -> int:
-    """Epochs after which accuracy and loss are the same in both, to the bit, each time they were trained."""
+    """Epochs after which accuracy and loss are the same in both, bit for bit, each time they were trained."""
     want = {point["epoch"]: point for point in document["curves"]["undisturbed"]}
     unequal = {point["epoch"] for point in document["curves"]["killed"] if point != want.get(point["epoch"])}
     there = {point["epoch"] for point in document["curves"]["killed"]}

@@ -6,14 +6,12 @@ checkpoints until they are staged: the ring holds those that are not durable.
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments import Options, document
 from benchmarks.experiments.makespan import Part, Series, overheads, rounds_in
 from benchmarks.grid import Grid
+from benchmarks.slow_store import slow_store
 
 __all__ = ["grids", "measure"]
 
@@ -24,32 +22,21 @@ _SAVES = {2: 12, 4: 10, 10: 4}  # by interval; a ring of two images swallows the
 _WRITE_SECONDS = 0.8
 _MODEL, _IMAGE_BYTES = "resnet152", 482_000_000
 _TOY_IMAGE_BYTES = 3 << 20
-_SITE = Path(__file__).parents[2] / "tests" / "support" / "throttled_site"
 
 
 def measure(options: Options) -> dict[str, Any]:
-    from tests.support.throttled_site import sitecustomize
-
-    assert sitecustomize.ThrottledFileSystem.protocol, (
-        "registered for this process, which reads the manifests"
-    )
     seconds = _ITERATION_SECONDS / options.count(1, 10)
     rate = options.count(_IMAGE_BYTES, _TOY_IMAGE_BYTES) / (_WRITE_SECONDS * seconds / _ITERATION_SECONDS)
     runs: list[dict[str, Any]] = []
     for in_flight in _IN_FLIGHT[: options.count(len(_IN_FLIGHT), 2)]:
-        with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=options.folder) as kept:
-            shape = options.shape(
-                _MODEL,
-                store=f"throttled://{kept}/run",
-                environment={
-                    "HOLDFAST_IN_FLIGHT_MAX": str(in_flight),
-                    "THROTTLED_BYTES_PER_SECOND": str(round(rate)),
-                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(_SITE)]),
-                },
-            )
+        with slow_store(options.folder, rate) as slow:
+            shape = options.shape(_MODEL, **slow.shape(HOLDFAST_IN_FLIGHT_MAX=str(in_flight)))
             with options.running(shape) as cluster:
                 cluster.prepare("holdfast")
                 image_bytes = cluster.manifests[-1].image_bytes
+                # An area is allocated and touched when it is first needed: that is no part of a round.
+                options.progress(f"N = {in_flight}: touching all areas")
+                cluster.train("holdfast", iterations=2 * in_flight + 2, every=1, compute_seconds=0.0)
                 series = Series(cluster, seconds, lambda: 0.0)
                 part = Part({"holdfast": _SAVES}, rounds_end=0.0, search_end=0.0)
                 series.take_rounds(part.saves, options.rounds_of(_ROUNDS), part)

@@ -129,7 +129,7 @@ class Series:
     """The runs of one part, in `runs`, and one checkpoint of each peer and round outside of them, in `saves`.
 
     Args:
-        seconds: Of an iteration.
+        seconds: For an iteration.
         elapsed: Seconds since the experiment's begin.
     """
 
@@ -146,6 +146,8 @@ class Series:
             if number and before + slowest > part.rounds_end:
                 break
             self._cluster.progress(f"round {number + 1} of {rounds}: a checkpoint of each")
+            for peer in () if number else saves:  # the first one after a restore maps its memory again
+                self._cluster.save(peer, compute_seconds=self._seconds)
             for peer in turn(tuple(saves), number):
                 figures = self._cluster.save(peer, compute_seconds=self._seconds)
                 self.saves.append({"peer": peer, "round": number, **figures})

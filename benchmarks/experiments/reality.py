@@ -184,7 +184,7 @@ def profile_of(
     """The profile from an attempt that was killed once, and the one after it.
 
     An iteration is the median of those that no checkpoint touches; the stall is what an interval takes longer than
-    so many of them. The pause before the relaunch is left out: there is one only after an attempt without a newer
+    this many of them. The pause before the relaunch is left out: there is one only after an attempt without a newer
     checkpoint.
     """
     starts = (before.begun, *before.ends[:-1])

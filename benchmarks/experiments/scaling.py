@@ -1,6 +1,6 @@
 """What grows with the number of ranks and of tensors, at the same small image: counted, not only timed.
 
-Counted in the kernel, between two checkpoints: write calls (the journal is a file, the wire is none where MPI uses
+Counted in the kernel, between two checkpoints: write calls (the journal is a file, the wire is not, where MPI uses
 shared memory), and how often a process went to sleep. Frames are computed from the layout: a chunk is one frame
 from each rank that has bytes in it. Ranks are far more than cores here, so times say little; counts hold anywhere.
 """

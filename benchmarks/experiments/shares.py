@@ -25,7 +25,7 @@ from benchmarks.shaped_job import Links, why_not
 from benchmarks.spread import Spread, columns, ratios, spread
 from holdfast.image.manifest import manifest_name
 
-__all__ = ["ONE", "OWN", "added_requests", "against_one", "beyond_bytes", "grids", "measure"]
+__all__ = ["ONE", "OWN", "added", "against_one", "beyond_bytes", "grids", "measure"]
 
 ONE, OWN = "1", "the job's own, on rank 0's node"
 _WAYS = {ONE: 1, "2": 2, "4": 4, OWN: 0}  # stagers beside the ranks
@@ -34,7 +34,8 @@ _RANKS = 4
 _RANK_BITS, _STAGER_BITS = 400_000_000, 80_000_000
 _MEBIBYTES = 96  # 10 s through one link
 _CHUNK_BYTES = 1 << 18
-_STAGED, _DURABLE, _CPU, _REQUESTS = "staged_seconds", "done_seconds", "cpu_seconds", "commit_requests"
+_STAGED, _DURABLE, _CPU = "staged_seconds", "done_seconds", "cpu_seconds"
+_REQUESTS, _ROUND_TRIPS = "commit_requests", "commit_round_trips"
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def measure(options: Options) -> dict[str, Any]:
                 name = manifest_name(clusters[way].manifests[-1].file)
                 requests = store_requests.commit(noted, name)
                 figures[way][_REQUESTS] = len(requests)
+                figures[way][_ROUND_TRIPS] = store_requests.round_trips(requests)
                 kinds[way] = store_requests.counted(requests)
             rounds.append(figures)
         image_bytes = clusters[ONE].manifests[-1].image_bytes
@@ -88,9 +90,12 @@ def against_one(document: Mapping[str, Any], way: str, figure: str) -> Spread:
     return ratios(columns(rounds, way, figure), columns(rounds, ONE, figure))
 
 
-def added_requests(document: Mapping[str, Any], way: str) -> int:
-    """Most requests of a commit beyond those of one stager's in the same round."""
-    return max(int(of[way][_REQUESTS] - of[ONE][_REQUESTS]) for of in document["rounds"])
+def added(document: Mapping[str, Any], way: str) -> tuple[int, int]:
+    """Most round trips and requests of a commit beyond those of one stager's in the same round."""
+    rounds = document["rounds"]
+    figures = (_ROUND_TRIPS if _ROUND_TRIPS in rounds[0][ONE] else _REQUESTS, _REQUESTS)
+    trips, requests = (max(int(of[way][what] - of[ONE][what]) for of in rounds) for what in figures)
+    return trips, requests
 
 
 def beyond_bytes(document: Mapping[str, Any]) -> float:
@@ -113,20 +118,22 @@ def _allowed(document: Mapping[str, Any], way: str) -> float:
 def grids(document: dict[str, Any]) -> list[Grid]:
     rounds, nbytes = document["rounds"], document["image_bytes"]
     rows = []
+    counted = {_REQUESTS: "requests, all sealed to manifest", _ROUND_TRIPS: "round trips of these"}
+    counted = {what: title for what, title in counted.items() if what in rounds[0][ONE]}
     for way in document["stagers"]:
         times = []
         for figure in (_STAGED, _DURABLE):
             times.append(spread(columns(rounds, way, figure)).text(2))
             times.append("" if way == ONE else against_one(document, way, figure).text(2))
         cpu = spread([seconds * 1e9 / nbytes for seconds in columns(rounds, way, _CPU)])
-        requests = spread(columns(rounds, way, _REQUESTS))
-        rows.append((way, *times, f"{_allowed(document, way):.2f}", cpu.text(2), requests.text(0)))
+        counts = [spread(columns(rounds, way, what)).text(0) for what in counted]
+        rows.append((way, *times, f"{_allowed(document, way):.2f}", cpu.text(2), *counts))
     title = (
         f"{nbytes / 1e6:.0f} MB from {document['shape']['ranks']} ranks, each stager's link "
         f"{document['stager_bits'] / 1e6:.0f} Mb/s, seconds: median (least–greatest) of {len(rounds)} rounds"
     )
     names = (
         *("stagers", "staged (PGT-1)", "part of one's", "durable (PGT-2)", "part of one's"),
-        *("the bytes alone", "CPU s/GB", "requests, all sealed to manifest"),
+        *("the bytes alone", "CPU s/GB", *counted.values()),
     )
     return [Grid(title, names, tuple(rows))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -14,11 +14,12 @@ from benchmarks.cluster import Cluster, turn
 from benchmarks.experiments import Options, available, document
 from benchmarks.grid import Grid
 from benchmarks.hub import Hub
-from benchmarks.peers import PEERS, TOGETHER
+from benchmarks.peers import NEVER_DURABLE, PEERS, TOGETHER
 from benchmarks.raw_direct import DirectWriter
 from benchmarks.spread import Spread, columns, ratios, spread
+from holdfast.image.manifest import Manifest
 
-__all__ = ["RawTransfer", "grids", "measure", "medians"]
+__all__ = ["RawTransfer", "grids", "measure", "medians", "phases_of", "ratio"]
 
 _ROUNDS = 5
 _IDLE_SECONDS = 10.0
@@ -62,7 +63,7 @@ class RawTransfer:
         )
 
     def seconds(self, of: int = 1) -> float:
-        """Of one transfer, the best of so many: the first after a pause may take several times as long as the next."""
+        """The best of several runs of one transfer: the first after a pause may take several times as long."""
         return min(self._ask({"do": "transfer"})["end"] for _ in range(of))
 
     def pipeline(self) -> dict[str, float]:
@@ -117,7 +118,7 @@ def measure(options: Options) -> dict[str, Any]:
                         rounds.append(figures)
                 for peer in peers:
                     cluster.drop(peer)
-        phases, ring_bytes = _phases(cluster), cluster.ring_bytes
+        phases, ring_bytes = phases_of(cluster.manifests[2:]), cluster.ring_bytes
     return document(
         "table",
         options,
@@ -160,10 +161,10 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
     return cluster.save(peer)
 
 
-def _phases(cluster: Cluster) -> dict[str, Any]:
-    """Of holdfast's own record, by who did it: seconds, the slowest rank's, over all checkpoints."""
+def phases_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """From holdfast's own record, by who did it: seconds, the slowest rank's, over these checkpoints."""
     result: dict[str, Any] = {}
-    records = [manifest.record for manifest in cluster.manifests[2:]]
+    records = [manifest.record for manifest in manifests]
     for phase in _PHASES:
         values = []
         for record in records:
@@ -177,7 +178,7 @@ def _phases(cluster: Cluster) -> dict[str, Any]:
 
 
 def medians(rounds: list[dict[str, dict[str, float]]], peer: str, name: str) -> Spread | None:
-    """Of one figure of one peer, if it was measured."""
+    """For one figure of one peer, if it was measured."""
     values = columns(rounds, peer, name)
     return spread(values) if values else None
 
@@ -185,7 +186,7 @@ def medians(rounds: list[dict[str, dict[str, float]]], peer: str, name: str) -> 
 def ratio(
     rounds: list[dict[str, dict[str, float]]], over: tuple[str, str], under: tuple[str, str]
 ) -> Spread | None:
-    """Of two (peer, figure), in the rounds that have both."""
+    """For two (peer, figure), in the rounds that have both."""
     both = [of for of in rounds if over[1] in of.get(over[0], {}) and under[1] in of.get(under[0], {})]
     return ratios(columns(both, *over), columns(both, *under)) if both else None
 
@@ -198,13 +199,14 @@ def grids(document: dict[str, Any]) -> list[Grid]:
         if done is None:
             continue
         stall = medians(rounds, peer, "stall_seconds")
-        staged = done if peer == "raw_mpi" else medians(rounds, peer, "staged_seconds")
+        in_memory = peer in {"raw_mpi", *NEVER_DURABLE}
+        staged = done if in_memory else medians(rounds, peer, "staged_seconds")
         rows.append(
             (
                 peer,
                 stall.text(3) if stall else "",
                 staged.text(3) if staged else "",
-                "" if peer == "raw_mpi" else done.text(3),
+                "" if in_memory else done.text(3),
                 f"{image_bytes / 1e9 / done.median:.2f}",
             )
         )
@@ -219,8 +221,14 @@ def grids(document: dict[str, Any]) -> list[Grid]:
 
 def _ratio_grid(rounds: list[dict[str, dict[str, float]]]) -> Grid:
     rows: list[tuple[str, ...]] = []
-    for what, figure in (("durable", "done_seconds"), ("stall", "stall_seconds")):
+    for what, figure in (
+        ("durable", "done_seconds"),
+        ("staged", "staged_seconds"),
+        ("stall", "stall_seconds"),
+    ):
         for peer in PEERS[1:]:
+            if peer in NEVER_DURABLE and figure == "done_seconds":
+                continue
             value = ratio(rounds, (peer, figure), ("holdfast", figure))
             if value is not None:
                 rows.append((f"{what}: {peer} / holdfast", value.text()))

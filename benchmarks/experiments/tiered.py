@@ -1,8 +1,13 @@
 """A training of two ranks that saves into a local tier, without a stager.
 
-Slowdown by checkpoints in flight, writers and interval (PCcheck figs. 12 and 13), layer-wise against coarse gate on
-PM-like memory (LightCheck fig. 10), recovery from each tier (LightCheck fig. 6). Computation and update are timed
-waits. Persistent memory is a stand-in on `/dev/shm` (see `tiers`).
+Slowdown by checkpoints in flight, writers and interval (PCcheck figs. 12 and 13), layer-wise against coarse gate
+(LightCheck figs. 10 and 11), recovery from each tier (LightCheck fig. 6). Computation and update are timed waits.
+Persistent memory is a stand-in on `/dev/shm` (see `tiers`).
+
+A gate can only be told from another where the copy outlasts the computation: there a coarse gate holds the update for
+copy − computation, and one layer by layer for copy − computation − update. And where a write ends within the interval:
+otherwise `save()` waits for a slot, whatever the gate. So the gates have a short computation and a long update, and
+save every 5 and 10.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +23,23 @@ from benchmarks import jobs
 from benchmarks.cluster import Shape
 from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
-from benchmarks.spread import spread
+from benchmarks.spread import Spread, ratios, spread
 from holdfast.mpirun import mpirun_command
 
-__all__ = ["grids", "measure"]
+__all__ = ["gain", "gated", "grids", "intervals", "measure", "overhead"]
 
+_ROUNDS = 5
 _RANKS = 2
-_COMPUTE_SECONDS, _UPDATE_SECONDS = 0.15, 0.05
+_ITERATION_SECONDS = 0.2
+_UPDATE_SECONDS = 0.05
 _EVERY = (1, 2, 5)
 _ITERATIONS = 10
 _IN_FLIGHT = ((1, 1), (1, 2), (2, 2))  # N, p
+_FLIGHT_ROUNDS = 2
+_GATE_UPDATE_SECONDS = 0.15
+_GATE_ITERATIONS = {5: 10, 10: 20}  # by interval
+
+_SLOWEST = ("tier", "none", "stall_seconds", "copy_seconds")
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -35,12 +48,20 @@ def measure(options: Options) -> dict[str, Any]:
     with jobs.folders(options.folder) as folders:
         iterations = options.count(_ITERATIONS, 2)
         for count, writers in _IN_FLIGHT[:: options.count(1, 2)]:
-            plan = [_order(every, iterations) for every in _EVERY]
+            plan = [
+                _order(number, every, iterations)
+                for number in range(options.count(_FLIGHT_ROUNDS, 1))
+                for every in _EVERY
+            ]
             options.progress(f"nvme, N = {count}, p = {writers}")
             nvme = _nvme(folders, f"{count}-{writers}")
             runs.append(_run(options, shape, folders, nvme, plan, count=count, writers=writers))
-        turns = (False, True) * options.count(2, 1)
-        gates = [_order(2, iterations, coarse=coarse) for coarse in turns]
+        gates = [
+            _order(number, every, options.count(several, 2), coarse=coarse, update=_GATE_UPDATE_SECONDS)
+            for number in range(options.rounds_of(_ROUNDS))
+            for every, several in _GATE_ITERATIONS.items()
+            for coarse in ((False, True) if number % 2 else (True, False))
+        ]
         for tier, disk in (("memory", False), ("pm", False), ("file", True)):
             folder = (folders.scratch if disk else folders.runtime) / f"tier-{tier}"
             folder.mkdir()
@@ -55,12 +76,15 @@ def _nvme(folders: jobs.Folders, name: str) -> str:
     return f"nvme:{folder}"
 
 
-def _order(every: int, iterations: int, *, coarse: bool = False) -> dict[str, Any]:
+def _order(
+    number: int, every: int, iterations: int, *, coarse: bool = False, update: float = _UPDATE_SECONDS
+) -> dict[str, Any]:
     return {
+        "round": number,
         "iterations": iterations,
         "every": every,
-        "seconds": _COMPUTE_SECONDS,
-        "update": _UPDATE_SECONDS,
+        "seconds": _ITERATION_SECONDS - update,
+        "update": update,
         "coarse": coarse,
     }
 
@@ -104,7 +128,7 @@ def _run(
         for several in zip(*(a["restores"] for a in answers), strict=True)
     ]
     slowest = [
-        {**several[0], "tier": max(of["tier"] for of in several), "none": max(of["none"] for of in several)}
+        {**several[0], **{figure: max(of[figure] for of in several) for figure in _SLOWEST}}
         for several in zip(*(a["runs"] for a in answers), strict=True)
     ]
     options.progress(f"{name}: restored in {min(restores):.2f} s")
@@ -123,35 +147,79 @@ def _clear(folder: Path) -> None:
     folder.mkdir()
 
 
+def overhead(of: Mapping[str, Any], every: int, *, coarse: bool = False) -> Spread:
+    """Percent that saving into a tier adds to a training, each run beside its own that saves nothing."""
+    return spread([100 * (run["tier"] / run["none"] - 1) for run in _chosen(of, every, coarse=coarse)])
+
+
+def stalls(of: Mapping[str, Any], every: int, *, coarse: bool = False) -> Spread:
+    """Seconds of a checkpoint's stall, the slowest rank's."""
+    return spread([run["stall_seconds"] for run in _chosen(of, every, coarse=coarse)])
+
+
+def gain(of: Mapping[str, Any], every: int) -> Spread:
+    """The stall layer by layer, as a part of that with a coarse gate, round by round."""
+    layered, held = (
+        [run["stall_seconds"] for run in _chosen(of, every, coarse=coarse)] for coarse in (False, True)
+    )
+    return ratios(layered, held)
+
+
+def gated(document: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
+    """The tiers, with each interval, at which both gates were measured."""
+    return [
+        (of, every)
+        for of in document["runs"]
+        for every in intervals(of)
+        if len({run["coarse"] for run in of["runs"] if run["every"] == every}) > 1
+    ]
+
+
+def intervals(of: Mapping[str, Any]) -> list[int]:
+    return sorted({run["every"] for run in of["runs"]})
+
+
+def _chosen(of: Mapping[str, Any], every: int, *, coarse: bool) -> list[dict[str, Any]]:
+    return [run for run in of["runs"] if run["every"] == every and run["coarse"] is coarse]
+
+
 def grids(document: dict[str, Any]) -> list[Grid]:
-    slowdown = []
-    for of in document["runs"]:
-        if of["tier"] != "nvme":
-            continue
-        cells = [f"{100 * (run['tier'] / run['none'] - 1):.1f}" for run in of["runs"]]
-        slowdown.append((f"N = {of['in_flight']}, p = {of['writers']}", *cells))
-    every = [f"every {run['every']}" for run in document["runs"][0]["runs"]]
-    iteration = 1000 * (_COMPUTE_SECONDS + _UPDATE_SECONDS)
+    nvme = [of for of in document["runs"] if of["tier"] == "nvme"]
+    slowdown = [
+        (
+            f"N = {of['in_flight']}, p = {of['writers']}",
+            *(overhead(of, every).text(1) for every in intervals(of)),
+        )
+        for of in nvme
+    ]
+    every = [f"every {every}" for every in intervals(nvme[0])]
+    iteration = 1000 * _ITERATION_SECONDS
     title = f"NVMe, overhead in percent of a training without checkpoints, iteration {iteration:.0f} ms"
     result = [Grid(title, ("in flight, writers", *every), tuple(slowdown))]
     gates = []
-    for of in document["runs"]:
-        if of["tier"] == "nvme":
-            continue
-        cells = []
+    for of, number in gated(document):
+        cells = [f"{of['tier']}, every {number}"]
         for coarse in (True, False):
-            chosen = [run for run in of["runs"] if run["coarse"] is coarse]
-            cells.append(spread([100 * (run["tier"] / run["none"] - 1) for run in chosen]).text(1))
-            cells.append(spread([1000 * run["stall_seconds"] for run in chosen]).text(0))
-        gates.append((of["tier"], *cells))
+            cells.append(overhead(of, number, coarse=coarse).text(1))
+            cells.append(stalls(of, number, coarse=coarse).text(0, times=1000))
+        copies = [run["copy_seconds"] for run in _chosen(of, number, coarse=False) if "copy_seconds" in run]
+        cells += [gain(of, number).text(2), spread(copies).text(0, times=1000) if copies else ""]
+        gates.append(tuple(cells))
     names = (
         "tier",
         "coarse, overhead %",
         "coarse, stall ms",
         "layer-wise, overhead %",
         "layer-wise, stall ms",
+        "stall, layer-wise / coarse",
+        "copy ms",
     )
-    result.append(Grid("Saved at every second iteration, strategy D for memory and PM", names, tuple(gates)))
+    run = gated(document)[0][0]["runs"][0]
+    title = (
+        f"Gates: computation {1000 * run['seconds']:.0f} ms, update {1000 * run['update']:.0f} ms; strategy D for "
+        "memory and PM"
+    )
+    result.append(Grid(title, names, tuple(gates)))
     recovery = []
     for of in document["runs"]:
         label = of["tier"] if of["tier"] != "nvme" else f"nvme, N = {of['in_flight']}"

@@ -22,7 +22,7 @@ _MARKED = re.compile(
 
 
 def filled(text: str, runs: Path = _RUNS) -> str:
-    """The page with everything between markers made anew.
+    """The page with everything between markers made again.
 
     Raises:
         ValueError: A marker names no run, or no table.

@@ -152,7 +152,7 @@ class _Discarding:
         """There is nothing to be made."""
 
     def storage_meta(self) -> None:
-        """There is none."""
+        """No metadata."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **more: object) -> None:
         """There is nothing to be set up."""

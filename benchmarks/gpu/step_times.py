@@ -1,4 +1,4 @@
-"""The time from one step's end to the next one's, by the device's own clock, with a save every so many and without."""
+"""The time from one step's end to the next, by the device's own clock, with a save every few steps and without."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How much of what a store lets pass is used: parts sent by the flusher's writers, a file read back, slices assembled.
+"""How much of what a store lets pass is used: parts sent by the flusher's writers, and a file read back.
 
-    Workers, limits, S3 store, verify_file, publish_image: the product's ─► sink.py: a process that keeps only sizes
+    Workers, limits, S3 store, verify_file: the product's ─► sink.py: a process that keeps only sizes
 
 The sink limits each connection, or all of them together. Each way goes on for some seconds, of which the first half,
 in which the number of connections is found, does not count.
@@ -22,20 +22,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flusher.workers import Workers
-from holdfast.checkpoints.image_publishing import ChunkFinisher
-from holdfast.checkpoints.image_writing import Read, write_parts
-from holdfast.checkpoints.publish import Finished
 from holdfast.checkpoints.verification import verify_file
 from holdfast.crc import combine_all, crc32
-from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.chunks import Source
-from holdfast.image.entries import REPLICATED, Entry
-from holdfast.image.layout import Layout
 from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.ring.pages import direct_window
 from holdfast.store import open_store
 from holdfast.store.base import Store, Upload
-from holdfast.store.concurrency import REQUESTS_MAX, ConcurrencyLimit, reading, writing
+from holdfast.store.concurrency import REQUESTS_MAX, ConcurrencyLimit, writing
 
 __all__ = ["SINKS", "connections"]
 
@@ -66,7 +59,7 @@ def connections(speed: SinkSpeed, seconds: float) -> dict[str, dict[str, float]]
     """Bytes a second, connections and CPU seconds per GB of each way to one sink.
 
     Args:
-        speed: Of the sink.
+        speed: The sink's.
         seconds: For each way, of which the second half counts.
     """
     found = {}
@@ -80,7 +73,6 @@ def connections(speed: SinkSpeed, seconds: float) -> dict[str, dict[str, float]]
             ),
             "sent": lambda count: _send(store, writing(url), count),
             "read back": lambda count: _read_back(store, count),
-            "assembled": lambda count: _assemble(store, count),
         }
         for name, way in ways.items():
             found[name] = _measure(way, port, seconds) | {"most_bytes_per_second": speed.most}
@@ -176,57 +168,6 @@ def _read_back(store: Store, count: Callable[[int], None]) -> None:
     )
     while True:
         verify_file(store, manifest, progress=count)
-
-
-class _Zeros:
-    """An image of zeros whose frames lie in one object of the store."""
-
-    def __init__(self, chunks: int) -> None:
-        nbytes = chunks * _CHUNK_BYTES
-        entry = Entry("zeros", 64, nbytes - _CHUNK_BYTES, REPLICATED, ())
-        self.layout = Layout(nbytes, _CHUNK_BYTES, 2, (entry,))
-        self._finisher = ChunkFinisher(CheckpointId(1, 1), self.layout)
-        self._sums: dict[int, int] = {}
-
-    def senders(self, chunk: int) -> tuple[int, ...]:
-        return self.layout.senders(chunk)
-
-    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
-        base = chunk * _CHUNK_BYTES
-        for extent in self.layout.pieces(chunk, rank):
-            read(rank, extent.offset, memory[extent.offset - base : extent.end - base])
-
-    def finish_chunk(self, memory: memoryview) -> int:
-        chunk = self._finisher.chunk
-        sources = tuple(Source(rank, self._sum(chunk, rank)) for rank in self.senders(chunk))
-        return self._finisher.finish(memory, sources)
-
-    def _sum(self, chunk: int, rank: int) -> int:
-        nbytes = sum(extent.nbytes for extent in self.layout.pieces(chunk, rank))
-        if nbytes not in self._sums:
-            self._sums[nbytes] = crc32(bytes(nbytes))
-        return self._sums[nbytes]
-
-    def finished(self) -> Finished:
-        return self._finisher.finished()
-
-
-def _assemble(store: Store, count: Callable[[int], None]) -> None:
-    image_chunks = 4 * REQUESTS_MAX
-    image = _Zeros(image_chunks)
-    _make(store, "slices/zeros.slice", image.layout.image_bytes)
-    limits = reading(store.url), writing(store.url)
-    while True:
-        upload = store.begin(
-            "image.pt", nbytes=image.layout.image_bytes, chunk_bytes=_CHUNK_BYTES, write_id="w"
-        )
-        fresh = _Zeros(image_chunks)
-
-        def read(rank: int, offset: int, view: memoryview) -> None:  # noqa: ARG001 - one object is that of all
-            store.read_into("slices/zeros.slice", offset, view)
-
-        for nbytes in write_parts(upload, fresh, read, *limits):
-            count(nbytes)
 
 
 def _make(store: Store, name: str, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""An S3 server that keeps nothing but sizes, and lets bytes pass at so many a second for each connection and in all.
+"""An S3 server that keeps nothing but sizes, and lets bytes pass at this many a second for each connection and in all.
 
     python -m benchmarks.growing.sink CONNECTION_BYTES_PER_SECOND ALL_BYTES_PER_SECOND    prints its port; 0: no limit
 
@@ -28,7 +28,7 @@ class Speed:
         self._rate, self._at = bytes_per_second, 0.0
 
     def after(self, nbytes: int) -> float:
-        """Seconds to wait now that so many bytes have passed."""
+        """Seconds to wait now that this many bytes have passed."""
         now = time.monotonic()
         self._at = max(self._at, now - _PAUSE_SECONDS) + nbytes / self._rate
         return self._at - now

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from benchmarks.workload import Workload
 
-__all__ = ["OPTIONAL", "PEERS", "SHARDED", "TOGETHER", "Peer", "Place", "fresh", "make"]
+__all__ = ["NEVER_DURABLE", "OPTIONAL", "PEERS", "SHARDED", "TOGETHER", "Peer", "Place", "fresh", "make"]
 
 # Order of the tables. The raw peers are no checkpointers, and run elsewhere.
 PEERS = (
@@ -29,13 +29,17 @@ PEERS = (
     "checkfreq",
     "mlc-base",
     "pccheck-like",
+    "gpm-like",
+    "gemini-like",
 )
+# What a peer keeps in memory alone ends where it is staged.
+NEVER_DURABLE = ("gemini-like",)
 # Of a state that is split among the ranks: benchmarks/peers/sharded.py.
 SHARDED = ("dcp+to-torch", "dcp-hf", "full-state-dict")
 # Each keeps buffers; so many at a time are in memory. holdfast is in every group: ratios are made within a round.
 TOGETHER = (
     ("torch.save+fsync", "dcp-save", "dcp-thread", "dcp-process"),
-    ("torchsnapshot", "checkfreq"),
+    ("torchsnapshot", "checkfreq", "gpm-like", "gemini-like"),
     ("mlc-base", "pccheck-like"),
 )
 OPTIONAL = {"torchsnapshot": "torchsnapshot", "s3torchconnector": "s3torchconnector"}
@@ -53,7 +57,10 @@ class Peer(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether every checkpoint begun is in persistent storage, synced. Cheap: it is asked every millisecond."""
+        """Whether every checkpoint begun is in persistent storage, synced; of `NEVER_DURABLE`, in a peer's memory.
+
+        Cheap: it is asked every millisecond.
+        """
         ...
 
     def marks(self) -> dict[str, float]:
@@ -68,7 +75,7 @@ class Peer(Protocol):
 
         Raises:
             IncompleteError: It is not what was saved.
-            OSError: There is none.
+            OSError: No checkpoint is there.
         """
         ...
 
@@ -150,6 +157,18 @@ def _pccheck_like(place: Place) -> Peer:
     return PccheckLike(place.workload, place.folder, place.rank)
 
 
+def _gpm_like(place: Place) -> Peer:
+    from benchmarks.peers.gpm_like import GpmLike
+
+    return GpmLike(place.workload, place.folder, place.rank)
+
+
+def _gemini_like(place: Place) -> Peer:
+    from benchmarks.peers.gemini_like import GeminiLike
+
+    return GeminiLike(place.workload, place.rank)
+
+
 def _s3torchconnector(place: Place) -> Peer:
     from benchmarks.peers.s3_connector import S3Connector
 
@@ -180,6 +199,8 @@ _MAKERS: dict[str, Callable[[Place], Peer]] = {
     "checkfreq": _checkfreq,
     "mlc-base": _mlc_base,
     "pccheck-like": _pccheck_like,
+    "gpm-like": _gpm_like,
+    "gemini-like": _gemini_like,
     "s3torchconnector": _s3torchconnector,
     **{name: _sharded(name) for name in SHARDED},
 }

@@ -13,60 +13,27 @@ slot.
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.complete import IncompleteError, require_same
 from benchmarks.peers.background import Background
+from benchmarks.peers.flat_state import FlatState, pages, parsed
 from benchmarks.workload import Workload
 
 __all__ = ["PccheckLike"]
 
-_PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 _CHECKPOINTS_MAX = 2  # N
 _WRITERS = 2  # p
 _Write = tuple[int, int, int, Callable[[], None]]  # chunk of the pool, where in the file, bytes, what follows
-
-
-def _skeleton(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """The tree with each tensor replaced by its number."""
-    if isinstance(tree, dict):
-        return {key: _skeleton(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_skeleton(value, tensors) for value in tree]
-    if isinstance(tree, torch.Tensor):
-        tensors.append(tree.detach())
-        return {"pccheck_tensor": len(tensors) - 1, "shape": list(tree.shape), "dtype": tree.dtype}
-    return tree
-
-
-def _fill(tree: Any, take: Callable[[torch.dtype, list[int]], torch.Tensor]) -> Any:
-    if isinstance(tree, dict):
-        if "pccheck_tensor" in tree:
-            return take(tree["dtype"], tree["shape"])
-        return {key: _fill(value, take) for key, value in tree.items()}
-    return [_fill(value, take) for value in tree] if isinstance(tree, list) else tree
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class PccheckLike:
@@ -80,10 +47,8 @@ class PccheckLike:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._record = folder / "pccheck.slots", folder / "pccheck.commit"
-        tensors: list[torch.Tensor] = []
-        header = self._header(self._workload.state_dict(), tensors)
-        self._slot_bytes = 2 * _pages(len(header)) + _pages(sum(tensor.nbytes for tensor in tensors))
-        self._chunk_bytes = min(_CHUNK_BYTES, _pages(self._slot_bytes))
+        self._slot_bytes = FlatState(self._workload.state_dict()).room_bytes
+        self._chunk_bytes = min(_CHUNK_BYTES, self._slot_bytes)
         chunks = -(-self._slot_bytes // self._chunk_bytes) + 1
         self._pool = mmap.mmap(-1, chunks * self._chunk_bytes)
         self._memory = torch.frombuffer(self._pool, dtype=torch.uint8)
@@ -108,12 +73,6 @@ class PccheckLike:
         for thread in self._threads:
             thread.start()
 
-    @staticmethod
-    def _header(state: Any, tensors: list[torch.Tensor]) -> bytes:
-        text = io.BytesIO()
-        torch.save(_skeleton(state, tensors), text)
-        return text.getvalue()
-
     # -- one checkpoint ----------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
@@ -124,21 +83,19 @@ class PccheckLike:
         slot = self._free_slots.get()  # waits while N are under way
         with self._lock:
             self._under_way += 1
-        tensors: list[torch.Tensor] = []
-        header = self._header(self._workload.state_dict(), tensors)
-        self._copied.start(lambda: self._copy(step, slot, header, tensors))
+        state = FlatState(self._workload.state_dict())
+        self._copied.start(lambda: self._copy(step, slot, state))
 
-    def _copy(self, step: int, slot: int, header: bytes, tensors: list[torch.Tensor]) -> None:
-        """Lay header and tensors down in chunks, and give each full one to the writers."""
+    def _copy(self, step: int, slot: int, state: FlatState) -> None:
+        """Lay the state down in chunks, and give each full one to the writers."""
         lock, left = threading.Lock(), [1]  # one for the copy itself
-        nbytes = _pages(len(header)) + sum(tensor.nbytes for tensor in tensors)
 
         def written() -> None:
             with lock:
                 left[0] -= 1
                 if left[0]:
                     return
-            self._commit(step, slot, len(header), nbytes)
+            self._commit(step, slot, state.nbytes)
 
         def write(chunk: int, offset: int, length: int) -> None:
             with lock:
@@ -147,7 +104,7 @@ class PccheckLike:
 
         base, offset, used = slot * self._slot_bytes, 0, 0
         chunk = self._free_chunks.get()
-        for part in self._parts(header, tensors):
+        for part in state.parts():
             taken = 0
             while taken < part.numel():
                 if used == self._chunk_bytes:
@@ -158,16 +115,8 @@ class PccheckLike:
                 start = chunk * self._chunk_bytes + used
                 self._memory[start : start + count].copy_(part[taken : taken + count])
                 taken, used = taken + count, used + count
-        write(chunk, base + offset, _pages(used))
+        write(chunk, base + offset, pages(used))
         written()
-
-    @staticmethod
-    def _parts(header: bytes, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        padded = np.zeros(_pages(len(header)), np.uint8)
-        padded[: len(header)] = np.frombuffer(header, np.uint8)
-        yield torch.from_numpy(padded)
-        for tensor in tensors:
-            yield _bytes(tensor)
 
     def _write(self) -> None:
         view = memoryview(self._pool)
@@ -183,13 +132,13 @@ class PccheckLike:
                 self._problem = error
         view.release()
 
-    def _commit(self, step: int, slot: int, header_bytes: int, nbytes: int) -> None:
+    def _commit(self, step: int, slot: int, nbytes: int) -> None:
         """All is written: make it durable, then say so. An older checkpoint that comes late is not said."""
         os.fsync(self._fd)
         with self._lock:
             free = slot
             if step > self._newest:
-                record = {"step": step, "slot": slot, "header_bytes": header_bytes, "nbytes": nbytes}
+                record = {"step": step, "slot": slot, "nbytes": nbytes}
                 with self._record.open("w") as file:
                     json.dump(record, file)
                     file.flush()
@@ -225,19 +174,9 @@ class PccheckLike:
         with self._path.open("rb") as file:
             file.seek(record["slot"] * self._slot_bytes)
             file.readinto(data)
-        header = torch.load(io.BytesIO(data[: record["header_bytes"]]), weights_only=True)
-        at = _pages(record["header_bytes"])
-
-        def take(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-            nonlocal at
-            empty = torch.empty(shape, dtype=dtype)
-            part = data[at : at + empty.nbytes]
-            at += empty.nbytes
-            if len(part) != empty.nbytes:
-                raise IncompleteError("pccheck-like: the slot is too short")
-            return torch.frombuffer(bytearray(part), dtype=dtype).reshape(shape) if part else empty
-
-        return require_same(self._workload.state_dict(), _fill(header, take), what="pccheck-like")
+        return require_same(
+            self._workload.state_dict(), parsed(data, what="pccheck-like"), what="pccheck-like"
+        )
 
     def clean(self) -> None:
         """Its slots are preallocated, and stay."""

@@ -7,7 +7,7 @@ best_finder                  the best checkpoint of a run by a metric
 branches                     what `holdfast rewind` has left behind, and which checkpoints training goes on from
 publish, intents             names and manifests of checkpoints; a record of each object before it is made or removed
 lease, identity              one writer per run; the process that holds the lease, so that others see whether it lives
-image_writing, image_publishing    writes a file part by part; publishes an image that a tool has at hand
+image_publishing             publishes an image that a tool has at hand
 old_slices                   names what an older holdfast has left under slices/
 share_records                what several flushers that write one file tell each other
 

@@ -27,12 +27,7 @@ class _Rated(NamedTuple):
 
 
 class BestFinder:
-    """Is shown the checkpoints of a run, newest first, and keeps of each only its metrics.
-
-    Args:
-        metric: Name of the metric; None: the one by which the writer of the newest checkpoints keeps the best.
-        mode: Which value is best; None: as the writer of the newest checkpoints says.
-    """
+    """Keeps the metrics of the checkpoints it is shown, newest first. `metric`, `mode`: None: the newest writer's."""
 
     def __init__(self, metric: str | None = None, mode: BestMode | None = None) -> None:
         self._metric, self._mode = metric, mode
@@ -71,12 +66,9 @@ class BestFinder:
 
 
 def find_best(catalog: Catalog, metric: str, mode: BestMode | None = None) -> Manifest:
-    """The manifest of the best good checkpoint of a run, on its current branch. Reads every manifest.
-
-    Raises:
-        StoreMissing: No good checkpoint has this metric; the message names those that there are.
-        ConfigError: `mode` is not given, and the run does not say which value is best.
-        StoreError: The store failed.
+    """The manifest of the best good checkpoint of a run, on its current branch. Reads every manifest. Raises
+    `StoreMissing`: none has this metric; names those that there are; `ConfigError`: the run does not say which value is
+    best.
     """
     look, finder = catalog.look(), BestFinder(metric, mode)
     branches = look.branches or Branches()

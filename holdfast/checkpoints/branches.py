@@ -45,20 +45,14 @@ class StepRange(NamedTuple):
 
 
 class Rewound(NamedTuple):
-    """How `holdfast rewind` has brought training back to a checkpoint.
+    """How `holdfast rewind` has brought training back to a checkpoint."""
 
-    Attributes:
-        to_step: The step from which training goes on.
-        from_step: The newest step that had a checkpoint when the run was rewound.
-        skipped: First and last training step of each range whose batches are left out from here on, both included, in
-            the order in which they are left out.
-        reason: The text of `--reason`.
-    """
-
-    to_step: int
-    from_step: int
+    to_step: int  # the step from which training goes on
+    from_step: int  # the newest step that had a checkpoint when the run was rewound
+    # first and last training step of each range whose batches are left out from here on, both included, in the order in
+    # which they are left out
     skipped: tuple[StepRange, ...]
-    reason: str = ""
+    reason: str = ""  # the text of `--reason`
 
     def __str__(self) -> str:
         left_out = f", without the batches of steps {told(self.skipped)}" if self.skipped else ""
@@ -83,26 +77,20 @@ def told(ranges: Iterable[StepRange]) -> str:
 
 
 class Rewind(BaseModel):
-    """The record that `holdfast rewind` writes: the begin of a branch.
-
-    Attributes:
-        attempt: The claim under which it was made. Higher attempts write the branch.
-        to: Attempt and step of the checkpoint from which the branch goes on.
-        newest: The newest checkpoint of the line that was left.
-        skips: First and last training step of each range whose batches are left out, in ascending order. The numbers
-            are those of the training that goes on from `to` without leaving anything out.
-        made_at: For people.
-    """
+    """The record that `holdfast rewind` writes: the begin of a branch."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     format: Literal["holdfast-rewind/1"] = "holdfast-rewind/1"
+    # the claim under which it was made. Higher attempts write the branch.
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
     write_id: Annotated[str, Field(max_length=1024)]
-    to: _Id
-    newest: _Id
+    to: _Id  # attempt and step of the checkpoint from which the branch goes on
+    newest: _Id  # the newest checkpoint of the line that was left
+    # first and last training step of each range whose batches are left out, in ascending order. The numbers are those
+    # of the training that goes on from `to` without leaving anything out.
     skips: Annotated[tuple[tuple[_Whole, _Whole], ...], Field(max_length=SKIPS_MAX)] = ()
-    made_at: Annotated[str, Field(max_length=64)] = ""
+    made_at: Annotated[str, Field(max_length=64)] = ""  # for people
     reason: Annotated[str, Field(max_length=REASON_CHARACTERS_MAX)] = ""
 
     @property
@@ -126,9 +114,7 @@ class Rewind(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Self:
-        """Read what `to_bytes` wrote. Raises `DamageError`: it is damaged, or of a format that this version does not
-        know.
-        """
+        """Read what `to_bytes` wrote. Raises `DamageError`: it is damaged, or of a format that is not known."""
         body = unseal(data, _CRC_FIELD)
         problem = "its CRC-32 does not hold"
         if body is not None:
@@ -150,14 +136,7 @@ def rewound_attempt(name: str) -> int | None:
 
 
 class Branches:
-    """The branches of a run. Pure.
-
-    Args:
-        rewinds: All of the run, in any order.
-
-    Attributes:
-        rewinds: The same, oldest first.
-    """
+    """The branches of a run. `rewinds`: all of the run, in any order; kept oldest first."""
 
     def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
         self.rewinds = tuple(sorted(rewinds, key=lambda one: one.attempt))
@@ -165,12 +144,7 @@ class Branches:
 
     @classmethod
     def read(cls, store: Store, objects: Sequence[ObjectInfo]) -> Self:
-        """The branches by a listing of the run; only records of rewinds are read.
-
-        Raises:
-            DamageError: A record cannot be read, or was renamed.
-            StoreError: The store failed.
-        """
+        """The branches by a listing of the run. Raises `DamageError`: a record cannot be read, or was renamed."""
         found = []
         for info in objects:
             attempt = rewound_attempt(info.name)
@@ -218,13 +192,11 @@ class Branches:
         return f"branch {number}: rewound from {made.left} to {made.fork}{left_out}, {made.made_at}{reason}"
 
     def rewound(self, order: CheckpointId) -> Rewound | None:
-        """The rewind that a checkpoint of the current line does not know of, for training that goes on from it; None if
-        the checkpoint was written after the rewind.
+        """The rewind that a checkpoint of the current line does not know of; None if it was written after the rewind.
 
-        An older checkpoint than the fork, which is taken where that is damaged, may lie before several rewinds. Their
-        ranges come in the order in which they are left out one after the other: `skipped[1]` counts the steps of a
-        training that leaves out `skipped[0]`. The ranges of one rewind come from the last to the first, because none of
-        them moves the ones before it.
+        A checkpoint older than the fork may lie before several rewinds. Their ranges come in the order in which they
+        are left out: `skipped[1]` counts the steps of a training that leaves out `skipped[0]`. The ranges of one rewind
+        come from the last to the first, because none of them moves the ones before it.
         """
         unknown = [one for one in reversed(self._line) if order.attempt <= one.attempt]
         if not unknown:

@@ -38,25 +38,17 @@ _NEAR_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class CatalogItem:
-    """One manifest of the run, readable or not.
-
-    Attributes:
-        attempt: The attempt; of one that cannot be read and has it not in its name, the newest of the run.
-        manifest: The manifest; None when it cannot be read.
-        fault: Why restore does not use it, for people; empty when it may.
-        file_bytes: Size of the portable file in the store; None without the file.
-        has_proof: Whether a proof lies beside it, so that a resume from it can be proven.
-        unopened: The store lists the manifest and does not give it, which is the fault: nobody knows what it says.
-    """
+    """One manifest of the run, readable or not."""
 
     name: str
-    attempt: int
+    attempt: int  # the attempt; of one that cannot be read and has it not in its name, the newest of the run
     step: int
-    manifest: Manifest | None
-    fault: str
-    file_bytes: int | None
+    manifest: Manifest | None  # the manifest; None when it cannot be read
+    fault: str  # why restore does not use it, for people; empty when it may
+    file_bytes: int | None  # size of the portable file in the store; None without the file
+    # the store lists the manifest and does not give it, which is the fault: nobody knows what it says
     unopened: bool = False
-    has_proof: bool = False
+    has_proof: bool = False  # whether a proof lies beside it, so that a resume from it can be proven
 
     @property
     def order(self) -> CheckpointId:
@@ -93,14 +85,7 @@ class CatalogItem:
 
 
 class CatalogLook:
-    """One listing of a run, of which manifests are read one by one. May be used from any thread.
-
-    Args:
-        step: Only of this step; None: of all.
-
-    Attributes:
-        is_empty: Whether there is nothing at all at the URL.
-    """
+    """One listing of a run, whose manifests are read one by one. Any thread. `is_empty`: nothing is at the URL."""
 
     def __init__(self, store: Store, step: int | None = None) -> None:
         self._store, self._objects = store, store.list()
@@ -120,9 +105,7 @@ class CatalogLook:
 
     @property
     def branches(self) -> Branches | None:
-        """The branches of the run; None if it was never rewound. Raises `DamageError` or `StoreError`: a record of a
-        rewind cannot be read.
-        """
+        """The branches of the run; None if never rewound. Raises `DamageError`: a record of a rewind cannot be read."""
         if self._branches is None and any(info.name.startswith("rewind-") for info in self._objects):
             self._branches = Branches.read(self._store, self._objects)
         return self._branches
@@ -141,14 +124,9 @@ class CatalogLook:
         *,
         progress: Callable[[int], None] = lambda nbytes: None,  # noqa: ARG005
     ) -> Iterator[CatalogItem]:
-        """These manifests, or all, in their order. The first is read alone, and then a few ahead of who asks.
-        `progress`: told the bytes of each, in the calling thread.
-
-        A manifest that is pruned meanwhile is left out. One that is listed and cannot be opened has that as its fault.
-
-        Raises:
-            StoreError: The store failed, and a retry may mend it. That a manifest is damaged or may not be read is no
-                error.
+        """These manifests, or all, in their order; a few are read ahead of who asks. `progress`: told the bytes of
+        each, in the calling thread. One that is pruned meanwhile is left out; one that cannot be opened has that as its
+        fault. Raises `StoreError`: a retry may mend it.
         """
         todo = deque(self.names if names is None else names)
         ahead: deque[tuple[ListedManifest, Future[bytes]]] = deque()
@@ -221,9 +199,7 @@ class CatalogLook:
 
 
 class Catalog:
-    """The checkpoints of one run. Holds no state but the store: each call looks again. May be used from any
-    thread.
-    """
+    """The checkpoints of one run. Holds no state but the store: each call looks again. May be used from any thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -237,13 +213,8 @@ class Catalog:
         return CatalogLook(self._store)
 
     def newest_first(self) -> Iterator[CatalogItem]:
-        """Every manifest, newest first, each read when its turn comes. One that cannot be read and does not have its
-        attempt in its name stands where the newest attempt would have put it.
-
-        Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads.
-
-        Raises:
-            StoreError: The store failed. A manifest that is damaged, or vanishes meanwhile, is no error.
+        """Every manifest, newest first, each read when its turn comes. Sizes are compared, bytes are not read: restore
+        checks every chunk's CRC. One that cannot be read and has no attempt in its name stands where the newest would.
         """
         return self.look().items()
 
@@ -252,9 +223,7 @@ class Catalog:
         return list(self.newest_first())
 
     def newest_good(self) -> CatalogItem | None:
-        """The newest that restore may use, with a caveat or not. Reads no manifest of an older one. Raises
-        `StoreError`, and `DamageError` as `CatalogLook.branches`.
-        """
+        """The newest that restore may use, with a caveat or not. Reads no manifest of an older one."""
         look = self.look()
         return next((item for item in look.items(look.current) if item.is_good), None)
 
@@ -265,14 +234,9 @@ class Catalog:
         return next((item.step for item in look.items(names) if item.is_good), None)
 
     def get(self, step: int | None = None) -> Manifest:
-        """The manifest of `step`, in its newest attempt of the current line, else of any; or without a step the newest
-        good one of the current line, with a warning for each newer one that is not.
-
-        A step that is requested by number is returned even if its state is bad, so that people can inspect it.
-
-        Raises:
-            StoreMissing: No run, no checkpoint in it, or no such step; names the steps that are near.
-            DamageError: There is one, but it cannot be used; or a record of a rewind cannot be read.
+        """The manifest of `step`, in its newest attempt of the current line, else of any; without a step the newest
+        good one, with a warning for each newer one that is not. A requested step is returned even if it is bad, so that
+        people can inspect it. Raises `StoreMissing`: names the steps that are near; `DamageError`: it cannot be used.
         """
         if step is not None:
             return self._of_step(step)
@@ -304,9 +268,7 @@ class Catalog:
         raise self._nothing()
 
     def of_step(self, step: int) -> Sequence[CatalogItem]:
-        """The manifests of one step, newest first; those of older branches last; other steps are not read. Raises as
-        `newest_good`.
-        """
+        """The manifests of one step, newest first, those of older branches last. No other step is read."""
         look = CatalogLook(self._store, step)
         branches = look.branches
         found = list(look.items())

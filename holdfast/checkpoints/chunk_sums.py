@@ -22,17 +22,13 @@ from holdfast.store.base import Store
 
 
 class ChunkSums(NamedTuple):
-    """Sums of one chunk, run by run: a run of bytes belongs to one entry, or to no entry.
+    """Sums of one chunk, run by run: a run of bytes belongs to one entry, or to no entry."""
 
-    Attributes:
-        entries: Entry of each run. `crc32s`: its CRC-32. `sizes`: its bytes.
-        nonfinite: Entry → how many of its numbers here are not finite, if any are; None: a read has cut one in two.
-    """
-
-    entries: list[int | None]
-    crc32s: list[int]
-    sizes: list[int]
+    entries: list[int | None]  # entry of each run
+    crc32s: list[int]  # its CRC-32
+    sizes: list[int]  # its bytes
     crc32: int
+    # entry → how many of its numbers here are not finite, if any are; None: a read has cut one in two
     nonfinite: dict[int, int] | None
 
 
@@ -71,12 +67,7 @@ def sums_of_chunk(
     contents: tuple[EntryBounds, Mapping[int, FloatFormat]],
     buffer: memoryview,
 ) -> ChunkSums:
-    """Read one chunk and look at it. Any thread. `contents`: the bounds of the entries, and the format of each that has
-    one. `buffer` is read into; a chunk may take several reads.
-
-    Raises:
-        StoreError: The store failed.
-    """
+    """Read one chunk into `buffer` and look at it. Any thread. `contents`: bounds of the entries, and their formats."""
     bounds, formats = contents
     offset = chunk * manifest.chunk_bytes
     end = offset + bytes_of_chunk(manifest, chunk)

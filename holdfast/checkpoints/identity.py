@@ -8,23 +8,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.process import boot_id
+from holdfast.process import boot_id, process_stat
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The process and the machine of a writer.
-
-    Attributes:
-        pid_namespace: Pids mean something only within it: containers of one machine share host and boot.
-        started: Its start time in ticks since boot, 0 where the system does not tell.
-    """
+    """The process and the machine of a writer."""
 
     host: str
     boot_id: str
-    pid_namespace: str
+    pid_namespace: str  # pids mean something only within it: containers of one machine share host and boot
     pid: int
-    started: int
+    started: int  # its start time in ticks since boot, 0 where the system does not tell
 
     @classmethod
     def of_this_process(cls) -> Identity:
@@ -57,17 +52,8 @@ class Identity:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such
-    process.
-    """
+    """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such process."""
     if not Path("/proc/self/stat").exists():
         return 0
-    try:
-        line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except OSError:
-        return None
-    # The name, in parentheses, may hold spaces and parentheses itself: count the fields from its end.
-    fields = line.rpartition(")")[2].split()
-    if len(fields) < 20 or fields[0] in "ZX":  # a zombie writes nothing any more
-        return None
-    return int(fields[19])
+    stat = process_stat(pid)
+    return stat.started if stat else None

@@ -1,6 +1,7 @@
 """An image that a tool has at hand becomes a checkpoint of a run, as the flusher would have written it.
 
-    frames of a part's chunks ─► CRC fields filled in ─► part ─► upload ─► publish ─► manifest
+    chunks of a part, in order ─► CRC fields filled in ─► part ─► upload ─► publish ─► manifest
+                                                           └ as many at once as make it faster; to a directory, one
 
 Chunks come in order here, so all that a CRC field states is known when its chunk is there
 (docs/design/003-one-layout-torch-zip.md). The order of the acts is the flusher's: file, then manifest.
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent import futures
+from typing import Protocol
 
-from holdfast.checkpoints.image_writing import Image, Read, write_parts
 from holdfast.checkpoints.intents import Intent, forget_intent, take_back
 from holdfast.checkpoints.lease import LeasedRun
 from holdfast.checkpoints.publish import (
@@ -24,7 +27,7 @@ from holdfast.checkpoints.publish import (
     publish_manifest,
     writer_id,
 )
-from holdfast.crc import combine, combine_all
+from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import HoldfastError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
@@ -32,95 +35,77 @@ from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
+from holdfast.process import available_memory_bytes
+from holdfast.ring.pages import direct_window
 from holdfast.store import is_s3
-from holdfast.store.concurrency import ConcurrencyLimit, reading, writing
+from holdfast.store.base import Upload
+from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, LimitedUntilFailure, writing
 
-_READERS = 4
+_BUFFERS_MIN = 2  # one is filled while the other is written
+_BYTES_MAX, _MEMORY_SHARE = 4 << 30, 4  # of all parts at once, and of what is available
+
+
+class Image(Protocol):
+    """An image that one process has whole."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def write_chunk(self, chunk: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes of a chunk, but for its CRC fields."""
 
 
 class ChunkFinisher:
-    """Fills the CRC fields of an image's chunks, which come in order, and keeps the sums."""
+    """Fills the CRC fields of the chunks of an image, which come in order, and keeps the sums."""
 
     def __init__(self, key: CheckpointId, layout: Layout) -> None:
         self._key, self._layout = key, layout
-        self.index = LayoutIndex(layout)
+        self._index = LayoutIndex(layout)
         self._chunk_crcs: list[int] = []
         self._entry_crcs = [0] * len(layout.entries)
 
-    @property
-    def chunk(self) -> int:
-        return len(self._chunk_crcs)
-
-    def finish(self, memory: memoryview, sources: tuple[Source, ...]) -> int:
-        """Fill the CRC fields of the next chunk.
-
-        Args:
-            memory: All of its bytes.
-            sources: Each sender, and the CRC-32 of its frame.
-
-        Returns:
-            The CRC-32 of the chunk as it is then.
-
-        Raises:
-            DamageError: A frame has another CRC-32.
-        """
-        chunk = self.chunk
-        crcs = list(verify_chunk(memory, self.index, chunk, sources, key=self._key))
+    def finish(self, memory: memoryview) -> int:
+        """Fill the CRC fields of the next chunk. Returns the CRC-32 of the chunk as it is then."""
+        chunk = len(self._chunk_crcs)
+        sender = Source(self._layout.chunk_rank(chunk), crc32(memory))
+        crcs = list(verify_chunk(memory, self._index, chunk, (sender,), key=self._key))
         segments = self._layout.segments(chunk)
         for segment, crc in zip(segments, crcs, strict=True):
             if segment.entry is not None:
                 self._entry_crcs[segment.entry] = combine(
                     self._entry_crcs[segment.entry], crc, segment.nbytes
                 )
-        if fields := self.index.fields[chunk]:
+        if fields := self._index.fields[chunk]:
             known = tuple(map(self._entry_crcs.__getitem__, fields.entries))
             verified = tuple(map(crcs.__getitem__, fields.segments))
-            for number, crc in patch_chunk(memory, self.index, chunk, known, verified, key=self._key):
+            for number, crc in patch_chunk(memory, self._index, chunk, known, verified, key=self._key):
                 crcs[number] = crc
         total = combine_all((crc, segment.nbytes) for segment, crc in zip(segments, crcs, strict=True))
         self._chunk_crcs.append(total)
         return total
 
     def finished(self) -> Finished:
-        """The part of the manifest that is known after the last chunk."""
-        assert self.chunk == self._layout.chunks
+        """The facts for the manifest, after the last chunk."""
         image_crc = combine_all(
             (crc, self._layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(self._chunk_crcs)
         )
-        return Finished(self._key, self.index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs))
+        return Finished(self._key, self._index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs))
 
 
 def publish_image(
     ours: LeasedRun,
     key: CheckpointId,
     image: Image,
-    read: Read,
     *,
     progress: Callable[[int], None] | None,
     facts: ManifestFacts,
 ) -> Manifest:
-    """Publish an image as a portable file, and then its manifest. Blocks; memory is two parts of the upload,
-    and to S3 one for each connection that makes it faster (image_writing.py).
-
-    Args:
-        ours: The run, whose claim is checked before each part and each visible act.
-        key: Name that it is published under.
-        image: The image.
-        read: Handed on to `image.read_frame`.
-        progress: Called from the calling thread with the bytes newly written.
-        facts: Further fields of the manifest.
-
-    Returns:
-        The manifest, as it stands in the store: durable, not read back.
-
-    Raises:
-        DamageError: A frame is not what it should be; nothing is published.
-        BusyError: This checkpoint is already published.
-        FencedError: The run is another's.
-        StoreError: The store failed.
+    """Publish an image as a portable file, and then its manifest. `ours`: the run, whose claim is checked before each
+    visible act. Returns the manifest as it stands in the store: durable, not read back. Raises `BusyError`: it is
+    already published; `FencedError`: the run is another's.
     """
     store, attempt, check = ours
-    layout = image.layout
+    layout, finisher = image.layout, ChunkFinisher(key, image.layout)
     begun = time.monotonic()
     file, write_id = choose_name(store, key, ()), f"{ASSEMBLY}{writer_id(attempt)}"
     check()
@@ -128,12 +113,8 @@ def publish_image(
     upload = store.begin(file, **sizes, write_id=write_id)
     try:
         Intent.to_publish(file, upload, **sizes, write_id=write_id).write(store)
-        limits = (
-            (reading(store.url), writing(store.url))
-            if is_s3(store.url)
-            else (ConcurrencyLimit(_READERS), ConcurrencyLimit(1))
-        )
-        with contextlib.closing(write_parts(upload, image, read, *limits)) as parts:
+        limit = writing(store.url) if is_s3(store.url) else ConcurrencyLimit(1)
+        with contextlib.closing(write_image(upload, image, finisher, limit)) as parts:
             for nbytes in parts:
                 check()
                 if progress is not None:
@@ -148,7 +129,7 @@ def publish_image(
     reach(Point.IMAGE_NAMED)
     check()
     manifest = build_manifest(
-        image.finished(),
+        finisher.finished(),
         run=store.url.rstrip("/").rpartition("/")[2],
         file=file,
         write_id=write_id,
@@ -158,3 +139,54 @@ def publish_image(
     manifest = publish_manifest(store, manifest)
     forget_intent(store, write_id)
     return manifest
+
+
+def write_image(
+    upload: Upload, image: Image, finisher: ChunkFinisher, limit: ConcurrencyLimit
+) -> Generator[int, None, None]:
+    """Write all parts; yields the bytes of each once it is written. Blocks; a consumer that stops closes it.
+
+    Memory is two parts where one is written at a time; else one for each request, within a quarter of the available
+    memory and 4 GiB, the copies among it that a store makes of a part. After a failure no waiting part is sent.
+    """
+    layout = image.layout
+    nbytes_max = min(upload.part_bytes, layout.image_bytes)
+    share_bytes = min(_BYTES_MAX, available_memory_bytes() // _MEMORY_SHARE)
+    buffers_max = max(_BUFFERS_MIN, share_bytes // (2 * nbytes_max)) if limit.most > 1 else _BUFFERS_MIN
+    requests, at_work = LimitedUntilFailure(), deque[tuple[futures.Future[int], memoryview]]()
+    free: list[memoryview] = []
+
+    def write(part: int, chunks: list[memoryview], crc: int) -> int:
+        def call(request: LimitedRequest) -> int:
+            upload.write_part(part, chunks, crc)
+            request.nbytes = sum(chunk.nbytes for chunk in chunks)
+            return request.nbytes
+
+        return requests.run(limit, call)
+
+    def oldest() -> int:
+        written, memory = at_work.popleft()
+        futures.wait([written])
+        requests.check()
+        free.append(memory)
+        return written.result()
+
+    with futures.ThreadPoolExecutor(limit.most, thread_name_prefix="image") as writers:
+        try:
+            for part, first in enumerate(range(0, layout.chunks, upload.part_bytes // layout.chunk_bytes)):
+                while len(at_work) >= max(_BUFFERS_MIN, min(buffers_max, limit.width + 1)):
+                    yield oldest()
+                memory = free.pop() if free else direct_window(nbytes_max)
+                chunks, crcs = list[memoryview](), list[tuple[int, int]]()
+                for chunk in range(
+                    first, min(first + upload.part_bytes // layout.chunk_bytes, layout.chunks)
+                ):
+                    begin = (chunk - first) * layout.chunk_bytes
+                    chunks.append(memory[begin : begin + layout.chunk_extent(chunk).nbytes])
+                    image.write_chunk(chunk, chunks[-1])
+                    crcs.append((finisher.finish(chunks[-1]), chunks[-1].nbytes))
+                at_work.append((writers.submit(write, part, chunks, combine_all(crcs)), memory))
+            while at_work:
+                yield oldest()
+        finally:
+            requests.end()

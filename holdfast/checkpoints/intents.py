@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from holdfast.checkpoints.publish import writer_attempt
+from holdfast.checkpoints.publish import exists, writer_attempt
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.sealed import seal, unseal
@@ -38,9 +38,7 @@ _Size = Annotated[int, Field(gt=0, lt=2**62)]
 
 
 class Intent(BaseModel):
-    """One file that is about to get its name, or to lose it. `token`: the upload's, with `publish`, where the store has
-    one: it tells this write from any other.
-    """
+    """One file that is about to get its name or lose it. `token`: the upload's: tells this write from any other."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -107,14 +105,9 @@ def clear_intents(
     *,
     objects: Sequence[ObjectInfo] | None = None,
 ) -> list[str]:
-    """Remove what earlier writers left half done, and their intents. An intent of `before_attempt` or later stays, and
-    so does one whose write-id `is_wanted`: its upload goes on, or is another process's. `objects`: a listing of the
-    run; None: it is listed. Returns the files that were removed.
-
-    Only for the run's one writer.
-
-    Raises:
-        StoreError: The store failed; may be called again.
+    """Remove what earlier writers left half done, and their intents; returns the removed files. Only for the run's one
+    writer. An intent of `before_attempt` or later stays, and one whose write-id `is_wanted`: its upload goes on. Raises
+    `StoreError`: may be called again.
     """
     removed: list[str] = []
     for info in store.list() if objects is None else objects:
@@ -127,13 +120,11 @@ def clear_intents(
 
 
 def take_back(store: Store, write_id: str) -> str:
-    """Remove the file of this write if it is there and not listed, and the intent; the file's name, or nothing. Raises
-    `StoreError`: the store failed; may be called again.
-    """
+    """Remove the file of this write if it is there and not listed, and the intent; returns the file's name, if any."""
     intent = _read(store, intent_name(write_id))
     if intent is None:
         return ""
-    is_listed = _is_listed(store, intent)
+    is_listed = exists(store, manifest_name(intent.file))  # a manifest of this write or another, whole or not
     if is_listed and intent.act == "remove":
         return ""  # who meant to remove it may only stand still: it would leave the file to nobody
     removes = not is_listed and _is_that_write(store, intent)
@@ -159,15 +150,6 @@ def _read(store: Store, name: str) -> Intent | None:
         _log.warning("%s/%s: is no intent that this version reads; left as it is", store.url, name)
         return None
     return intent
-
-
-def _is_listed(store: Store, intent: Intent) -> bool:
-    """Whether a manifest stands there, of this write or of another one, whole or not."""
-    try:
-        store.size(manifest_name(intent.file))
-    except StoreMissing:
-        return False
-    return True
 
 
 def _is_that_write(store: Store, intent: Intent) -> bool:

@@ -10,14 +10,12 @@
                                    ▼
           beat() now and then · check() before every publish · release() at the end
 
-The number of the claim is the *attempt*: it only grows, and the highest one owns the run. Nobody has to be
-told that they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long
-it was asleep.
+The number of the claim is the *attempt*: it only grows, and the highest one owns the run. Nobody has to be told that
+they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long it was asleep.
 
-Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid
-namespace) its process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is
-watched: a live writer changes it within two heartbeats. A claim file that cannot be read counts as dead,
-with a warning.
+Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid namespace) its
+process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is watched: a live writer
+changes it within two heartbeats. A claim file that cannot be read counts as dead, with a warning.
 """
 
 from __future__ import annotations
@@ -87,22 +85,16 @@ class _LeaseRecord(BaseModel):
 
 
 class LeasedRun(NamedTuple):
-    """A run that is ours.
+    """A run that is ours."""
 
-    Attributes:
-        store: The run; it looks at the claim in each try of what others can see.
-        check: Sees that the run is still ours, and beats; to be called often.
-    """
-
-    store: Store
+    store: Store  # the run; it looks at the claim in each try of what others can see
     attempt: int
-    check: Callable[[], None]
+    check: Callable[[], None]  # sees that the run is still ours, and beats; to be called often
 
 
 class Lease:
-    """The right to write to a run, until a higher attempt appears. Made by `take`; may be used from any thread.
-    `unanswered`: `write_id` of higher claims that this writer has asked the store for without hearing an answer. They
-    are not another writer's: `check` removes them.
+    """The right to write to a run, until a higher attempt appears. Made by `take`. Any thread. `unanswered`: `write_id`
+    of the higher claims that this writer has asked for without an answer: `check` removes them.
     """
 
     def __init__(self, store: Store, record: _LeaseRecord) -> None:
@@ -123,15 +115,12 @@ class Lease:
         identity: Identity | None = None,
         tried: set[str] | None = None,
     ) -> Lease:
-        """Claim the run, with the next attempt. `takeover`: do not ask whether the last writer lives: it is fenced, and
-        stops at its next publish. `identity`: the holder; None: this process. `tried` gets the `write_id` of each claim
-        that the store was asked to make: one of them may be there although no answer came.
+        """Claim the run, with the next attempt. `takeover`: do not ask whether the last writer lives: it is fenced.
+        `identity`: None: this process. `tried` gets the `write_id` of each claim that was asked for: one may be there
+        without an answer.
 
-        Blocks for up to two heartbeats when the last writer was on another host and did not release its claim.
-
-        Raises:
-            FencedError: Another writer is alive, or was faster.
-            StoreError: The store failed.
+        Blocks for up to two heartbeats when the last writer was on another host and did not release its claim. Raises
+        `FencedError`: another writer is alive, or was faster.
         """
         identity = identity or Identity.of_this_process()
         for _ in range(_TAKE_ROUNDS_MAX):
@@ -171,12 +160,8 @@ class Lease:
         return self._record.write_id
 
     def check(self, *, at_once: bool = False) -> None:
-        """Check that this process still holds the lease. Call before every act that others can see. `at_once`: ask the
-        store once, for a caller that tries again by itself.
-
-        Raises:
-            FencedError: A higher attempt exists, or our claim is another's or gone.
-            StoreError: The store failed, so it is not known.
+        """Check that this process still holds the lease. Call before every act that others can see. `at_once`: ask
+        once, for a caller that tries again by itself. Raises `FencedError`: it does not; `StoreError`: it is not known.
         """
         store, url, attempt = self._at_once if at_once else self._store, self._store.url, self.attempt
         attempts = _attempts(store)
@@ -197,9 +182,7 @@ class Lease:
             )
 
     def beat(self) -> None:
-        """Show other hosts that this writer lives. Call every `heartbeat_seconds`; after `release` it does nothing.
-        Raises `FencedError` or `StoreError`: as `check`.
-        """
+        """Show other hosts that this writer lives, every `heartbeat_seconds`. Raises as `check`."""
         with self._lock:
             if self._record.released:
                 return
@@ -207,11 +190,7 @@ class Lease:
             self._put(self._record.model_copy(update={"beat": self._record.beat + 1}))
 
     def release(self) -> None:
-        """Say that this writer has ended in order, so that the next need not wait. May be called twice.
-
-        Not raised, only logged: that the run is another's by now, or that the store fails. It ends either
-        way.
-        """
+        """Say that this writer has ended in order, so that the next need not wait. A failure is only logged."""
         with self._lock:
             if self._record.released:
                 return
@@ -243,13 +222,7 @@ def newest_attempt(store: Store) -> int:
 
 
 def names_tell(store: Store, objects: Sequence[ObjectInfo]) -> bool:
-    """Whether a manifest without an attempt in its name is of attempt 1: no older version has ever written to this run.
-
-    Each claim says so if the one before it did, or if there was nothing yet.
-
-    Raises:
-        StoreError: The store failed.
-    """
+    """Whether a manifest without an attempt in its name is of attempt 1: no older version has written to this run."""
     return _says_named(store, _attempts(store, objects))
 
 
@@ -263,13 +236,8 @@ def _are_named(store: Store, older: Sequence[int]) -> bool:
 
 
 def may_live(store: Store, before_attempt: int) -> str:
-    """Holder of the newest attempt before this one, if it may still be at work; empty if it has ended.
-
-    Never waits. In the same place its process is looked up, whatever its claim says: that of a job without a stager is
-    released from the first. Elsewhere a claim that is not released counts as alive.
-
-    Raises:
-        StoreError: The store failed.
+    """Holder of the newest attempt before this one, if it may still be at work; else empty. Never waits. In the same
+    place its process is looked up, whatever its claim says; elsewhere a claim that is not released counts as alive.
     """
     older = [attempt for attempt in _attempts(store) if attempt < before_attempt]
     record = _read(store, older[-1]) if older else None
@@ -281,14 +249,7 @@ def may_live(store: Store, before_attempt: int) -> str:
 
 
 def runs_here(store: Store) -> str:
-    """A process other than this one that has claimed the run and still runs in this place; empty without one.
-
-    Claims that are released count as well: those of jobs without a stager are, and a tool may have claimed the run
-    since.
-
-    Raises:
-        StoreError: The store failed.
-    """
+    """A process other than this one that has claimed the run, released or not, and runs in this place; else empty."""
     mine = Identity.of_this_process()
     for attempt in reversed(_attempts(store)):
         record = _read(store, attempt)
@@ -304,12 +265,7 @@ def _holder(record: _LeaseRecord) -> str:
 
 
 def note_attempt(store: Store, attempt: int) -> bool:
-    """Leave word that this attempt is taken, by a job that has no claim: later ones get higher numbers. Returns False
-    if somebody else has taken it.
-
-    Raises:
-        StoreError: The store failed.
-    """
+    """Say that this attempt is taken, by a job without a claim: later ones get higher numbers. False: it was taken."""
     older = [one for one in _attempts(store) if one < attempt]
     record = _LeaseRecord(
         attempt=attempt,
@@ -328,10 +284,8 @@ def _name(attempt: int) -> str:
 
 
 def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list[int]:
-    """All claimed attempts that still have a file, ascending; of this listing, or of a new one.
-
-    Each writer takes the number after the highest one. A file whose number is far above all others is therefore not
-    ours: counted, it would leave no number for the next writer.
+    """All claimed attempts that still have a file, ascending. A file whose number is far above all others is not ours:
+    counted, it would leave no number for the next writer.
     """
     objects = store.list() if objects is None else objects
     found = sorted(
@@ -354,9 +308,7 @@ def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list
 
 
 def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
-    """The highest attempt among manifests, slices and rewinds: someone may have cleared `.holdfast/`, and attempts must
-    only grow. The newest whole manifest has it.
-    """
+    """The highest attempt of manifests, slices and rewinds: `.holdfast/` may be cleared, and attempts only grow."""
     rewound = (attempt for info in objects if (attempt := rewound_attempt(info.name)) is not None)
     highest = max((*rewound, *(found.attempt for found in old_slices(objects))), default=0)
     for listed in newest_first(store, objects, names_tell=False):

@@ -50,12 +50,7 @@ def step_of(name: str) -> int:
 def newest_first(
     store: Store, objects: Sequence[ObjectInfo], *, names_tell: bool
 ) -> Sequence[ListedManifest]:
-    """The manifests in a listing, newest first. `names_tell`: whether a plain name means attempt 1
-    (`lease.names_tell`); else the beginnings of such manifests are read.
-
-    Raises:
-        StoreError: The store failed.
-    """
+    """The manifests in a listing, newest first. `names_tell`: a plain name means attempt 1 (`lease.names_tell`)."""
     listed = manifests_in(objects)
     told: dict[str, int | None] = {}
     unsaid = []

@@ -25,9 +25,7 @@ _DENSE = 4  # as long as so much of the bytes, one part in four, lies in them
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """The layout of a floating-point dtype in memory. `mask`: the bits that are all set in a value that is not finite,
-    and in no other. Higher bits are the sign.
-    """
+    """A floating-point dtype. `mask`: bits all set in just the values that are not finite; above them is the sign."""
 
     nbytes: int
     mask: int
@@ -46,11 +44,7 @@ _FORMATS = {
 
 
 def float_formats(manifest: Manifest) -> dict[int, FloatFormat]:
-    """The format of each entry that holds floating numbers and nothing else, by its index.
-
-    An entry holds a whole storage. One that several tensors look at in different formats is left out: what its bytes
-    mean is not known.
-    """
+    """By index, the format of each entry of floating numbers only. A storage seen in two formats is left out."""
     found: dict[int, FloatFormat | None] = {}
     for tensor in manifest.tensors:
         this = _FORMATS.get(tensor.dtype)
@@ -92,11 +86,7 @@ def _count_of_block(block: npt.NDArray[Any], this: FloatFormat) -> int:
 def count_nonfinite_of_each(
     data: memoryview, runs: Sequence[tuple[int, int]], this: FloatFormat
 ) -> list[int]:
-    """The same of each run of bytes of `data`, which do not overlap: begin and end, ascending.
-
-    Where they are many and small, all that lies between the first and the last is looked at in one go, and what is not
-    finite in none of them does not count.
-    """
+    """The same of each run of bytes of `data`: begin and end, ascending. Many small ones are looked at in one go."""
     first, last = runs[0][0], runs[-1][1]
     begins, ends = np.array(runs, np.int64).T
     is_dense = (ends - begins).sum() * _DENSE >= last - first

@@ -22,22 +22,14 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True)
 class ManifestFacts:
-    """Facts about a checkpoint that its manifest states beside the bytes.
+    """Facts about a checkpoint that its manifest states beside the bytes."""
 
-    Attributes:
-        staged_at_unix: When it was staged; `durable_at_unix`: when it became durable.
-        record: Times and bytes of the ranks and the stager, for people.
-        writer: Key in the record with the times of the process that wrote the file.
-        doubt: Why the checkpoint may be torn, as far as is known; empty where nobody doubts it.
-        best: The rule by which the writer keeps the best checkpoints; None: by none.
-    """
-
-    staged_at_unix: float
-    durable_at_unix: float
-    record: Mapping[str, Any]
-    writer: str = "flusher"
-    doubt: str = ""
-    best: BestRule | None = None
+    staged_at_unix: float  # when it was staged
+    durable_at_unix: float  # when it became durable
+    record: Mapping[str, Any]  # times and bytes of the ranks and the stager, for people
+    writer: str = "flusher"  # key in the record with the times of the process that wrote the file
+    doubt: str = ""  # why the checkpoint may be torn, as far as is known; empty where nobody doubts it
+    best: BestRule | None = None  # the rule by which the writer keeps the best checkpoints; None: by none
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +44,14 @@ class Finished:
 
 
 def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
-    """The name under which a checkpoint is published. No other attempt ever writes it, however late it wakes up.
-    `taken`: names that other checkpoints on their way have chosen.
-
-    The first attempt of a run has the plain names, each later one carries its number. A name that is in use is left
-    alone, whoever wrote it.
-
-    Raises:
-        BusyError: This step of this attempt is already published, or foreign files stand at its names.
-        StoreError: The store failed.
+    """The name under which a checkpoint is published; no other attempt ever writes it. `taken`: names that others on
+    their way have chosen. The first attempt of a run has plain names, each later one carries its number. Raises
+    `BusyError`: this step of this attempt is published, or foreign files stand at its names.
     """
     names = names_of(key)
     for name in names:
         # The manifest first: who asks for a step that is published is told so.
-        if _is_manifest_there(store, name, key) or name in taken or _exists(store, name):
+        if _is_manifest_there(store, name, key) or name in taken or exists(store, name):
             continue
         return name
     raise BusyError(
@@ -95,7 +81,7 @@ def _is_manifest_there(store: Store, file: str, key: CheckpointId) -> bool:
     return True
 
 
-def _exists(store: Store, name: str) -> bool:
+def exists(store: Store, name: str) -> bool:
     try:
         store.size(name)
     except StoreMissing:
@@ -104,12 +90,8 @@ def _exists(store: Store, name: str) -> bool:
 
 
 def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
-    """Write the manifest of a published file, which makes it a checkpoint. Nothing that stands there is replaced.
-    Returns the manifest as it stands in the store: of an earlier try, if its answer was lost.
-
-    Raises:
-        BusyError: The manifest of another write stands there.
-        StoreError: The store failed.
+    """Write the manifest of a published file, which makes it a checkpoint; returns it as it stands, of an earlier try
+    if its answer was lost. Replaces nothing. Raises `BusyError`: the manifest of another write stands there.
     """
     name = manifest_name(manifest.file)
     if store.create(name, manifest.to_bytes()):

@@ -8,17 +8,18 @@
 
     committed ─► all go      void ─► all go but the void, which later ones of the lead remove, and the next writer
 
-A share that is sealed is never voided by its own writer, so that a void next to all seals was written before the last
-of them: whoever commits looks for it after the seals. Each object has its own CRC-32, and is input from outside.
+Whoever gives a checkpoint up puts the void in the place of its own seal first, and only the lead replaces a seal by
+one. So the seals alone say whether it may be published: nobody has to look for a void after them. Each object has its
+own CRC-32, and is input from outside.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.publish import Finished
@@ -35,6 +36,7 @@ _PREFIX = ".holdfast/shares/"
 _NAME = re.compile(r"\.holdfast/shares/a(\d{6,18})-s(\d{9,18})\.[a-z0-9-]{1,20}")
 _CRC_FIELD = "share_crc32"
 _REASON_CHARACTERS_MAX = 2000
+_SMALL_BYTES_MAX = 1 << 16  # of a record that states no CRCs
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 _Number = Annotated[int, Field(ge=0, lt=2**62)]
 _Size = Annotated[int, Field(gt=0, lt=2**62)]
@@ -46,8 +48,6 @@ class _Record(BaseModel):
     """One object of one checkpoint. `host`: where its writer runs, for messages."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-    bytes_max: ClassVar[int] = 1 << 16
-
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
     step: _Number
     host: Annotated[str, Field(max_length=1024)]
@@ -114,8 +114,6 @@ class ShareStart(_Record):
 
 
 class _OfShare(_Record):
-    bytes_max: ClassVar[int] = SMALL_BYTES_MAX
-
     write_id: _Text
     index: _Index
     count: Annotated[int, Field(ge=2, le=WRITERS_MAX)]
@@ -159,6 +157,11 @@ class ShareVoid(_Record):
 
 
 R = TypeVar("R", bound=_Record)
+_START, _CRCS = TypeAdapter(ShareStart), TypeAdapter(ShareCrcs)
+_VOID = TypeAdapter(ShareVoid)
+_SEAL_OR_VOID: TypeAdapter[ShareSeal | ShareVoid] = TypeAdapter(
+    Annotated[ShareSeal | ShareVoid, Field(discriminator="format")]
+)
 
 
 class ShareRecords:
@@ -177,7 +180,7 @@ class ShareRecords:
 
     def start(self) -> ShareStart | None:
         """None: the lead has not begun, or all is over."""
-        return self._read("start", ShareStart)
+        return self._read("start", _START)
 
     def layout(self) -> Layout | None:
         try:
@@ -192,7 +195,7 @@ class ShareRecords:
 
     def crcs(self, start: ShareStart, index: int) -> ShareCrcs | None:
         """None: that share is not verified yet. Raises `ProtocolError`: they are of another write."""
-        found = self._read(f"crcs-{index + 1}", ShareCrcs)
+        found = self._read(f"crcs-{index + 1}", _CRCS)
         if found is not None:
             found.refuse_another(start, index)
         return found
@@ -205,43 +208,51 @@ class ShareRecords:
         *,
         staged_at_unix: float,
         record: dict[str, Any],
-    ) -> None:
-        """A share is written, and stays. May be called again."""
-        self._write(
-            f"seal-{share.index + 1}",
-            ShareSeal(
-                **_of(start, share),
-                entry_crcs=sums.entry_crcs,
-                layout_digest=start.layout_digest,
-                first_chunk=share.chunks.start,
-                chunk_crcs=sums.chunk_crcs,
-                staged_at_unix=staged_at_unix,
-                record=record,
-            ),
+    ) -> ShareSeal:
+        """A share is written, and stays. May be called again. Raises `PeerLost`: it was given up before."""
+        made = ShareSeal(
+            **_of(start, share),
+            entry_crcs=sums.entry_crcs,
+            layout_digest=start.layout_digest,
+            first_chunk=share.chunks.start,
+            chunk_crcs=sums.chunk_crcs,
+            staged_at_unix=staged_at_unix,
+            record=record,
         )
+        name = f"seal-{share.index + 1}"
+        if not self._create(name, made):
+            void = self._void_at(name)
+            if void is not None:
+                raise voided(void)
+            self._write(name, made)  # over that of a flusher that died, perhaps of an upload before this one
+        return made
 
     def seal(self, start: ShareStart, index: int) -> ShareSeal | None:
-        """None: that share is not written yet. Raises `ProtocolError`: it is of another write."""
-        found = self._read(f"seal-{index + 1}", ShareSeal)
+        """None: that share is not written yet. Raises `PeerLost`: its writer has given it up; `ProtocolError`: it is of
+        another write.
+        """
+        found = self._read(f"seal-{index + 1}", _SEAL_OR_VOID)
+        if isinstance(found, ShareVoid):
+            raise voided(found)
         if found is not None:
             found.refuse_another(start, index)
         return found
 
-    def is_sealed(self, index: int) -> bool:
-        """Whether a seal of this share is there, of whatever write."""
-        try:
-            self._store.size(f"{self._prefix}seal-{index + 1}")
-        except StoreMissing:
+    def put_void(self, index: int, reason: str) -> bool:
+        """Nobody may publish it any more. The first reason stays. False: share `index` is sealed, of whatever write;
+        only the lead may take its own seal back.
+        """
+        void = ShareVoid(**_who(self.key), index=index, reason=reason[:_REASON_CHARACTERS_MAX])
+        name = f"seal-{index + 1}"
+        if index == 0:
+            self._write(name, void)
+        elif not self._create(name, void) and self._void_at(name) is None:
             return False
+        self._create("void", void)
         return True
 
-    def put_void(self, index: int, reason: str) -> None:
-        """Nobody may publish it any more. The first reason stays. Not by the writer of a share that it has sealed."""
-        void = ShareVoid(**_who(self.key), index=index, reason=reason[:_REASON_CHARACTERS_MAX])
-        self._store.create(f"{self._prefix}void", seal(void.model_dump_json().encode(), _CRC_FIELD))
-
     def void(self) -> ShareVoid | None:
-        return self._read("void", ShareVoid)
+        return self._read("void", _VOID)
 
     def clear(self, count: int, *, keep_void: bool = False) -> None:
         """Remove all objects, the start first: whoever finds none takes part no more. `count`: of the shares."""
@@ -252,10 +263,21 @@ class ShareRecords:
     def _write(self, name: str, record: _Record) -> None:
         self._store.write(self._prefix + name, seal(record.model_dump_json().encode(), _CRC_FIELD))
 
-    def _read(self, name: str, kind: type[R]) -> R | None:
-        full = self._prefix + name
+    def _create(self, name: str, record: _Record) -> bool:
+        return self._store.create(self._prefix + name, seal(record.model_dump_json().encode(), _CRC_FIELD))
+
+    def _void_at(self, name: str) -> ShareVoid | None:
         try:
-            body = unseal(self._store.read(full, kind.bytes_max), _CRC_FIELD)
+            found = self._read(name, _SEAL_OR_VOID)
+        except (ProtocolError, DamageError):
+            return None  # a stranger's
+        return found if isinstance(found, ShareVoid) else None
+
+    def _read(self, name: str, kind: TypeAdapter[R]) -> R | None:
+        full = self._prefix + name
+        bytes_max = _SMALL_BYTES_MAX if kind in (_START, _VOID) else SMALL_BYTES_MAX
+        try:
+            body = unseal(self._store.read(full, bytes_max), _CRC_FIELD)
         except StoreMissing:
             return None
         if body is None:
@@ -263,7 +285,7 @@ class ShareRecords:
                 f"{self._store.url}/{full}: its CRC-32 does not hold; the checkpoint is given up"
             )
         try:
-            found = kind.model_validate_json(body)
+            found = kind.validate_json(body)
         except (ValidationError, RecursionError) as error:
             raise ProtocolError(f"{self._store.url}/{full}: this version cannot read it: {error}") from error
         if found.key != self.key:

@@ -44,22 +44,14 @@ _BUFFERS_BYTES_MAX, _BUFFER_BYTES_MIN = 256 << 20, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that does not hold.
+    """One thing that does not hold."""
 
-    Attributes:
-        what: `chunk 3`, `entry archive/data/17`, `image`, `directory of archive/data/17`, `file`, or
-            `manifest`.
-        offset: First byte in the file where the damage may lie, and `nbytes`: how far it may reach.
-        expected: The manifest's statement, in words. `got`: what was found.
-        tensors: Paths of the tensors whose bytes are in there.
-    """
-
-    what: str
-    offset: int
-    nbytes: int
-    expected: str
-    got: str
-    tensors: tuple[str, ...] = ()
+    what: str  # `chunk 3`, `entry archive/data/17`, `image`, `directory of archive/data/17`, `file`, or `manifest`
+    offset: int  # first byte in the file where the damage may lie
+    nbytes: int  # how far it may reach
+    expected: str  # the manifest's statement, in words
+    got: str  # what was found
+    tensors: tuple[str, ...] = ()  # paths of the tensors whose bytes are in there
 
     def __str__(self) -> str:
         held = f", holding {_shortened(self.tensors)}" if self.tensors else ""
@@ -70,17 +62,13 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The outcome of reading one checkpoint back.
-
-    Attributes:
-        checked_bytes: How many bytes were read and checked.
-        nonfinite: Numbers that are not finite; None when they could not be counted, as of a damaged file.
-    """
+    """The outcome of reading one checkpoint back."""
 
     file: str
     step: int
-    checked_bytes: int
+    checked_bytes: int  # how many bytes were read and checked
     damage: tuple[Damage, ...]
+    # numbers that are not finite; None when they could not be counted, as of a damaged file
     nonfinite: NonfiniteRecord | None = None
 
     @property
@@ -119,15 +107,10 @@ def verify_file(
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
     """Read the file of `manifest` once, and check every chunk, every entry, the whole, and the zip's own CRC fields.
-    `threads`: how many read and check at once; None: 2 from a directory, from S3 as many as make it faster.
-    `buffer_bytes`: largest single read. `progress` is called from the calling thread with the number of bytes newly
-    checked.
 
-    Blocks until it is done; memory is a buffer for each read, 256 MiB in all, whatever the manifest says.
-
-    Raises:
-        StoreError: The store failed, so nothing is known. A missing or short file is damage, and is in the
-            report.
+    `threads`: None: 2 from a directory, from S3 as many as make it faster. `buffer_bytes`: largest single read.
+    `progress`: called from the calling thread with the bytes newly checked. Memory is 256 MiB at most. A missing or
+    short file is damage, and in the report. Raises `StoreError`: nothing is known.
     """
 
     def report(
@@ -258,9 +241,7 @@ class _Found:
         return None if self._nonfinite is None else nonfinite_record(self._manifest, self._nonfinite)
 
     def damage(self) -> list[Damage]:
-        """Chunks first, for the place; entries next, for what it means; the whole only when nothing else
-        tells.
-        """
+        """Chunks first, for the place; entries next, for what it means; the whole only when nothing else tells."""
         manifest = self._manifest
         bad_entries = {
             index for index, entry in enumerate(manifest.entries) if self._entry_crc32s[index] != entry.crc32
@@ -288,9 +269,7 @@ class _Found:
         return found
 
     def _narrowed(self, entry: EntryRecord) -> tuple[int, int]:
-        """The part of a damaged entry that lies in damaged chunks: first byte and end. Without any, all of
-        it.
-        """
+        """The part of a damaged entry that lies in damaged chunks: first byte and end. Without any, all of it."""
         chunk_bytes, begin, end = self._manifest.chunk_bytes, entry.offset, entry.offset + entry.nbytes
         first = bisect.bisect_left(self._bad_chunks, (begin // chunk_bytes, 0))
         last = bisect.bisect_left(self._bad_chunks, (-(-end // chunk_bytes), 0)) - 1
@@ -309,9 +288,7 @@ def _crc_damage(
 
 
 class _Tensors:
-    """Paths of tensors by where their bytes lie. Looked up, not searched: a file of zeros has a fault in every entry.
-    `manifest`: its entries are in order and do not overlap.
-    """
+    """Paths of tensors by where their bytes lie. Looked up: a file of zeros has a fault in every entry."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._filled = [(index, entry) for index, entry in enumerate(manifest.entries) if entry.nbytes]

@@ -11,8 +11,7 @@ from holdfast.errors import ConfigError
 from holdfast.extras import install_line
 
 if TYPE_CHECKING:
-    from holdfast.checkpoints.image_writing import Image
-    from holdfast.image.checkpoint_id import CheckpointId
+    from holdfast.checkpoints.image_publishing import Image
     from holdfast.image.manifest import Manifest
     from holdfast.store.base import Store
 
@@ -46,7 +45,7 @@ class ImportSource(Protocol):
     def image_bytes(self) -> int:
         """Size of the checkpoint file."""
 
-    def image(self, key: CheckpointId) -> Image: ...
+    def image(self) -> Image: ...
 
 
 class ComparedFile(NamedTuple):

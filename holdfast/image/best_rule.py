@@ -34,11 +34,7 @@ def is_metric_name(name: Any) -> bool:
 
 
 class BestRule(BaseModel):
-    """Which checkpoints are best: those with the lowest (`min`) or highest (`max`) value of a metric.
-
-    Where values are equal, the older checkpoint is better. Every checkpoint with a caveat comes
-    after those without.
-    """
+    """The lowest (`min`) or highest (`max`) value of a metric is best, of equal ones the older; caveats come last."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 

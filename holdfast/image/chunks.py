@@ -34,12 +34,8 @@ class Source(NamedTuple):
 def verify_chunk(
     memory: memoryview, index: LayoutIndex, chunk: int, sources: Sequence[Source], *, key: CheckpointId
 ) -> tuple[int, ...]:
-    """CRC every segment once; combine each sender's in the order of its frame and compare with what it stated.
-
-    The chunk's CRC fields in `memory` are zeroed. Returns the CRC of each segment.
-
-    Raises:
-        DamageError: naming rank, chunk and the tensors in its frame.
+    """CRC every segment once, and compare each sender's, combined, with what it stated; returns each segment's. Zeroes
+    the chunk's CRC fields in `memory`. Raises `DamageError`: names rank, chunk and the tensors in its frame.
     """
     layout = index.layout
     base = chunk * layout.chunk_bytes
@@ -93,15 +89,11 @@ def patch_chunk(
     *,
     key: CheckpointId,
 ) -> tuple[tuple[int, int], ...]:
-    """Write the CRC values `entry_crcs` into the chunk's fields; give `(index, crc)` of the segments that changed.
+    """Write `entry_crcs` into the chunk's fields; give `(index, crc)` of the segments that changed. `verified_crcs`: of
+    each segment with a field, while the fields were zero.
 
-    `verified_crcs`: of each segment with a field, computed while the fields were zero.
-
-    These CRCs are taken from a copy that still has the verified CRCs: a bit that flipped in the ring since then, or
-    flips after this, does not get a CRC that fits it. The segments are headers and the central directory, so small.
-
-    Raises:
-        DamageError: naming the chunk; a segment is no longer what was verified.
+    The CRCs are taken from a copy that still has the verified ones: a bit that flips in the ring does not get a CRC
+    that fits it. Raises `DamageError`: names the chunk; a segment is no longer what was verified.
     """
     layout, fields = index.layout, index.fields[chunk]
     base, segments = chunk * layout.chunk_bytes, layout.segments(chunk)

@@ -35,9 +35,7 @@ class Segment(NamedTuple):
 
 
 class SentPart(NamedTuple):
-    """The bytes of one segment that one rank sends. `inside`: number of its first byte among those that the rank holds
-    of the entry; of literals 0.
-    """
+    """The bytes of one segment that one rank sends. `inside`: its first byte among the rank's own; 0 for literals."""
 
     entry: int | None
     inside: int
@@ -47,21 +45,15 @@ class SentPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A run of bytes with its own CRC-32 in the zip file.
+    """A run of bytes with its own CRC-32 in the zip file."""
 
-    Attributes:
-        name: Name of the zip entry, such as `archive/data/17`.
-        offset: Where its bytes begin in the image.
-        nbytes: How many there are; may be 0.
-        owner: `REPLICATED`, or the one rank that sends it, or `SPLIT` - n: it is split as the layout's pattern n says.
-        crc_fields: Image offsets of the four-byte little-endian fields that state its CRC-32 (data descriptor, central
-            directory). They lie in literals.
-    """
-
-    name: str
-    offset: int
-    nbytes: int
+    name: str  # name of the zip entry, such as `archive/data/17`
+    offset: int  # where its bytes begin in the image
+    nbytes: int  # how many there are; may be 0
+    # `REPLICATED`, or the one rank that sends it, or `SPLIT` - n: it is split as the layout's pattern n says
     owner: int
+    # image offsets of the four-byte little-endian fields that state its CRC-32 (data descriptor, central directory).
+    # They lie in literals.
     crc_fields: tuple[int, ...]
 
     @property
@@ -71,14 +63,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of the state, for people and for comparing ranks.
+    """One tensor of the state, for people and for comparing ranks."""
 
-    Attributes:
-        path: Path in the state, such as `model/blocks.0.weight`.
-        entry: Index of the entry that holds its storage (tied tensors share one).
-    """
-
-    path: str
+    path: str  # path in the state, such as `model/blocks.0.weight`
     dtype: str
     shape: tuple[int, ...]
-    entry: int
+    entry: int  # index of the entry that holds its storage (tied tensors share one)

@@ -26,9 +26,7 @@ _NAMES_SHOWN = 5
 
 
 class FieldPart(NamedTuple):
-    """The part of one CRC field that lies in one chunk. `first`: which of the field's four bytes is its first.
-    `nbytes`: how many there are.
-    """
+    """The `nbytes` of one CRC field that lie in one chunk, from byte `first` of its four."""
 
     offset: int
     first: int
@@ -37,12 +35,8 @@ class FieldPart(NamedTuple):
 
 
 class ChunkFields:
-    """The CRC fields in one chunk.
-
-    Attributes:
-        whole: Where those begin that lie in it with all their bytes, ascending. `cut`: the others.
-        entries: The entry whose CRC each states: first of the whole ones, then of the cut ones.
-        segments: The indices of the segments that they lie in, ascending.
+    """The CRC fields in one chunk: where the `whole` ones begin, ascending, and the `cut` ones. `entries`: the entry
+    whose CRC each states, whole ones first. `segments`: indices of those that they lie in, ascending.
     """
 
     def __init__(self, parts: Sequence[FieldPart], segments: Sequence[int]) -> None:
@@ -62,12 +56,8 @@ class ChunkFields:
 
 
 class LayoutIndex:
-    """Lookups over one layout. Immutable after construction; may be read from any thread.
-
-    Attributes:
-        needs: Per chunk, the entries whose CRC must be known before it can be written.
-        waiting: Per entry, the chunks that hold its CRC fields.
-        places: Per entry, `(chunk, index of the segment in the chunk)` of all its bytes, in order.
+    """Lookups over one layout. Immutable; any thread. `needs`: per chunk, the entries whose CRC it states. `waiting`:
+    per entry, the chunks with its CRC fields. `places`: per entry, `(chunk, segment in it)` of its bytes, in order.
     """
 
     def __init__(self, layout: Layout) -> None:

@@ -56,15 +56,9 @@ _CHUNKS_KEPT = 64  # of a layout with patterns: whose pieces need not be found a
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one image for a given number of ranks. Immutable, the same on each rank.
-
-    Args:
-        chunk_bytes: Size of a chunk; a multiple of 4096.
-        spared: Ranks without a slice, ascending; not all of them. Empty but in layouts of older versions.
-
-    Raises:
-        ProtocolError: The parts contradict each other, or too many ranks send into one chunk. A layout also comes from
-            outside (wire, disk), so all that is used as an offset or a size is checked here.
+    """The layout of one image for a number of ranks. Immutable. `chunk_bytes`: a multiple of 4096. `spared`: ranks
+    without a slice, ascending; empty but in layouts of older versions. Raises `ProtocolError`: the parts contradict
+    each other. A layout also comes from outside (wire, disk): all that is used as an offset or a size is checked here.
     """
 
     image_bytes: int
@@ -390,9 +384,7 @@ class Layout:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Layout:
-        """Read what `to_bytes` wrote. Raises `ProtocolError`: it is not that, its parts contradict each other, or it
-        would cost more to parse than what was received is worth. Never allocates by a size it was told.
-        """
+        """Read what `to_bytes` wrote. Raises `ProtocolError`: it is not that, or would cost too much to parse."""
         try:
             document = json.loads(_inflated(data))
             if document["format"] not in _FORMATS:
@@ -447,12 +439,11 @@ def _wholes(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def chunk_bytes_for(image_bytes: int | None, ring_bytes: int | None) -> int:
-    """Size of the chunks of a run for which none is set: 16 MiB, and 64 MiB for images of 100 GB and more.
-    `image_bytes`: of the run's newest checkpoint; None: it has none yet. `ring_bytes`: None: the ring grows with the
-    image.
+    """Size of the chunks of a run that sets none: 16 MiB, and 64 MiB for images of 100 GB and more. `image_bytes`: of
+    the newest checkpoint, if any. `ring_bytes`: None: it grows with the image.
 
     Each chunk costs stager and flusher some Python, a few messages and three journal writes, whatever its size: 1 TB is
-    60,000 of 16 MiB. Smaller ones showed no gain, not even for an image of four (67 MB, two ranks, a directory).
+    60,000 of 16 MiB. Smaller ones showed no gain.
     """
     large_fit = ring_bytes is None or ring_bytes >= _RING_CHUNKS * _LARGE_CHUNK_BYTES
     if image_bytes is not None and image_bytes >= LARGE_IMAGE_BYTES and large_fit:

@@ -68,15 +68,11 @@ class TensorRecord(_ManifestRecord):
 
 
 class NonfiniteRecord(_ManifestRecord):
-    """Numbers in floating tensors that are not finite (NaN or infinite), counted when the file was read back.
+    """Numbers in floating tensors that are not finite (NaN or infinite), counted when the file was read back."""
 
-    Attributes:
-        values: How many there are. In a storage that several tensors share they count once.
-        named: How many each of those has, by path: the first `NONFINITE_NAMED_MAX` in the order of the state.
-    """
-
-    values: _Whole
+    values: _Whole  # how many there are. In a storage that several tensors share they count once.
     tensors: _Whole
+    # how many each of those has, by path: the first `NONFINITE_NAMED_MAX` in the order of the state
     named: Annotated[dict[_Text, _Whole], Field(max_length=NONFINITE_NAMED_MAX)] = Field(default_factory=dict)
 
     def told(self) -> str:
@@ -89,51 +85,45 @@ class NonfiniteRecord(_ManifestRecord):
 
 
 class Manifest(_ManifestRecord):
-    """All that is known of one checkpoint.
-
-    Attributes:
-        run: Name of the run (last part of the URL).
-        attempt: Fencing epoch of the writer; 1 for the first start of a run, more after each restart.
-        drift: Why the replicas of which it was put together are not the same; empty as far as is known. Where it is not
-            empty, `state` is never `verified`: it stays `durable` when the file was found whole, and `note` says so.
-        doubt: Why it may be torn: a rank that copied it while training went on has later seen its state change in a way
-            that could have come into the copy. Empty where nobody doubts it; else `state` is as with `drift`.
-        image_crc32: CRC-32 of the whole file.
-        chunk_crc32s: CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads.
-        write_id: Random, names this one write; also on the object itself where the store keeps metadata.
-        pgt1_seconds: From the first `save()` of a rank to staged. `pgt2_seconds`: to durable.
-        metrics: Numbers that the script gave for this state, such as its validation loss. `best`: the rule by which
-            the writer kept the best checkpoints of the run; None: by none.
-        nonfinite: Numbers that are not finite; None: they were not counted.
-        splits: How tensors were split among the ranks that were; the file has them whole.
-        record: Times, bytes and waits of each phase on each rank (docs/format.md), for people and reports.
-    """
+    """All that is known of one checkpoint."""
 
     format: Literal["holdfast/1"] = "holdfast/1"
-    run: _Text
+    run: _Text  # name of the run (last part of the URL)
+    # fencing epoch of the writer; 1 for the first start of a run, more after each restart
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
     step: _Whole
     file: _Text
     state: State = Field(default=State.DURABLE, strict=False)
     note: _Text = ""
+    # why the replicas of which it was put together are not the same; empty as far as is known. Where it is not empty,
+    # `state` is never `verified`: it stays `durable` when the file was found whole, and `note` says so.
     drift: _Text = ""
+    # why it may be torn: a rank that copied it while training went on has later seen its state change in a way that
+    # could have come into the copy. Empty where nobody doubts it; else `state` is as with `drift`.
     doubt: _Text = ""
     image_bytes: Annotated[int, Field(gt=0, lt=2**62)]
-    image_crc32: _Crc
+    image_crc32: _Crc  # CRC-32 of the whole file
     chunk_bytes: Annotated[int, Field(gt=0, lt=2**40)]
+    # CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads
     chunk_crc32s: Annotated[tuple[_Crc, ...], FailFast()]
     ranks: Annotated[int, Field(gt=0, lt=2**31)]
     layout_digest: _Text
-    write_id: _Text
+    write_id: _Text  # random, names this one write; also on the object itself where the store keeps metadata
     created: _Text
-    pgt1_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    pgt1_seconds: Annotated[
+        float, Field(ge=0, allow_inf_nan=False)
+    ]  # from the first `save()` of a rank to staged
+    pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # to durable
+    # numbers that the script gave for this state, such as its validation loss
     metrics: Metrics = Field(default_factory=dict)
+    # the rule by which the writer kept the best checkpoints of the run; None: by none
     best: BestRule | None = None
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     tensors: Annotated[tuple[TensorRecord, ...], FailFast()]
-    nonfinite: NonfiniteRecord | None = None
+    nonfinite: NonfiniteRecord | None = None  # numbers that are not finite; None: they were not counted
+    # how tensors were split among the ranks that were; the file has them whole
     splits: Annotated[tuple[SplitRecord, ...], Field(max_length=SPLITS_MAX), FailFast()] = ()
+    # times, bytes and waits of each phase on each rank (docs/format.md), for people and reports
     record: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -200,11 +190,7 @@ class Manifest(_ManifestRecord):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
-        """Read what `to_bytes` wrote. `source`: where they come from, for the message.
-
-        Raises:
-            DamageError: Truncated, altered, or not a manifest of this format.
-        """
+        """Read what `to_bytes` wrote. `source`: for the message. Raises `DamageError`: truncated or altered."""
         body = _unsealed(data, source)
         try:
             check_cost(json_cost(body), len(data), PLAIN_FACTOR)
@@ -230,12 +216,8 @@ class Manifest(_ManifestRecord):
 
     @classmethod
     def head_from_bytes(cls, data: bytes, *, source: str) -> Manifest:
-        """The same without what stands behind the entries' begin: no entries, tensors, splits, counts and record.
-
-        For who wants to know whose file it is: a manifest of tens of thousands of tensors takes half a second to read.
-
-        Raises:
-            DamageError: As `from_bytes`; of what stands behind nothing but its CRC-32 is looked at.
+        """The same without entries, tensors, splits, counts and record, of which only the CRC-32 is looked at. For who
+        wants to know whose file it is: a manifest of tens of thousands of tensors takes half a second to read.
         """
         head, found, _ = _unsealed(data, source).partition(_CONTENTS)
         if found:  # quotes in a text are escaped, so it is no text

@@ -24,16 +24,11 @@ Digest = Mapping[str, Any]
 
 
 class ProofRecord(NamedTuple):
-    """The digests of all ranks.
+    """The digests of all ranks."""
 
-    Attributes:
-        key: The checkpoint that was saved before the step.
-        digests: One of each rank, in their order; that of one rank beside its slice.
-        of_slice: The names of that slice (`trainer_side/tiers/slot_proof.py`); None: the proof is of all ranks.
-    """
-
-    key: CheckpointId
-    digests: tuple[Digest, ...]
+    key: CheckpointId  # the checkpoint that was saved before the step
+    digests: tuple[Digest, ...]  # one of each rank, in their order; that of one rank beside its slice
+    # the names of that slice (`trainer_side/tiers/slot_proof.py`); None: the proof is of all ranks
     of_slice: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:

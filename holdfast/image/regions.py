@@ -59,10 +59,8 @@ class Block(NamedTuple):
 
 
 class Comb:
-    """The bytes of one region in those of the whole contiguous tensor: runs of equal size, ascending.
-
-    Offsets count from the tensor's first byte. The region's own bytes are numbered as its holder has them: run after
-    run. Immutable.
+    """The bytes of one region in the whole contiguous tensor: runs of equal size, ascending. Offsets count from the
+    tensor's first byte; the region's own bytes are numbered as its holder has them, run after run.
     """
 
     __slots__ = ("_outer", "_start", "_strides", "nbytes", "run_bytes")
@@ -159,15 +157,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """How the tensors of one shape are split. Immutable.
-
-    Args:
-        regions: In any order; none of them empty.
-        holders: The ranks that hold each region, ascending; at least one.
-
-    Raises:
-        ProtocolError: The regions leave the tensor, overlap, or leave a gap; or a rank holds two of them. It also comes
-            from outside.
+    """How the tensors of one shape are split. `regions`: none empty. `holders`: of each, ascending; at least one.
+    Raises `ProtocolError`: they overlap, leave the tensor or a gap, or a rank holds two. It also comes from outside.
     """
 
     shape: tuple[int, ...]
@@ -246,9 +237,8 @@ class Pattern:
         return found
 
     def shares(self, number: int, turn: int, spared: Collection[int] = ()) -> list[Share]:
-        """The bytes of a region that each of its holders sends, about as much as the others. `turn`: a number per
-        tensor, for a region that is too small for all: whose turn it is to send. Ranks in `spared` send nothing that
-        another one holds, too.
+        """The bytes of a region that each of its holders sends, about as much as the others. `turn`: whose turn it is
+        to send a small one. Ranks in `spared` send nothing that another one holds, too.
         """
         holders = [rank for rank in self.holders[number] if rank not in spared] or [*self.holders[number]]
         nbytes = self.combs[number].nbytes
@@ -295,12 +285,7 @@ class Pattern:
 
 
 def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) -> Pattern:
-    """The pattern of a tensor from what each rank says it holds. `held`: by rank; None, or an empty region, where a
-    rank holds nothing.
-
-    Raises:
-        ProtocolError: See `Pattern`.
-    """
+    """The pattern of a tensor from what each rank says it holds: None or an empty region is nothing."""
     holders: dict[Region, list[int]] = {}
     for rank, region in enumerate(held):
         if region is not None and region.numel:
@@ -312,10 +297,8 @@ def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) 
 
 
 def grid_cuts(shape: Sequence[int], regions: Collection[Region]) -> tuple[tuple[int, ...], ...] | None:
-    """The sizes into which each dimension is cut, if the regions are all cells of such a grid, each once. Neither
-    `shape` nor any of the regions is empty.
-
-    Then they tile the tensor exactly, which is seen here without a look at each pair.
+    """The sizes into which each dimension is cut, if the regions are all cells of such a grid, each once: they then
+    tile the tensor, which is seen here without a look at each pair. Nothing is empty.
     """
     starts = [sorted({region.start[dimension] for region in regions}) for dimension in range(len(shape))]
     if not regions or math.prod(map(len, starts)) != len(regions) or any(one[0] for one in starts):

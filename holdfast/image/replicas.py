@@ -102,10 +102,7 @@ def stride(nbytes: int) -> int:
 
 
 def first_row(step: int, rows_apart: int) -> int:
-    """Which of the first `rows_apart` rows the samples of `step` begin with.
-
-    Drawn (SplitMix64), not counted: a run that saves each 1000th step would meet the same rows again and again.
-    """
+    """Which row the samples of `step` begin with. Drawn, or each 1000th step would meet the same rows again."""
     mixed = (step * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _U64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _U64
@@ -165,15 +162,11 @@ def drifted_groups(groups: Sequence[Sequence[int]], step: int) -> str:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Replicas that differ at one checkpoint.
-
-    Attributes:
-        drifted: rank → paths of tensors in which it differs from most ranks.
-        undecided: Paths in which no majority agrees, so that nobody can say who drifted → the groups of equal ranks.
-    """
+    """Replicas that differ at one checkpoint."""
 
     step: int
-    drifted: dict[int, list[str]]
+    drifted: dict[int, list[str]]  # rank → paths of tensors in which it differs from most ranks
+    # paths in which no majority agrees, so that nobody can say who drifted → the groups of equal ranks
     undecided: dict[str, list[list[int]]]
 
     @property
@@ -298,9 +291,7 @@ def _judge(
     drifted: dict[int, list[str]],
     undecided: dict[str, list[list[int]]],
 ) -> None:
-    """Say which ranks differ in a tensor, of those that should hold the same. `values`: rank → fingerprint. Adds to
-    `drifted` where most ranks agree, else to `undecided`.
-    """
+    """Say which ranks differ in a tensor. `values`: rank → fingerprint. A majority decides; else it is `undecided`."""
     if len(set(values.values())) < 2:
         return
     common, votes = Counter(values.values()).most_common()[0]

@@ -26,31 +26,22 @@ TRACKERS_MAX, TRACKER_CHARACTERS_MAX = 8, 1024
 
 @dataclass(slots=True)
 class SaveRecord:
-    """One rank's record of one save. None: not known yet. Seconds are durations unless a name says `at_unix`.
-
-    Attributes:
-        copied_inside: Whether the copy was finished inside `save()`, so that nothing could tear it.
-        save_seconds: In `save()`. `gate_seconds`: waited at the gate. `cst_seconds`: both, the stall.
-        sending_seconds: From `save()` to this state of the transfer; so the other names of states.
-        job: In the seal of a slice: the job that wrote it. `drift`: for a slice in the ring: why its replicas differ.
-        metrics: Numbers that the script gave for this state, such as its validation loss; in rank 0's record alone.
-        trackers: From rank 0: the run in which each experiment tracker has this training, as `trainer_side/trackers`
-            names both.
-        more: Fields that this version does not know, or of another type than it expects.
-    """
+    """One rank's record of one save. None: not known yet. Seconds are durations unless a name says `at_unix`."""
 
     saved_at_unix: float | None = None
     wait_seconds: float | None = None
     slice_bytes: int | None = None
-    save_seconds: float | None = None
+    save_seconds: float | None = None  # in `save()`
     host: str | None = None
+    # whether the copy was finished inside `save()`, so that nothing could tear it
     copied_inside: bool | None = None
     in_flight: int | None = None
     copy_seconds: float | None = None
-    gate_seconds: float | None = None
-    cst_seconds: float | None = None
+    gate_seconds: float | None = None  # waited at the gate
+    cst_seconds: float | None = None  # both, the stall
     replicas_digest: str | None = None
     fingerprint_seconds: float | None = None
+    # from `save()` to this state of the transfer; so the other names of states
     sending_seconds: float | None = None
     crc_seconds: float | None = None
     sent_bytes: int | None = None
@@ -60,10 +51,13 @@ class SaveRecord:
     declined_seconds: float | None = None
     failed_seconds: float | None = None
     tier_seconds: float | None = None
-    job: str | None = None
-    drift: str | None = None
+    job: str | None = None  # in the seal of a slice: the job that wrote it
+    drift: str | None = None  # for a slice in the ring: why its replicas differ
+    # numbers that the script gave for this state, such as its validation loss; in rank 0's record alone
     metrics: dict[str, float] | None = None
+    # from rank 0: the run in which each experiment tracker has this training, as `trainer_side/trackers` names both
     trackers: dict[str, str] | None = None
+    # fields that this version does not know, or of another type than it expects
     more: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -131,21 +125,14 @@ def _are_metrics(value: Any) -> bool:
 
 @dataclass(slots=True)
 class StepRecord:
-    """The record of one checkpoint.
+    """The record of one checkpoint."""
 
-    Attributes:
-        ranks: rank → what it said.
-        staged_at_unix: When every slice was in the ring, by the stager's clock. `pgt1_seconds`: since the first save.
-        offers_seconds: From the first rank's offer to the last. `receive_seconds`: from then to staged.
-        drift: Why the replicas are not the same, as the stager found; empty as far as is known.
-    """
-
-    ranks: dict[int, SaveRecord] = field(default_factory=dict)
-    staged_at_unix: float | None = None
-    pgt1_seconds: float | None = None
-    offers_seconds: float | None = None
-    receive_seconds: float | None = None
-    drift: str = ""
+    ranks: dict[int, SaveRecord] = field(default_factory=dict)  # rank → what it said
+    staged_at_unix: float | None = None  # when every slice was in the ring, by the stager's clock
+    pgt1_seconds: float | None = None  # since the first save
+    offers_seconds: float | None = None  # from the first rank's offer to the last
+    receive_seconds: float | None = None  # from then to staged
+    drift: str = ""  # why the replicas are not the same, as the stager found; empty as far as is known
 
     def to_json(self) -> dict[str, Any]:
         stager = ((name, getattr(self, name)) for name in _STAGER)

@@ -81,9 +81,7 @@ def part_crcs(layout: Layout, shares: Shares, chunk_crcs: Sequence[int]) -> dict
 
 
 def combined(layout: Layout, shares: Shares, sums: Sequence[ShareSums]) -> ImageSums:
-    """The CRCs of the image. `sums`: of each share, in order. Raises `ProtocolError`: a share has too many or too few,
-    or one is missing.
-    """
+    """The CRCs of the image from each share's. Raises `ProtocolError`: a share is missing, or their number is wrong."""
     if len(sums) != shares.count:
         raise ProtocolError(f"CRCs of {len(sums)} shares, expected {shares.count}")
     chunk_crcs: list[int] = []

@@ -52,15 +52,8 @@ WHOLE = ShareNumber(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares of one image.
-
-    Args:
-        chunks: Chunks of the image.
-        part_chunks: Chunks of each part but the last: `holdfast.store.part_chunks_for`.
-        writers: Stagers of the run. An image of fewer parts has fewer shares.
-
-    Raises:
-        ProtocolError: A number is not positive, or there are too many writers.
+    """The shares of one image. `part_chunks`: of each part but the last. `writers`: stagers of the run; fewer parts
+    make fewer shares. Raises `ProtocolError`: a number is not positive, or there are too many writers.
     """
 
     chunks: int

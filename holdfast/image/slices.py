@@ -69,28 +69,24 @@ def areas_of(layout: Layout) -> list[int]:
 
 
 class SliceSeal(BaseModel):
-    """Written after the slice's bytes are durable; what makes them a slice.
-
-    Attributes:
-        attempt: Attempt of the job that wrote it. `step`: the step that is saved.
-        rank: Whose slice. `ranks`: of how many.
-        frame_crc32s: One for each of `frames_of(layout, rank)`, of its `nbytes` without the padding.
-        sealed_at_unix: When it was sealed, for people and reports; 0 where nobody said so.
-        record: Times and bytes, for people and reports; and `job`, a random name that all ranks of a job share: slices
-            of two jobs are never put together, though their attempts may have one number.
-    """
+    """Written after the slice's bytes are durable; what makes them a slice."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     format: Literal["holdfast-slice/1"] = "holdfast-slice/1"
     run: Annotated[str, Field(max_length=4096)]
-    attempt: Annotated[int, Field(ge=1, lt=2**62)]
-    step: _Whole
-    rank: Annotated[int, Field(ge=0, lt=2**31)]
-    ranks: Annotated[int, Field(gt=0, lt=2**31)]
+    attempt: Annotated[int, Field(ge=1, lt=2**62)]  # attempt of the job that wrote it
+    step: _Whole  # the step that is saved
+    rank: Annotated[int, Field(ge=0, lt=2**31)]  # whose slice
+    ranks: Annotated[int, Field(gt=0, lt=2**31)]  # of how many
     layout_digest: Annotated[str, Field(max_length=128)]
-    frame_crc32s: tuple[_Crc, ...]
+    frame_crc32s: tuple[
+        _Crc, ...
+    ]  # one for each of `frames_of(layout, rank)`, of its `nbytes` without the padding
+    # when it was sealed, for people and reports; 0 where nobody said so
     sealed_at_unix: Annotated[float, Field(ge=0, lt=2**33, allow_inf_nan=False)] = 0.0
+    # times and bytes, for people and reports; and `job`, a random name that all ranks of a job share: slices of two
+    # jobs are never put together, though their attempts may have one number
     record: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -107,11 +103,7 @@ class SliceSeal(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> SliceSeal:
-        """Read what `to_bytes` wrote.
-
-        Raises:
-            DamageError: Truncated, altered, or not a seal of this format. `source` names where it comes from.
-        """
+        """Read what `to_bytes` wrote. `source`: for the message. Raises `DamageError`: truncated or altered."""
         body = unseal(data, _CRC_FIELD)
         if body is None:
             raise DamageError(f"{source}: the seal is truncated or altered; the slice is not used")

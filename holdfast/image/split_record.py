@@ -25,23 +25,19 @@ _Number = Annotated[int, Field(gt=-(2**62), lt=2**62)]
 
 
 class SplitRecord(BaseModel):
-    """How the tensors of one shape were split.
-
-    Attributes:
-        parts: How many different parts there were; ranks that held nothing do not count.
-        cuts: Sizes into which each dimension was cut, as size, how many of them, next size, and so on. Empty:
-            the parts were no grid, or the sizes take too many runs.
-        ranks: Holders of the parts, in the order of the parts' places: of each part its lowest rank; then of each part
-            its next one, and so on. As first rank, distance to the next one, how many, and so on. Empty: parts were not
-            held by the same number of ranks, or the ranks take too many runs.
-    """
+    """How the tensors of one shape were split."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
-    parts: _Count
+    parts: _Count  # how many different parts there were; ranks that held nothing do not count
+    # sizes into which each dimension was cut, as size, how many of them, next size, and so on. Empty: the parts were no
+    # grid, or the sizes take too many runs.
     cuts: Annotated[tuple[_Cuts, ...], Field(max_length=_DIMENSIONS_MAX), FailFast()] = ()
     copies: _Count
     copies_max: _Count
+    # holders of the parts, in the order of the parts' places: of each part its lowest rank; then of each part its next
+    # one, and so on. As first rank, distance to the next one, how many, and so on. Empty: parts were not held by the
+    # same number of ranks, or the ranks take too many runs.
     ranks: Annotated[tuple[_Number, ...], Field(max_length=3 * RUNS_MAX), FailFast()] = ()
 
     @classmethod

@@ -9,15 +9,10 @@ _PORT_MAX = 65_535
 
 
 class Address(NamedTuple):
-    """Where a stager listens.
+    """Where a stager listens."""
 
-    Attributes:
-        host: A name, or an IPv4 or IPv6 address without brackets.
-        port: 0 to 65535; 0 stands for any free port, where one listens.
-    """
-
-    host: str
-    port: int
+    host: str  # a name, or an IPv4 or IPv6 address without brackets
+    port: int  # 0 to 65535; 0 stands for any free port, where one listens
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -34,9 +29,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """The address that `text` names. Raises `ValueError`: it is not `HOST:PORT`; the message says what was expected,
-    and not what was given.
-    """
+    """The address that `text` names. Raises `ValueError`: it is not `HOST:PORT`; does not repeat what was given."""
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

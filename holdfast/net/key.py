@@ -20,11 +20,7 @@ def new_key() -> str:
 
 
 def read_key(key: str | None, key_file: Path | None) -> bytes:
-    """The key that a process was given; empty if it was given none.
-
-    Raises:
-        ConfigError: Both are given; the file cannot be read, or other users may read it; the key is too short.
-    """
+    """The key that this process was given, or empty. Raises `ConfigError`: given twice, not private, or too short."""
     if key is not None and key_file is not None:
         raise ConfigError("key and key_file are both set; set one of them")
     if key_file is not None:

@@ -11,14 +11,9 @@ UNANSWERED_SECONDS_MAX = 10.0
 
 
 def find_dead_peers(sock: AnySocket, *, messages: bool) -> None:
-    """Have the system end the connection when the other machine has answered nothing for about ten seconds.
-
-    A process that is stopped is no reason: its system answers for it.
-
-    Args:
-        sock: A TCP connection.
-        messages: It carries messages, which are small and always find room. Payloads may wait for a stopped process
-            with their window closed, which the system would take for death.
+    """Have the system end the connection when the other machine has answered nothing for about ten seconds. A stopped
+    process is no reason: its system answers for it. `messages`: they are small and always find room; payloads may wait
+    for a stopped process with their window closed, which the system would take for death.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

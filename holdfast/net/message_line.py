@@ -28,9 +28,7 @@ _KEPT_BYTES = 128  # what a message costs beside its own bytes while it is kept
 
 
 class MessageLine:
-    """One end of a line of messages. One thread. `scratch`: where bytes arrive, `SCRATCH_BYTES` long. Lines of one
-    thread may share it; None: one of its own.
-    """
+    """One end of a line of messages. One thread. `scratch`: where bytes arrive; lines of one thread may share it."""
 
     def __init__(self, scratch: bytearray | None = None) -> None:
         self.received = 0
@@ -53,9 +51,7 @@ class MessageLine:
         return len(self._unacknowledged)
 
     def put(self, message: bytes) -> None:
-        """Send a message after all others. Raises `ProtocolError`: too many messages are unacknowledged to keep another
-        one.
-        """
+        """Send a message after all others. Raises `ProtocolError`: too many messages are unacknowledged."""
         if self._kept_bytes + len(message) + _KEPT_BYTES > UNACKNOWLEDGED_BYTES_MAX:
             raise ProtocolError(
                 f"has not acknowledged {len(self._unacknowledged)} control messages, which take {self._kept_bytes} "
@@ -100,9 +96,7 @@ class MessageLine:
         return memoryview(self._scratch)[begun:]
 
     def arrived(self, nbytes: int) -> list[bytes]:
-        """Take `nbytes` that were read into the last `room`; returns the messages that are now complete. Raises
-        `ProtocolError`: the bytes are not valid messages; the connection must be ended.
-        """
+        """Take `nbytes` of the last `room`; returns whole messages. Raises `ProtocolError`: the connection must end."""
         if self._large is not None:
             self._large_filled += nbytes
             if self._large_filled < len(self._large):
@@ -158,9 +152,7 @@ class MessageLine:
     # -- cut ---------------------------------------------------------------------------------------------------------
 
     def resume(self, received: int) -> None:
-        """Continue over a new connection. Its other side has received `received` of our messages so far. Raises
-        `ProtocolError`: the peer acknowledged an impossible number of messages.
-        """
+        """Continue over a new connection, whose other side has `received` of our messages. Raises `ProtocolError`."""
         sent = self._acknowledged + len(self._unacknowledged)
         if not self._acknowledged <= received <= sent:
             raise ProtocolError(

@@ -35,9 +35,7 @@ class TlsSocket:
         self._sock = sock
 
     def handshake(self) -> bool:
-        """Go on with the TLS handshake; whether it is over. Raises `OSError`: the other side does not speak TLS, or
-        refuses this one.
-        """
+        """Go on with the handshake; whether it is over. Raises `OSError`: the other side refuses, or speaks no TLS."""
         try:
             self._sock.do_handshake()
         except _WAITS:
@@ -129,13 +127,8 @@ AnySocket = socket.socket | TlsSocket
 
 
 class StagerTls:
-    """The stager's side. A certificate that is renewed in its file is taken without a restart.
-
-    Args:
-        cert: File with the stager's certificate, and those between it and the authority that ranks trust.
-
-    Raises:
-        ConfigError: They cannot be read, or do not belong together.
+    """The stager's side; a renewed certificate is taken without a restart. `cert`: file with the certificate, and those
+    up to the authority that ranks trust. Raises `ConfigError`: they cannot be read, or do not belong together.
     """
 
     def __init__(self, cert: Path, key: Path) -> None:
@@ -189,14 +182,7 @@ def _no_password() -> str:
 
 
 class RankTls:
-    """A rank's side. Any thread.
-
-    Args:
-        ca: File with the certificates that are trusted: an authority's, or the stager's own.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """A rank's side. Any thread. `ca`: file with the trusted certificates. Raises `ConfigError`: it cannot be read."""
 
     def __init__(self, ca: Path) -> None:
         self._ca = ca
@@ -215,12 +201,7 @@ class RankTls:
             ) from None
 
     def wrap(self, sock: socket.socket, address: Address) -> TlsSocket:
-        """A connection to this address, after the TLS handshake. The time-out of `sock` holds for it.
-
-        Raises:
-            ConfigError: The stager's certificate is not trusted, or it does not speak TLS.
-            OSError: The connection has ended.
-        """
+        """A connection after the handshake. Raises `ConfigError`: not trusted, or no TLS; `OSError`: it has ended."""
         try:
             return TlsSocket(self._context.wrap_socket(sock, server_hostname=address.host))
         except ssl.SSLCertVerificationError as error:

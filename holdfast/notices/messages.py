@@ -57,16 +57,11 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """A rank's answer to a proposal.
-
-    Attributes:
-        next_step: The step after the last one that this rank has reached.
-        step_seconds: How long a step takes; None: not known yet.
-    """
+    """A rank's answer to a proposal."""
 
     number: int
-    next_step: int
-    step_seconds: float | None = None
+    next_step: int  # the step after the last one that this rank has reached
+    step_seconds: float | None = None  # how long a step takes; None: not known yet
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
@@ -76,9 +71,7 @@ class StepAnswer:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> StepAnswer:
-        """Read an AT or a HERE. The further fields are checked by those who use them. Raises `ProtocolError`: the frame
-        does not hold what it should.
-        """
+        """Read an AT or a HERE; who uses further fields checks them. Raises `ProtocolError`."""
         body = wire.json_body(frame)
         seconds = body.get("step_seconds")
         if seconds is not None and not (

@@ -31,21 +31,13 @@ class NoticeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A preemption notice, and its source.
+    """A preemption notice, and its source."""
 
-    Attributes:
-        kind: Whether the machine will be taken away, or may be.
-        deadline_unix: When, by this machine's clock; None: not known.
-        source: The watch that heard it: `aws`, `gcp`, `azure`, `sigterm`, `sigusr1`.
-        said_by: The words of that source, or the address that was asked; for people.
-        rank: The training rank that was told; -1: not known yet.
-    """
-
-    kind: NoticeKind
-    deadline_unix: float | None
-    source: str
-    said_by: str = ""
-    rank: int = -1
+    kind: NoticeKind  # whether the machine will be taken away, or may be
+    deadline_unix: float | None  # when, by this machine's clock; None: not known
+    source: str  # the watch that heard it: `aws`, `gcp`, `azure`, `sigterm`, `sigusr1`
+    said_by: str = ""  # the words of that source, or the address that was asked; for people
+    rank: int = -1  # the training rank that was told; -1: not known yet
 
     def seconds_left(self, now_unix: float | None = None) -> float | None:
         """Seconds until the deadline, below 0 after it; None without a deadline."""
@@ -92,18 +84,14 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The action of all ranks at the step that the stager has appointed; the body of SAVE_AT.
+    """The action of all ranks at the step that the stager has appointed; the body of SAVE_AT."""
 
-    Attributes:
-        save: Whether a checkpoint is taken. `reason`: why, or why not.
-        notice: The notice, and the rank that heard it.
-        factor: How many times as frequent checkpoints are from then on, up to step `until_step`; 1: as before.
-    """
-
-    save: bool
-    reason: str
-    notice: Notice
-    factor: int = 1
+    save: bool  # whether a checkpoint is taken
+    reason: str  # why, or why not
+    notice: Notice  # the notice, and the rank that heard it
+    factor: int = (
+        1  # how many times as frequent checkpoints are from then on, up to step `until_step`; 1: as before
+    )
     until_step: int = 0
 
     def to_json(self) -> dict[str, Any]:

@@ -34,13 +34,9 @@ _NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to come to the step
 
 
 class PreemptionCoordinator:
-    """See the module. `now` is the time of a clock that only goes forward; methods that take it return effects.
-
-    Args:
-        in_flight: Gives the checkpoints on their way to the stager, oldest first; called at each decision.
-        answer_seconds_max: How long to wait for a rank's answer.
-        safe: Words for a checkpoint that outlives its ranks, such as `staged`.
-        rebalance_seconds, rebalance_factor: After a rebalance, how long checkpoints are more frequent, and how much.
+    """Methods return effects. `now`: time of a clock that only goes forward. `in_flight`: gives the checkpoints on
+    their way, oldest first, at each decision. `safe`: word for a checkpoint that outlives its ranks, such as `staged`.
+    `rebalance_seconds`, `rebalance_factor`: how long checkpoints are more frequent after a rebalance, and how much.
     """
 
     def __init__(
@@ -80,9 +76,7 @@ class PreemptionCoordinator:
     # -- messages of ranks ---------------------------------------------------------------------------------------
 
     def hear(self, rank: int, name: str, frame: Frame, now: float) -> list[Effect]:
-        """Take a rank's NOTICE or AT. `name`: the rank, for people. Raises `ProtocolError`: the message does not hold
-        what it should.
-        """
+        """Take a rank's NOTICE or AT. `name`: the rank, for people. Raises `ProtocolError`: a field is wrong."""
         if frame.kind is Kind.NOTICE:
             notice = Notice.from_json(wire.json_body(frame))
             return self.noticed(rank, notice, notice.seconds_left(), name, now)

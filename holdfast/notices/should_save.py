@@ -30,54 +30,35 @@ class Choice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """One checkpoint on its way to the stager.
-
-    Attributes:
-        fraction: The share of it that has come, 0 to 1.
-        elapsed_seconds: Seconds since its first offer.
-    """
+    """One checkpoint on its way to the stager."""
 
     step: int
-    fraction: float
-    elapsed_seconds: float
+    fraction: float  # the share of it that has come, 0 to 1
+    elapsed_seconds: float  # seconds since its first offer
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The facts at the moment of the decision. None: not known.
+    """The facts at the moment of the decision. None: not known."""
 
-    Attributes:
-        seconds_left: Seconds until the deadline; None: there is no deadline.
-        staged_seconds: How long a new checkpoint takes from its offer to staged, if nothing else is in flight.
-        in_flight: Checkpoints in flight, oldest first.
-        step_seconds: Time of a training step.
-        next_step: The first step that a new checkpoint could be of.
-        staged_step: The newest staged step; -1: none.
-        safe: Words for a checkpoint that outlives its ranks, such as `staged`.
-    """
-
-    seconds_left: float | None
+    seconds_left: float | None  # seconds until the deadline; None: there is no deadline
+    # how long a new checkpoint takes from its offer to staged, if nothing else is in flight
     staged_seconds: float | None
-    in_flight: Sequence[InFlight] = ()
-    step_seconds: float | None = None
-    next_step: int = 0
-    staged_step: int = -1
-    safe: str = "staged"
+    in_flight: Sequence[InFlight] = ()  # checkpoints in flight, oldest first
+    step_seconds: float | None = None  # time of a training step
+    next_step: int = 0  # the first step that a new checkpoint could be of
+    staged_step: int = -1  # the newest staged step; -1: none
+    safe: str = "staged"  # words for a checkpoint that outlives its ranks, such as `staged`
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision, with its reason.
-
-    Attributes:
-        wait_seconds: With TAKE, how long checkpoints in flight go first.
-        needed_seconds: Expected time for a new checkpoint in all; 0 if nothing was measured.
-    """
+    """The decision, with its reason."""
 
     choice: Choice
     reason: str
-    wait_seconds: float = 0.0
-    needed_seconds: float = 0.0
+    wait_seconds: float = 0.0  # with TAKE, how long checkpoints in flight go first
+    needed_seconds: float = 0.0  # expected time for a new checkpoint in all; 0 if nothing was measured
 
 
 def should_save(outlook: Outlook) -> Decision:
@@ -141,10 +122,7 @@ class Measures:
         self._taken.append((nbytes, seconds))
 
     def staged_seconds(self) -> float | None:
-        """How long a checkpoint as large as the last will take; None before the first.
-
-        The time is that of the slowest remembered one, in proportion if that was smaller.
-        """
+        """How long a checkpoint as large as the last will take, by the slowest remembered; None before the first."""
         if not self._taken:
             return None
         wanted = self._taken[-1][0]

@@ -27,18 +27,12 @@ from holdfast.notices.messages import Announcement, StepAnswer, StepWord
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """How many steps ahead of the foremost rank a step is proposed, so that no rank passes it before it hears of it.
+    """How many steps ahead of the foremost rank a step is proposed, so that no rank passes it before it hears of it."""
 
-    Attributes:
-        seconds: Time ahead, turned into steps of the quickest rank; doubled at each try.
-        steps_min, steps_max: Bounds of the result.
-        steps_unmeasured: Steps ahead while no rank knows how long its steps take; doubled at each try.
-    """
-
-    seconds: float
-    steps_min: int
+    seconds: float  # time ahead, turned into steps of the quickest rank; doubled at each try
+    steps_min: int  # steps_min, steps_max: bounds of the result
     steps_max: int
-    steps_unmeasured: int
+    steps_unmeasured: int  # steps ahead while no rank knows how long its steps take; doubled at each try
 
     def steps(self, quickest_seconds: float, doubled: int, wait_seconds: float) -> int:
         """Steps ahead. `wait_seconds` is added to the margin, and not doubled."""
@@ -58,16 +52,9 @@ class Answers(Enum):
 
 
 class StepAgreement:
-    """See the module. `now` is the time of a clock that only goes forward.
-
-    Args:
-        margin: How far ahead steps are proposed.
-        tries_max: Largest number of proposals, the first question included.
-        answer_seconds_max: How long to wait for answers.
-
-    Attributes:
-        open: Whether ranks may be waiting for a decision.
-        step: The step that was proposed or appointed last. `number`: that proposal's; `tries`: proposals since `begin`.
+    """`now`: time of a clock that only goes forward. `margin`: how far ahead steps are proposed. `tries_max`: most
+    proposals, the first question included. `open`: ranks may be waiting. `step`, `number`, `tries`: of the last
+    proposal.
     """
 
     def __init__(self, ranks: int, margin: Margin, *, tries_max: int, answer_seconds_max: float) -> None:

@@ -20,17 +20,11 @@ class Severity(StrEnum):
 
 
 class Alert(NamedTuple):
-    """A message to people.
+    """A message to people."""
 
-    Attributes:
-        kind: One word; at most one message of a kind is sent within some minutes.
-        title: A few words, in ASCII.
-        text: A sentence.
-    """
-
-    kind: str
-    title: str
-    text: str
+    kind: str  # one word; at most one message of a kind is sent within some minutes
+    title: str  # a few words, in ASCII
+    text: str  # a sentence
     severity: Severity
 
 
@@ -75,12 +69,7 @@ _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
 
 
 def alert_of(said: Mapping[str, Any], *, is_alone: bool = False) -> Alert | None:
-    """The message about one line of an event log; None if people need not know of it.
-
-    Args:
-        said: The line.
-        is_alone: The stager has no supervisor, which would tell of lost ranks, proofs and ends.
-    """
+    """The message about one event; None if people need not know. `is_alone`: no supervisor tells of losses and ends."""
     role, event = str(said.get("role")), str(said.get("event"))
     kind, title, severity = (_kind_alone(role, event, said) if is_alone else None) or _kind(role, event, said)
     if not kind:

@@ -18,13 +18,8 @@ TIMEOUT_SECONDS = 30.0
 
 class AlertCommand:
     """A command for `/bin/sh`; it gets the message as JSON on stdin, and HOLDFAST_EVENT and HOLDFAST_TEXT. Any thread.
-
-    Args:
-        command: The command line.
-        timeout_seconds: Seconds after which the command is killed, with all that it has started.
-
-    Attributes:
-        name: The option, for people; the command may have a secret in it.
+    `timeout_seconds`: then it is killed with all that it started. `name`: for people; the command may have a secret in
+    it.
     """
 
     def __init__(self, command: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:

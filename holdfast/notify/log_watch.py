@@ -22,12 +22,7 @@ _LOOK_SECONDS = 0.5
 
 
 class LogWatch(threading.Thread):
-    """See the module. Starts itself; lines that the log has already are not told.
-
-    Args:
-        events: The event log; it need not exist yet.
-        notifier: Closed by this thread at its end.
-    """
+    """Starts itself. `events`: the log; need not exist yet; its old lines are not told. `notifier`: closed by it."""
 
     def __init__(self, events: Path, notifier: Notifier) -> None:
         super().__init__(name="notify-log", daemon=True)
@@ -46,9 +41,7 @@ class LogWatch(threading.Thread):
         self._follower.close()
 
     def close(self, last: Mapping[str, Any] | None = None) -> None:
-        """Send what the log has by now, and then `last`, an event. Returns after a bounded time; sends nothing if it
-        was called before.
-        """
+        """Send what the log has by now, and then `last`. Returns after a bounded time; a second call sends nothing."""
         if not self._ending.is_set():
             self._last = last
             self._ending.set()

@@ -112,14 +112,9 @@ class _Sender(threading.Thread):
 
 
 class Notifier:
-    """Sends messages about a run to people. `tell` and `close` belong to one thread, which they never hold up for long.
-
-    Args:
-        destinations: Where they go.
-        run: URL of the run, for the reader; a password or query in it is left out.
-        is_alone: As for `alert_of`.
-        window_seconds: Seconds within which one message of a kind is sent.
-        pauses_seconds: Pauses between the tries for one message.
+    """Sends messages about a run. `tell` and `close` belong to one thread, which they never hold up for long. `run`:
+    its URL; a password or query is left out. `window_seconds`: one message of a kind in it. `pauses_seconds`: between
+    tries.
     """
 
     def __init__(

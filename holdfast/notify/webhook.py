@@ -43,17 +43,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Webhook:
-    """A URL that takes messages. Any thread.
-
-    Args:
-        url: The URL, as the user gave it.
-        timeout_seconds: Seconds of silence after which a try has failed.
-
-    Attributes:
-        name: The URL for people, without its secret part.
-
-    Raises:
-        ConfigError: It is no such URL; the message has no part of it but the scheme.
+    """A URL that takes messages. Any thread. `timeout_seconds`: of silence. `name`: the URL without its secret part.
+    Raises `ConfigError`: it is no such URL; has nothing of it but the scheme.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:

@@ -8,9 +8,11 @@ The run key comes from the store's URL, so that a stager finds the flusher of it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from holdfast.errors import ConfigError, StoreError
 from holdfast.store import normalise_url
 
 _KEY_DIGITS = 16
+_OF_SHARE = re.compile(r"(.+)-([1-9]\d{0,3})", re.ASCII)
 _PLANTED = frozenset(
     {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM}
 )
@@ -46,6 +49,23 @@ def runtime_directory(store_url: str, override: Path | str | None = None, *, sha
     """
     base = Path(override) if override is not None else Path(f"/dev/shm/holdfast-{os.geteuid()}")  # noqa: S108 (0700, owner checked)
     return base.absolute() / (run_key(store_url) + (f"-{share + 1}" if share else ""))
+
+
+def share_of(directory: Path) -> int:
+    """Which of several stagers a runtime directory belongs to, from 0."""
+    match = _OF_SHARE.fullmatch(directory.name)
+    return 0 if match is None else int(match[2]) - 1
+
+
+def share_directories(directory: Path) -> dict[int, Path]:
+    """The runtime directories on this machine of the other stagers of a run, by share. `directory`: the lead's."""
+    found: dict[int, Path] = {}
+    with contextlib.suppress(OSError):
+        for path in directory.parent.iterdir():
+            match = _OF_SHARE.fullmatch(path.name)
+            if match is not None and match[1] == directory.name:
+                found[share_of(path)] = path
+    return dict(sorted(found.items()))
 
 
 def make_private_directory(

@@ -46,7 +46,13 @@ from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, 
 from holdfast.ring.pages import use_huge_pages
 from holdfast.ring.proofs import PROOFS_NAME
 from holdfast.ring.set_aside import SET_ASIDE_NAME
-from holdfast.ring.side_files import SourceFiles, read_side_file, stager_file, write_side_file
+from holdfast.ring.side_files import (
+    SourceFiles,
+    read_side_file,
+    read_writers,
+    stager_file,
+    write_side_file,
+)
 from holdfast.sealed import seal, unseal
 
 _log = logging.getLogger("holdfast.ring")
@@ -296,11 +302,7 @@ class Ring:
 
     def writers(self, attempt: int) -> int:
         """How many flushers write the checkpoints of an attempt, also where the ring has another one by now."""
-        try:
-            said = read_side_file(self.directory / f"writers-{attempt}").decode("ascii", "replace")
-        except FileNotFoundError:
-            return 1
-        return int(said) if re.fullmatch(r"[1-9]\d{0,3}", said, re.ASCII) else 1
+        return read_writers(self.directory, attempt)
 
     # -- who has it mapped ---------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ senders of the slot's chunk for whom its record has no room (docs/ring.md).
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from holdfast.errors import ConfigError, ProtocolError, StoreError
@@ -38,6 +39,15 @@ class SourceFiles:
 def stager_file(directory: Path, attempt: int) -> Path:
     """The file by which the stager of an attempt holds the ring (`Ring.hold`)."""
     return directory / f"stager-{attempt}"
+
+
+def read_writers(directory: Path, attempt: int) -> int:
+    """How many flushers write the checkpoints of an attempt, as `Ring.note_writers` has said; 1: only this ring's."""
+    try:
+        said = read_side_file(directory / f"writers-{attempt}").decode("ascii", "replace")
+    except FileNotFoundError:
+        return 1
+    return int(said) if re.fullmatch(r"[1-9]\d{0,3}", said, re.ASCII) else 1
 
 
 def read_side_file(path: Path) -> bytes:

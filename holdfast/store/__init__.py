@@ -42,12 +42,9 @@ _PARTS_LOCAL, _PARTS_S3, _PARTS_OTHER = 2, 8, 4
 
 
 def open_store(url: str) -> Store:
-    """The store of the run at `url`, with retries. Touches no network: `Store.check` does. `url`: a local path,
-    `file:///path`, `s3://bucket/prefix`, or any URL that an installed fsspec driver takes.
-
-    Raises:
-        ConfigError: The URL is empty or malformed, holds a password, or no driver for its scheme is
-            installed.
+    """The store of the run at `url`, with retries. No network. `url`: a local path, `file:///path`,
+    `s3://bucket/prefix`, or any that an installed fsspec driver takes. Raises `ConfigError`: malformed, holds a
+    password, or has no driver.
     """
     from holdfast.store.retrying import Retrying
 
@@ -86,9 +83,7 @@ def parts_at_once(url: str) -> int:
 
 
 def part_chunks_for(store_url: str, image_bytes: int, chunk_bytes: int) -> int:
-    """How many chunks one part of an upload of `image_bytes` to the store at `store_url` has. Asks no store: several
-    processes find out the same. Raises `ConfigError` for the URL, `StoreError` for sizes that the store does not take.
-    """
+    """How many chunks one part of an upload has. Asks no store. Raises `StoreError`: sizes the store does not take."""
     if not is_s3(store_url):
         return 1
     from holdfast.store.s3_upload import part_bytes_for
@@ -97,9 +92,7 @@ def part_chunks_for(store_url: str, image_bytes: int, chunk_bytes: int) -> int:
 
 
 def normalise_url(url: str) -> str:
-    """One spelling for each run: absolute paths, no `file://`, no empty parts or slash at the end. Raises
-    `ConfigError`: empty or malformed, or it holds what may be a secret; the message then does not repeat the URL.
-    """
+    """One spelling for each run. Raises `ConfigError`: malformed, or may hold a secret; then without the URL."""
     if not url or "\0" in url or url != url.strip():
         raise ConfigError(
             "the store's URL is empty, or has a space or NUL at an end; give a path or s3://bucket/run"
@@ -135,14 +128,11 @@ def normalise_url(url: str) -> str:
 
 
 def refuse_missing_parent(store_url: str, *, create: bool) -> None:
-    """Check that the parent of a run's directory exists. `create`: the setting; directories above the run's own may be
-    made then. Only paths are looked at.
+    """Check that the parent of a run's directory exists. `create`: directories above the run's own may be made then.
 
-    A parent that is missing is a file system that is not mounted, more often than a new place. Directories made on
-    the empty mount point would take checkpoints that nobody finds again, until the root disk is full.
-
-    Raises:
-        StoreError: Neither the run's directory nor the one above it exists.
+    A missing parent is a file system that is not mounted, more often than a new place: directories made on the mount
+    point would take checkpoints that nobody finds, until the root disk is full. Raises `StoreError`: neither directory
+    exists.
     """
     if create or not is_local(store_url):
         return

@@ -45,10 +45,7 @@ class Upload(Protocol):
 
     @property
     def token(self) -> str | None:
-        """Token with which `Store.resume` continues this upload in another process, beside the arguments of `begin`.
-
-        None where the backend cannot. It does not change while the upload lives.
-        """
+        """Token with which `Store.resume` continues this upload in another process; None where it cannot."""
         ...
 
     @property
@@ -57,37 +54,26 @@ class Upload(Protocol):
         ...
 
     def written(self) -> frozenset[int]:
-        """Parts that the store has, as far as the backend can tell; all of them once published.
-
-        In the process that wrote them: those whose `write_part` returned. After `Store.resume`: what the server lists
-        with the right size; a file knows nothing of parts, so POSIX gives all that are not known to be missing, and
-        the caller's own record of what it wrote is the truth.
+        """Parts that the store has; all once published. After `Store.resume`: those that the server lists; a file knows
+        nothing of parts, so POSIX gives all not known to be missing, and the caller's own record is the truth.
         """
         ...
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
-        """Write part `index` (from 0), whose bytes are `buffers` back to back and whose CRC-32 is `crc32`.
-
-        Page-aligned buffers of whole pages (but for the last of the last part) go past the page cache where the
-        backend can do that; others are written as well. Any order, any thread, the same part again replaces it.
+        """Write part `index` (from 0), whose bytes are `buffers` back to back, with CRC-32 `crc32`. Any order, any
+        thread; the same part again replaces it. Page-aligned buffers of whole pages go past the page cache if possible.
         """
         ...
 
     def publish(self) -> None:
-        """Make the file visible under its name, all at once.
-
-        Where another file stands, a backend that can refuse does (POSIX); others replace it. Names are unique to an
-        attempt, so it is a stranger's.
-
-        When this returns it is durable and read back: its size and write-id are what was meant, however many answers
-        were lost on the way. May be called again after a retriable error.
+        """Make the file visible under its name, all at once, durable and read back, however many answers were lost. May
+        be called again after a retriable error. Where another file stands, a backend that can refuse does (POSIX);
+        names are unique to an attempt, so it is a stranger's.
         """
         ...
 
     def hand_over(self) -> None:
-        """Make durable what this process wrote, take no further parts, and let go of the upload, which stays: another
-        one that resumes it will publish it. May be called again.
-        """
+        """Make what was written durable, and let go: a process that resumes it will publish. May be called again."""
         ...
 
     def abort(self) -> None:
@@ -96,18 +82,14 @@ class Upload(Protocol):
 
 
 class BegunUpload(NamedTuple):
-    """An upload that a dead process began, as far as it is known.
-
-    Attributes:
-        part_bytes: The upload's `part_bytes`.
-        crc32s: CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another one
-            does not count as written.
-    """
+    """An upload that a dead process began, as far as it is known."""
 
     nbytes: int
-    part_bytes: int
+    part_bytes: int  # the upload's `part_bytes`
     write_id: str
     token: str
+    # CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another one does not
+    # count as written
     crc32s: Mapping[int, int] = MappingProxyType({})
 
 
@@ -121,10 +103,8 @@ class Store(Protocol):
 
     @property
     def request_bytes(self) -> int:
-        """How much to ask for in one `read_into` of a long read: a multiple of the page size.
-
-        Where each request has its price, more; where it has none, so little that the bytes are still in the processor's
-        cache when the reader looks at them.
+        """How much to ask for in one `read_into` of a long read, a multiple of the page size: more where each request
+        has its price, else so little that the bytes stay in the processor's cache.
         """
         ...
 
@@ -146,17 +126,11 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
-        """The whole of a small object. Raises `StoreMissing`, and `DamageError` if it is larger than `bytes_max`: it
-        may come from anybody, so no memory is allocated for it.
-        """
+        """The whole of a small object. Raises `StoreMissing`; `DamageError`: above `bytes_max`, before it is read."""
         ...
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`. Raises `DamageError` when the object ends before the buffer is full.
-
-        Into page-aligned memory, from a multiple of the page size on, it is read past the page cache where the backend
-        can do that; other reads are right as well.
-        """
+        """Fill `buffer` from `offset`, past the page cache if aligned. Raises `DamageError`: the object ends before."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
@@ -164,10 +138,8 @@ class Store(Protocol):
         ...
 
     def create(self, name: str, data: bytes) -> bool:
-        """As `write`, but only if nothing is there; False if something is. Exclusive as far as the backend can.
-
-        `data` must be the caller's own (hold a write-id): where answers get lost, what stands there decides whose it
-        is.
+        """As `write`, but only if nothing is there; False if something is. `data` must be the caller's own (hold a
+        write-id): where answers get lost, what stands there decides.
         """
         ...
 
@@ -186,30 +158,21 @@ class Store(Protocol):
         ...
 
     def resume(self, name: str, begun: BegunUpload) -> Upload:
-        """Go on with an upload that a dead process began with `begin`, under the same name.
-
-        Only the run's single writer may call this. Parts that the dead process was still sending may or may not count.
-
-        Raises:
-            StoreMissing: Nothing of the upload is left (swept, aborted), or the token belongs to another one;
-                `begin_anew`.
-            StoreError: Not retriable: the backend cannot resume.
+        """Go on with an upload of a dead process, under the same name; only for the run's single writer. Parts that
+        were still being sent may or may not count. Raises `StoreMissing`: nothing is left, or the token is another
+        upload's: `begin_anew`; `StoreError`: not retriable: the backend cannot resume.
         """
         ...
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
-        """Remove what unfinished uploads left (temporary files, open multipart uploads).
-
-        Except those that `keep` names, by their write-id: of these everything stays that `resume` needs. Only the run's
-        single writer may call this. Returns what was removed, in words.
+        """Remove what unfinished uploads left; returns it in words. All that `resume` needs for a write-id in `keep`
+        stays. Only for the run's single writer.
         """
         ...
 
 
 def refuse_large(what: str, nbytes: int, bytes_max: int) -> None:
-    """Refuse an object that is to be read whole, by the size that its store tells. Raises `DamageError`: it is above
-    `bytes_max`.
-    """
+    """Refuse an object by its size before it is read whole. Raises `DamageError`: it is above `bytes_max`."""
     if nbytes > bytes_max:
         raise DamageError(
             f"{what}: {nbytes} bytes, expected at most {bytes_max}; not read, since holdfast writes no such file: "

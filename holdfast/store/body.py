@@ -42,9 +42,7 @@ class ViewsBody:
         return self._position
 
     def read(self, size: int = -1) -> memoryview:
-        """Up to `size` bytes, or up to 1 MiB if that is more, as a view of the memory itself; fewer at the border of
-        two buffers, none at the end.
-        """
+        """Up to `size` bytes, or 1 MiB if more, as a view of the memory; fewer at the border of two buffers."""
         while self._current < len(self._views):
             view = self._views[self._current]
             inside = self._position - self._starts[self._current]

@@ -40,9 +40,7 @@ class _Phase(Enum):
 
 
 class AdaptiveLimit:
-    """Finds how many requests are best, from how fast those that ended were. Times go in. Not thread-safe. `least`:
-    never fewer. `most`: never more.
-    """
+    """Finds how many requests are best, `least` to `most`, by how fast those that ended were. Not thread-safe."""
 
     def __init__(self, start: int, *, least: int, most: int) -> None:
         if not 1 <= least <= start <= most:
@@ -60,9 +58,7 @@ class AdaptiveLimit:
         return self._width
 
     def ended(self, began: float, now: float, nbytes: int, *, full: bool) -> None:
-        """Count a request that has ended. `full`: whether as many requests as allowed were in flight; other requests
-        say nothing about the width.
-        """
+        """Count a request that has ended. `full`: as many as allowed were in flight; others tell nothing."""
         if not full or began <= self._since or now <= began:
             return
         self._bytes += nbytes
@@ -140,9 +136,7 @@ class LimitedRequest:
 
 
 class ConcurrencyLimit:
-    """Lets a number of requests through at once. May be used from any thread. `found`: finds how many are best; None:
-    always `most`.
-    """
+    """Lets a number of requests through at once. Any thread. `found`: finds the best number; None: always `most`."""
 
     def __init__(
         self, most: int, found: AdaptiveLimit | None = None, clock: Callable[[], float] = time.monotonic
@@ -177,18 +171,13 @@ class ConcurrencyLimit:
 
 
 class LimitedUntilFailure:
-    """Requests of which none begins once one has failed. May be used from any thread.
-
-    A store that is gone fails every request only after many tries; the waiting requests would add theirs.
-    """
+    """Requests: none begins once one failed, since a store that is gone fails each after many tries. Any thread."""
 
     def __init__(self) -> None:
         self._over: list[BaseException] = []
 
     def run(self, limit: ConcurrencyLimit, call: Callable[[LimitedRequest], _Result]) -> _Result:
-        """Wait until the limit allows it, and make the call. Raises `CancelledError`: another one had failed before, or
-        it is over.
-        """
+        """Make the call once the limit allows it. Raises `CancelledError`: another one had failed, or it is over."""
         with limit.request() as request:
             if self._over:
                 raise CancelledError
@@ -209,9 +198,7 @@ class LimitedUntilFailure:
 
 
 def writing(url: str, most: int | None = None) -> ConcurrencyLimit:
-    """The limit for the parts of uploads to the store at `url`. `most`: a number that somebody has set; then nothing is
-    measured.
-    """
+    """The limit for the parts of uploads to the store at `url`. `most`: set by somebody; then nothing is measured."""
     if most is not None or not is_s3(url):
         return ConcurrencyLimit(most or parts_at_once(url))
     return ConcurrencyLimit(

@@ -21,9 +21,7 @@ class Mount(NamedTuple):
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system, such as `ext4`; `unknown` where the kernel does not tell. The path need not exist.
-    Symbolic links are followed: the mount under their end counts.
-    """
+    """The type of the file system, such as `ext4`, under links; `unknown` if not told. The path need not exist."""
     return mount_of(path).kind
 
 

@@ -2,12 +2,11 @@
 
     begin ─► parts as objects of their own under .holdfast/tmp/ ─► publish: joined under a temporary name ─► mv ─► size
 
-It cannot promise, since fsspec does not, that `write` and `publish` are on disk when they return (that
-is the file system's own habit: object stores do it, SFTP may not), that `mv` is one step (object stores copy
-and delete), that `create` is exclusive where the file system has no exclusive mode, and a write-id on the
-object (size is compared instead). Parts may come in any order and again, as the interface asks, at the price
-of writing everything twice, and of one part of memory per writing thread. Runs that matter belong on POSIX or
-S3.
+It cannot promise, since fsspec does not, that `write` and `publish` are on disk when they return (that is the file
+system's own habit: object stores do it, SFTP may not), that `mv` is one step (object stores copy and delete), that
+`create` is exclusive where the file system has no exclusive mode, and a write-id on the object (size is compared
+instead). Parts may come in any order and again, as the interface asks, at the price of writing everything twice, and of
+one part of memory per writing thread. Runs that matter belong on POSIX or S3.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ _REQUEST_BYTES = 16 << 20  # behind most of these is a network
 
 
 class GenericStore:
-    """An fsspec file system's folder as a store. All methods may be called from any thread. Raises `ConfigError`: no
-    driver for the scheme is installed, or its settings are refused.
-    """
+    """An fsspec file system's folder as a store. Any thread. Raises `ConfigError`: no driver, or settings refused."""
 
     def __init__(self, url: str) -> None:
         self._folder = GenericFolder(url)

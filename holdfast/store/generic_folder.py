@@ -11,9 +11,7 @@ from holdfast.store.base import refuse_large
 
 
 class GenericFolder:
-    """A folder. Paths are full ones, as `path` gives them. All methods may be called from any thread. Raises
-    `ConfigError`: no driver for the scheme is installed, or its settings are refused.
-    """
+    """A folder; paths are full, as of `path`. Any thread. Raises `ConfigError`: no driver, or settings refused."""
 
     def __init__(self, url: str) -> None:
         import fsspec

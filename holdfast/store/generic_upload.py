@@ -23,15 +23,9 @@ _TOKEN_NEW = re.compile(r"new-[0-9a-f]{16}")
 
 
 class GenericUpload(PartedUpload):
-    """One upload. `write_part` may be called from any thread.
-
-    Args:
-        temporary: Full path that its unfinished objects' names begin with.
-        token: Token of an upload that another process began; None begins one.
-        crc32s: With `token`: CRC-32 of parts as they must be.
-
-    Raises:
-        StoreMissing: Nothing of the upload that `token` names is left.
+    """One upload. `write_part`: any thread. `temporary`: full path that its unfinished objects' names begin with.
+    `token`: of another process's upload. `crc32s`: of its parts as they must be. Raises `StoreMissing`: nothing of it
+    is left.
     """
 
     def __init__(

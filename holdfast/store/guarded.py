@@ -21,9 +21,7 @@ _VISIBLE = ("write", "create", "delete", "retire", "publish")
 
 
 def guarded(store: Store, check: Callable[[], None]) -> Store:
-    """The same store, with `check` before each try of an act that others can see. `check` asks the store once whether
-    the run is still ours, and raises `FencedError` if not.
-    """
+    """The same store, with `check` before each visible act; it raises `FencedError` if the run is not ours."""
     if isinstance(store, Retrying):
         return store.around(GuardedStore(store.inner, check))
     return GuardedStore(store, check)

@@ -24,9 +24,7 @@ _WRITE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 def check_name(name: str) -> str:
-    """Give `name` back if it is one that stays within the run. Raises `StoreError`: empty, absolute, too long, with
-    `..`, an empty part, a backslash or a control character, or temporary.
-    """
+    """Give `name` back if it stays within the run. Raises `StoreError`: it does not, is malformed, or temporary."""
     parts = name.split("/")
     wrong = (
         any(part in ("", ".", "..") for part in parts)
@@ -44,9 +42,7 @@ def check_name(name: str) -> str:
 
 
 def check_write_id(write_id: str) -> str:
-    """Give `write_id` back if it can be part of a name. Raises `StoreError`: it is empty, too long, or has other
-    characters than letters, digits, `_`, `.` and `-`.
-    """
+    """Give `write_id` back if it can be part of a name: letters, digits, `_`, `.` and `-`. Raises `StoreError`."""
     if not _WRITE_ID.fullmatch(write_id):
         raise StoreError(
             f"write-id {write_id[:80]!r} is refused: expected 1 to 100 letters, digits, '_', '.' or '-'"

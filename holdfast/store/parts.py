@@ -2,9 +2,8 @@
 
     entry ─► part is struck out ─► bytes travel ─► part is entered      close ─► no new entry; the last one out is told
 
-Every backend's upload keeps one, so that a missing, short or late part is found in one place and in the same
-words. A part is struck out before it is sent again: a half-finished replacement must not count as the part it
-replaces.
+Every backend's upload keeps one, so that a missing, short or late part is found in one place and in the same words. A
+part is struck out before it is sent again: a half-finished replacement must not count as the part it replaces.
 """
 
 from __future__ import annotations
@@ -25,14 +24,7 @@ class Part(NamedTuple):
 
 
 class PartLedger:
-    """Counts the parts of one upload. Thread-safe.
-
-    Args:
-        nbytes: Size of the whole file; at least 1.
-
-    Raises:
-        StoreError: A size is not positive.
-    """
+    """Counts the parts of one upload. Thread-safe. Raises `StoreError`: a size is not positive."""
 
     def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:
         if nbytes <= 0 or part_bytes <= 0:
@@ -57,9 +49,7 @@ class PartLedger:
 
     @contextmanager
     def entry(self, index: int, buffers: Sequence[memoryview]) -> Iterator[Part]:
-        """Around the sending of one part; it counts as present when the block ends without an error. Raises
-        `StoreError`: no such part, its buffers have another size, or the upload is over.
-        """
+        """Around the sending of one part. Raises `StoreError`: no such part, other sizes, or the upload is over."""
         part = self.place(index)
         given = sum(buffer.nbytes for buffer in buffers)
         if given != part.nbytes:
@@ -96,9 +86,7 @@ class PartLedger:
         self.assume(range(self.parts))
 
     def require_complete(self) -> None:
-        """Check that every part is there and none is in flight. Raises `StoreError`: naming the first parts that are
-        missing.
-        """
+        """Check that every part is there and none in flight. Raises `StoreError`: names the first missing parts."""
         with self._changed:
             missing = [index for index in range(self.parts) if index not in self._present]
             active = self._active

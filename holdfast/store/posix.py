@@ -61,10 +61,7 @@ class PosixStore:
         return _REQUEST_BYTES
 
     def check(self, *, write: bool) -> None:
-        """Check that the directory can be read, and with `write` that it can be made, written, read back and cleaned.
-
-        A directory that does not exist yet is a new run: fine to read, and made by `write`.
-        """
+        """Check that the directory can be read, and with `write` be made and written. A missing one is a new run."""
         with translated("read", self._root):
             place = next(place for place in (self._root, *self._root.parents) if place.exists())
             os.listdir(place)  # noqa: PTH208  (only to see that it answers)
@@ -119,7 +116,7 @@ class PosixStore:
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(name)
-        with translated("read", path), open(open_regular(path, 0), "rb") as file:  # noqa: PTH123 (a descriptor)
+        with translated("read", path), open(self._open_now(path), "rb") as file:  # noqa: PTH123 (a descriptor)
             nbytes = os.fstat(file.fileno()).st_size
             refuse_large(str(path), nbytes, bytes_max)
             data = file.read(nbytes + 1)
@@ -127,6 +124,15 @@ class PosixStore:
                 data += file.read(bytes_max + 1)
         refuse_large(str(path), len(data), bytes_max)
         return data
+
+    def _open_now(self, path: Path) -> int:
+        try:
+            return open_regular(path, 0)
+        except FileNotFoundError:
+            # An NFS client remembers up to a minute long that a name was not there; to open its directory asks the
+            # server. Flushers of several stagers look again and again for what another machine writes.
+            with self._opened(path):
+                return open_regular(path, 0)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset`; page-aligned ones go past the page cache."""
@@ -160,9 +166,7 @@ class PosixStore:
             sync_directory(here)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file only if the name is free: a hard link to the finished temporary file, which is
-        atomic.
-        """
+        """Write a small file only if the name is free: a hard link to the finished temporary file, which is atomic."""
         path = self._path(name)
         temporary = self._prepare(path, name, data)
         with (

@@ -66,12 +66,8 @@ def sync_directory(directory: Path | int) -> None:
 
 @contextmanager
 def opened_directory(root: Path, directory: Path) -> Iterator[int]:
-    """A descriptor of `directory`, which lies below `root`. No link on the way from `root` is followed.
-
-    Calls relative to it act in that very directory, even if its path leads elsewhere by then.
-
-    Raises:
-        StoreError: A part of the way is a symbolic link; names it.
+    """A descriptor of `directory`, below `root`, for calls in that very directory, wherever its path leads by then.
+    Raises `StoreError`: a part of the way is a symbolic link; names it.
     """
     descriptor, place = os.open(root, _DIRECTORY), root
     try:
@@ -90,12 +86,8 @@ def opened_directory(root: Path, directory: Path) -> Iterator[int]:
 
 
 def refuse_links(root: Path, directory: Path) -> None:
-    """Check that no directory between `root` and `directory` is a symbolic link, which might lead out of the run.
-
-    The run's own directory, and what is above it, may be links: a person has set them.
-
-    Raises:
-        StoreError: One is; names it.
+    """Check that no directory between `root` and `directory` is a link, which might lead out of the run. The run's own
+    may be one: a person has set it. Raises `StoreError`: one is; names it.
     """
     place = root
     for part in directory.relative_to(root).parts:
@@ -157,10 +149,8 @@ def _address(view: memoryview) -> int:
 
 
 def read_whole(path: Path, offset: int, view: memoryview) -> int:
-    """Fill `view` with the bytes of a file from `offset`; returns how many there are.
-
-    Whole pages into page-aligned memory go past the page cache where the file system can do that: what is read once
-    need not push out what is read often, and the copy from the cache is spared.
+    """Fill `view` from `offset`; returns how many bytes there are. Whole pages into page-aligned memory go past the
+    page cache: a file read once need not push out those that are read often.
     """
     direct_bytes = view.nbytes // PAGE_BYTES * PAGE_BYTES if is_aligned([view], offset) else 0
     descriptor = _open_for_reading(path, direct=direct_bytes > 0)
@@ -228,9 +218,9 @@ def _read_direct(descriptor: int, view: memoryview, offset: int) -> int:
 def reserve(descriptor: int, path: Path, nbytes: int) -> None:
     """Reserve room for the whole file, or refuse it now.
 
-    Not `os.posix_fallocate`: where the file system cannot reserve, as NFS before 4.2, glibc imitates it by
-    writing into every block, which takes as long as the checkpoint itself. There a look at the free room must
-    do. The file gets its size in any case: one that is taken up again is known by it.
+    Not `os.posix_fallocate`: where the file system cannot reserve, as NFS before 4.2, glibc writes into every block,
+    which takes as long as the checkpoint itself. There a look at the free room must do. The file gets its size in any
+    case: one that is taken up again is known by it.
     """
     free, held_bytes = free_bytes(path), os.fstat(descriptor).st_blocks * _BLOCK_BYTES
     if free is not None and free < nbytes - held_bytes:

@@ -53,16 +53,9 @@ _TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
 
 class PosixUpload(PartedUpload):
-    """Upload to a temporary file; `publish` gives it its name. `write_part` may be called from any thread.
-
-    Args:
-        temporary: Where it is written; on the same file system.
-        token: Token of an upload that another process began; None begins one.
-        room: Room of a retired file, which a new upload may use.
-
-    Raises:
-        StoreMissing: Nothing of the upload that `token` names is left.
-        StoreError: No room (needed and free bytes in the message), no permission.
+    """Upload to a temporary file; `publish` gives it its name. `write_part`: any thread. `temporary`: on the same file
+    system. `token`: of another process's upload. `room`: a retired file that a new upload may use. Raises
+    `StoreMissing`: nothing of the upload is left; `StoreError`: no room (needed and free bytes), no permission.
     """
 
     def __init__(
@@ -89,16 +82,11 @@ class PosixUpload(PartedUpload):
 
     @property
     def token(self) -> str:
-        """The inode of the temporary file, which the file keeps under its own name.
-
-        Without the device: NFS gets another number at each mount, and the write-id is part of the name anyway.
-        """
+        """The inode of the temporary file. Without the device: NFS gets another number at each mount."""
         return f"inode-{self._inode}"
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
-        """Write a part to its place. The buffers' bytes are what is read back later; the file system checks
-        no CRC.
-        """
+        """Write a part to its place. The buffers' bytes are what is read back later; the file system checks no CRC."""
         if self._failure is not None:
             raise self._failure
         views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
@@ -122,10 +110,8 @@ class PosixUpload(PartedUpload):
                 self._close()
 
     def publish(self) -> None:
-        """Count, sync, link, sync the directory, and check that the name now leads to this file.
-
-        A failed sync is final: after it the kernel may call lost pages clean, and a second sync would succeed
-        on a file with holes. The upload must be started over then.
+        """Count, sync, link, sync the directory, and check the name. A failed sync is final: the kernel may then call
+        lost pages clean, and a second sync would succeed on a file with holes.
         """
         if self._published:
             return
@@ -182,10 +168,7 @@ class PosixUpload(PartedUpload):
                 raise
 
     def _resume(self, token: str) -> None:
-        """Take up what a dead process left, under its temporary name or, if it came so far, under its own.
-
-        Nothing is truncated, and no room is asked for: what was reserved belongs to the file.
-        """
+        """Take up what a dead process left, under its temporary name or its own. The room that it reserved stays."""
         match, nbytes = _TOKEN.fullmatch(token), self._ledger.nbytes
         self._inode = int(match[1]) if match else -1
         with translated("resume", self._path):
@@ -260,10 +243,7 @@ class PosixUpload(PartedUpload):
             self._reopen(error)
 
     def _reopen(self, cause: OSError) -> None:
-        """The server does not know our handle any more (it was started again, or the file is gone): take a new one.
-
-        The numbers of the descriptors stay: other threads are writing through them.
-        """
+        """The server has forgotten our handle: take a new one, under the same number, for the threads that write."""
         try:
             file, direct = self._open_again()
         except (FileNotFoundError, StoreMissing):
@@ -328,9 +308,7 @@ class PosixUpload(PartedUpload):
             _log.warning("%s cannot be removed (%s); the next sweep takes it", self._temporary, error)
 
     def _fail(self, why: str, cause: OSError | None = None) -> NoReturn:
-        """Give this upload up for good, also for a process that would resume it: the next sync of this file may
-        succeed.
-        """
+        """Give this upload up for good, also for other processes: the next sync of this file may succeed."""
         self._failure = StoreError(f"{self._path}: {why}", begin_anew=True)
         if _is_file(_look(self._temporary), self._inode, None):
             self._drop_temporary_name()

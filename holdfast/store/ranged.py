@@ -1,7 +1,6 @@
 """A stored object as a read-only file: what `zipfile` and `torch.load` want, over `Store.read_into`.
 
-Each read becomes one ranged read of just the bytes asked for; wrap it in `io.BufferedReader` for many small
-ones.
+Each read becomes one ranged read of just the bytes asked for; wrap it in `io.BufferedReader` for many small ones.
 """
 
 from __future__ import annotations
@@ -17,14 +16,7 @@ if TYPE_CHECKING:
 
 
 class RangedFile(io.RawIOBase):
-    """Seekable and read-only. Has a position, so each thread takes its own.
-
-    Args:
-        nbytes: Its size in bytes if known; else the store is asked.
-
-    Raises:
-        StoreMissing: There is no such object.
-    """
+    """Seekable and read-only, with a position: one per thread. `nbytes`: if known. Raises `StoreMissing`: no object."""
 
     def __init__(self, store: Store, name: str, nbytes: int | None = None) -> None:
         super().__init__()

@@ -29,20 +29,15 @@ _log = logging.getLogger("holdfast.store.retrying")
 
 @dataclass(frozen=True)
 class RetryBudget:
-    """The time for which one call may be retried.
-
-    Attributes:
-        seconds_max: No new attempt is begun after this many seconds.
-        first_wait_seconds: Upper end of the first random wait; it doubles with each attempt.
-        wait_seconds_max: Upper end of any wait, also of one that the server asks for.
-        is_told: Whether the log has each attempt that failed; the error at the end names the last one anyway.
-    """
+    """The time for which one call may be retried."""
 
     attempts_max: int = 10
-    seconds_max: float = 180.0
-    first_wait_seconds: float = 0.2
-    wait_seconds_max: float = 20.0
-    is_told: bool = True
+    seconds_max: float = 180.0  # no new attempt is begun after this many seconds
+    first_wait_seconds: float = 0.2  # upper end of the first random wait; it doubles with each attempt
+    wait_seconds_max: float = 20.0  # upper end of any wait, also of one that the server asks for
+    is_told: bool = (
+        True  # whether the log has each attempt that failed; the error at the end names the last one anyway
+    )
 
 
 _CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=8.0, wait_seconds_max=2.0, is_told=False)
@@ -51,9 +46,7 @@ check is several requests and starts over when one fails: of a store that fails 
 
 
 class Retrying(StoreWrapper):
-    """A store whose calls are tried again, those of its uploads as well. `sleep`: waits a number of seconds; tests hand
-    in their own.
-    """
+    """A store whose calls are tried again, and those of its uploads."""
 
     def __init__(
         self, inner: Store, *, budget: RetryBudget | None = None, sleep: Callable[[float], None] = time.sleep

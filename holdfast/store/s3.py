@@ -30,9 +30,7 @@ _RECORD_BYTES_MAX = 1 << 16
 
 
 class S3Store:
-    """A bucket's prefix as a store. All methods may be called from any thread. No network before the first call.
-    `prefix`: the run's place in it, without slashes at its ends; "" for the bucket itself.
-    """
+    """A bucket's prefix as a store. Any thread. No network before the first call. `prefix`: no slash at its ends."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self.bucket = S3Bucket(bucket)

@@ -70,10 +70,8 @@ class S3Bucket:
 
     @contextmanager
     def translated(self, doing: str, key: str) -> Iterator[None]:
-        """Turn an error of boto3 inside the block into ours.
-
-        Credentials that the server rejected may have been renewed: they are read again from their file, process or
-        role, and what failed is tried again with them, as a part of the same upload.
+        """Turn an error of boto3 into ours. Rejected credentials may have been renewed: they are read again, and the
+        call that failed is tried again with them.
         """
         from botocore.exceptions import ClientError
 
@@ -166,11 +164,8 @@ class S3Bucket:
             self._put(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write only if nothing is there: a conditional PUT, and a look at what stands there afterwards.
-
-        Some servers ignore the condition or keep it only most of the time, and an answer may be lost: what is
-        read back decides. `data` must therefore be the caller's own (hold its write-id): two callers with the same
-        bytes would both be told True.
+        """Write only if nothing is there: a conditional PUT, and a look at what stands there, since some servers ignore
+        the condition. `data` must hold the caller's write-id: two callers with the same bytes would both be told True.
         """
         from botocore.exceptions import ClientError
 
@@ -196,9 +191,7 @@ class S3Bucket:
             self.client.delete_object(Bucket=self.name, Key=key)
 
     def abort_uploads(self, key: str, *, only: str | None = None) -> list[str]:
-        """Abort every open upload of exactly this key, or the one whose upload id is `only`. In words, what
-        was aborted.
-        """
+        """Abort every open upload of exactly this key, or the one `only`; says in words which."""
         from botocore.exceptions import ClientError
 
         with self.translated("abort uploads of", key):

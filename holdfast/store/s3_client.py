@@ -28,9 +28,7 @@ def crc_header(value: int) -> str:
 
 
 def make_client(url: str) -> S3Client:
-    """A client for AWS, or for the endpoint that the environment names. No network. Raises `ConfigError`: the AWS
-    settings of this process contradict themselves or name a profile that is not there.
-    """
+    """A client for AWS, or for the environment's endpoint. No network. Raises `ConfigError`: bad AWS settings."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError

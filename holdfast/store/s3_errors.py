@@ -1,7 +1,6 @@
 """Turns an error of S3 into an error that says whether to retry or what a person must do.
 
-boto3's own messages name neither the run nor a remedy, and never leave this package: every one becomes a
-`StoreError`.
+boto3's own messages name neither the run nor a remedy, and never leave this package: every one becomes a `StoreError`.
 """
 
 from __future__ import annotations

@@ -40,13 +40,9 @@ _ENDINGS_MAX = 6
 
 
 def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
-    """How large the parts of an image of `nbytes` are: a multiple of `chunk_bytes`.
-
-    As many parts as keep all connections busy to the end: a 256th of the image, but at most 32 MiB and four chunks.
-    Beyond that only as much as S3 asks for: at least 5 MiB, and at most 10,000 parts.
-
-    Raises:
-        StoreError: Not even 5 GiB parts would do, or a size is not positive.
+    """How large the parts of an image are: a multiple of `chunk_bytes`. A 256th of the image keeps all connections busy
+    to the end, but at most 32 MiB and four chunks; beyond that only as much as S3 asks for: at least 5 MiB, and at most
+    10,000 parts. Raises `StoreError`: not even 5 GiB parts would do, or a size is not positive.
     """
     if nbytes <= 0 or chunk_bytes <= 0:
         raise StoreError(f"cannot upload {nbytes} bytes in chunks of {chunk_bytes}; both must be at least 1")
@@ -63,16 +59,9 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
 
 
 class S3Upload(PartedUpload):
-    """One multipart upload. `write_part` may be called from any thread.
-
-    Args:
-        record: Key of the record that names this upload for a sweep.
-        part_bytes: Size of every part but the last; from `part_bytes_for`.
-        write_id: Kept as metadata of the object; tells it from another writer's.
-        begun: The upload of another process to resume; None begins a new one.
-
-    Raises:
-        StoreMissing: The server does not know the upload `begun`.
+    """One multipart upload. `write_part`: any thread. `record`: key of the record that names this upload for a sweep.
+    `part_bytes`: from `part_bytes_for`. `write_id`: kept as metadata. `begun`: of another process, to be resumed.
+    Raises `StoreMissing`: the server does not know it.
     """
 
     def __init__(
@@ -124,9 +113,7 @@ class S3Upload(PartedUpload):
                 }
 
     def publish(self) -> None:
-        """Complete the upload and see by HEAD that the object is ours. May be called again after a retriable
-        error.
-        """
+        """Complete the upload and see by HEAD that the object is ours. May be called again after a retriable error."""
         if self._published:
             self._end()
             return
@@ -157,9 +144,7 @@ class S3Upload(PartedUpload):
         self._end()
 
     def abort(self) -> None:
-        """Abort the upload. Waits for parts under way first: S3 keeps, and bills, a part that arrives after
-        the abort.
-        """
+        """Abort the upload, once no part is under way: S3 keeps, and bills, a part that arrives after the abort."""
         if self._published:
             return
         self._ledger.close()
@@ -186,10 +171,8 @@ class S3Upload(PartedUpload):
             raise
 
     def _resume(self, crc32s: Mapping[int, int]) -> None:
-        """See what the server has: the whole object, or parts of it.
-
-        The object first: the dead process may have completed it without hearing so. And once more when the upload
-        is unknown, for its Complete may have been at work between the two questions.
+        """See what the server has: the whole object, or parts of it. The object first, and once more when the upload is
+        unknown: the dead process's Complete may have been at work between the two questions.
         """
         if not self._is_ours():
             try:
@@ -251,15 +234,9 @@ class S3Upload(PartedUpload):
         return head["ContentLength"] == self._ledger.nbytes and metadata.get(_WRITE_ID) == self._write_id
 
     def _end(self) -> None:
-        """Nothing may stay: also not the twin of this upload that a lost answer to its beginning left.
-
-        The server is asked for one only where there may be one, because an answer was lost here or another process
-        began this upload: its list takes longer than most requests, and the checkpoint waits for it.
-
-        A failure here is tried again like any other, but only a few times: what is published must not wait for it.
-
-        Raises:
-            StoreError: Retriable: the same call continues here.
+        """Nothing may stay, nor the twin of this upload that a lost answer to its beginning left. The server's list,
+        which is slow, is asked only where there may be one. Tried again only a few times: a published checkpoint must
+        not wait for it. Raises `StoreError`: retriable: the same call continues here.
         """
         self._ledger.close()
         if self._ended:

@@ -42,9 +42,7 @@ class SpareRoom:
         self._lock = threading.Lock()
 
     def keep(self, path: Path) -> bool:
-        """Take a file that is no longer wanted out of sight, durably. False: nothing was done, delete it. Raises
-        `OSError`: it has left its name; whether that is durable is not known.
-        """
+        """Take an unwanted file out of sight, durably. False: delete it. Raises `OSError`: it may not be durable."""
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode) or not status.st_size or not writes_in_place(path.parent):

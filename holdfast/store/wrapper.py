@@ -119,9 +119,7 @@ class UploadWrapper:
 
 
 class PatientStore(StoreWrapper):
-    """A store for long reads that give way to more urgent work. `wait`: returns when this many bytes may be read; may
-    raise, and nothing is read then.
-    """
+    """A store for long reads that give way. `wait`: returns when this many bytes may be read; may raise instead."""
 
     def __init__(self, inner: Store, wait: Callable[[int], None]) -> None:
         super().__init__(inner)

@@ -48,9 +48,7 @@ def numbered(path: Path) -> list[tuple[int, Path]]:
 
 
 def open_all(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Every file of the log, oldest first, each open while it is given; one that is removed meanwhile is left out.
-    Raises `OSError`: the file that is written cannot be read, and there is no other.
-    """
+    """Every file of the log, oldest first, each open while it is given. Raises `OSError`: no file can be read."""
     with contextlib.ExitStack() as stack:
         # First: what it is renamed to meanwhile is in the list then, and known by its inode.
         try:
@@ -83,10 +81,7 @@ def is_current(fd: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def appending(fd: int, bytes_max: int) -> Iterator[None]:
-    """Keep others from renaming the file meanwhile, if it is so full that they might.
-
-    Never waits: whoever holds the lock may be stopped, and a training must not be.
-    """
+    """Keep others from renaming a file that is about full. Never waits: whoever holds the lock may be stopped."""
     locked = os.fstat(fd).st_size + _MARGIN_BYTES > bytes_max and _lock(fd, fcntl.LOCK_SH)
     try:
         yield
@@ -95,17 +90,15 @@ def appending(fd: int, bytes_max: int) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def rotate(fd: int, path: Path, *, bytes_max: int, numbered_max: int = NUMBERED_MAX) -> None:
-    """Give the file the next number if it is full, and remove the oldest ones. Does nothing where another process is
-    about to, or where files cannot be locked. Raises `OSError`.
-    """
+def rotate(fd: int, path: Path, *, bytes_max: int) -> None:
+    """Number the file if it is full, and remove the oldest ones, unless another process does. Raises `OSError`."""
     if os.fstat(fd).st_size < bytes_max or not _lock(fd, fcntl.LOCK_EX):
         return
     try:
         if is_current(fd, path):
             older = numbered(path)
             path.rename(path.with_name(f"{path.name}.{(older[-1][0] if older else 0) + 1:06d}"))
-            for _, one in older[: max(0, len(older) + 1 - numbered_max)]:
+            for _, one in older[: max(0, len(older) + 1 - NUMBERED_MAX)]:
                 one.unlink(missing_ok=True)
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)

@@ -40,23 +40,17 @@ class LoggedEvent(NamedTuple):
 
 @dataclass
 class Log:
-    """All lines of all files.
-
-    Attributes:
-        unreadable: Lines that are no event, such as one that a full disk has cut.
-        running: Files whose last line has no end: a process was still writing, or was killed in that line.
-    """
+    """All lines of all files."""
 
     events: list[LoggedEvent] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    unreadable: int = 0
+    unreadable: int = 0  # lines that are no event, such as one that a full disk has cut
+    # files whose last line has no end: a process was still writing, or was killed in that line
     running: list[str] = field(default_factory=list)
 
 
 def read_logs(paths: Iterable[Path]) -> Log:
-    """Read event logs, each with the files that were full before; of a directory, as `holdfast run` leaves one, its
-    status.jsonl and events.jsonl. Raises `ConfigError`: a file is not there, or cannot be read.
-    """
+    """Read event logs with their full files; of a directory status.jsonl and events.jsonl. Raises `ConfigError`."""
     log = Log()
     read: set[tuple[int, int]] = set()
     for path in paths:

@@ -43,17 +43,18 @@ _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0
 _STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
 _OUTCOMES = {
     "stager": ("staged", "declined", "failed"),
-    "flusher": ("durable", "verified", "drifted", "doubtful", "bad", "verify_failed", "flush_failed"),
+    "flusher": (
+        *("share_sealed", "durable"),
+        *("verified", "drifted", "doubtful", "bad", "verify_failed", "flush_failed"),
+    ),
 }
 _SAVED_KEPT = 64  # of checkpoints that may still be read back
 _LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
 
 
 class Metrics:
-    """The metrics of one stager or flusher. `hear` may be called from any thread, as events are.
-
-    Outcomes are named as their events, and each exists from the start: a counter that first appears with 1 has not
-    increased for Prometheus.
+    """The metrics of one stager or flusher. `hear`: any thread. Each outcome exists from the start: a counter that
+    first appears with 1 has not increased for Prometheus.
     """
 
     def __init__(self, role: str, run: str, *, clock: Callable[[], float] = time.time) -> None:
@@ -155,6 +156,9 @@ class Metrics:
                 self._is_read_back(event, fields, step)
             case "declined" | "failed" | "flush_failed":
                 self._ends_badly(event, fields, step)
+            case "share_sealed":
+                self._checkpoints.labels(event).inc()
+                self._held.discard(step)
             case "flush_held":
                 self._held.add(step)
             case "flush_resumed":
@@ -241,10 +245,7 @@ class Metrics:
 
 
 class RingChunks(Collector):
-    """The number of the ring's chunks in each state, looked up at each scrape.
-
-    A scrape may take longer than its server lives, so the ring may be unmapped only after `close`.
-    """
+    """How many chunks of the ring are in each state, at each scrape; the ring may be unmapped only after `close`."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring: Ring | None = ring

@@ -29,9 +29,7 @@ def serve_metrics(
     ring: Ring | None = None,
     store: Store | None = None,
 ) -> Iterator[None]:
-    """Count from here on, and answer until the block is left. Does nothing without `metrics_port`. `ring` must stay
-    mapped until the block is left.
-    """
+    """Count and answer until the block is left, if there is a `metrics_port`. `ring` must stay mapped until then."""
     if config.metrics_port is None:
         yield
         return

@@ -30,17 +30,12 @@ _TIMES = (
 
 @dataclass(slots=True)
 class RankTimes:
-    """Times of one rank for one checkpoint: seconds since its `save()` by its own clock, or durations.
-
-    Attributes:
-        saved_at_unix: When it called `save()`.
-        seconds: Name of the time as in docs/format.md → seconds.
-    """
+    """Times of one rank for one checkpoint: seconds since its `save()` by its own clock, or durations."""
 
     host: str = ""
-    saved_at_unix: float | None = None
+    saved_at_unix: float | None = None  # when it called `save()`
     slice_bytes: int | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # name of the time as in docs/format.md → seconds
 
     def hear(self, said: Mapping[str, Any]) -> None:
         """Take what one event or the record says."""
@@ -57,16 +52,13 @@ class RankTimes:
 
 @dataclass(slots=True)
 class CheckpointRow:
-    """One checkpoint, as far as it came.
-
-    Attributes:
-        state: `saving`, `staged`, `durable`, `verified`, `drifted`, `doubtful`, `bad`, or `failed`.
-        nonfinite: How many of its numbers are not finite; None: not counted.
-    """
+    """One checkpoint, as far as it came."""
 
     attempt: int
     step: int
-    state: str = "saving"
+    state: str = (
+        "saving"  # `saving`, `staged`, `durable`, `verified`, `drifted`, `doubtful`, `bad`, or `failed`
+    )
     in_store: bool = False
     note: str = ""
     image_bytes: int | None = None
@@ -77,7 +69,7 @@ class CheckpointRow:
     failed_at_unix: float | None = None
     pgt1_seconds: float | None = None
     pgt2_seconds: float | None = None
-    nonfinite: int | None = None
+    nonfinite: int | None = None  # how many of its numbers are not finite; None: not counted
     record_stalls: dict[int, float] = field(default_factory=dict)
     ranks: dict[int, RankTimes] = field(default_factory=dict)
 

@@ -56,10 +56,7 @@ _OF_RANK = (("save", "wait_seconds"), ("copy", "gate_seconds"))
 
 def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
     """Trace id of a checkpoint, and id of its span `checkpoint`: the first 16 bytes of a SHA-256, and the 8 after them.
-    `run`: the URL as the flusher says it.
-
-    A hash, because samplers take the trace id for random, and so that two runs do not meet. A run that was removed, and
-    starts over at the same URL, begins with the same attempt, and so with the same ids.
+    A hash: samplers take the trace id for random, and two runs must not meet. `run`: the URL as the flusher says it.
     """
     digest = hashlib.sha256(f"{run}\n{attempt}\n{step}".encode()).digest()
     span_id = digest[_TRACE_ID_BYTES : _TRACE_ID_BYTES + _SPAN_ID_BYTES]
@@ -67,12 +64,7 @@ def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
 
 
 class Spans:
-    """The spans of one stager or flusher. `hear` may be called from any thread, as events are.
-
-    Args:
-        run: URL of the run, as the flusher says it.
-        processors: Where finished spans go. None may wait for anybody.
-    """
+    """The spans of one stager or flusher. `hear`: any thread. `processors`: take finished spans; none may wait."""
 
     def __init__(
         self,
@@ -149,6 +141,8 @@ class Spans:
                 self._end_flush(key, now, event_text(fields))
                 if not self._attached:
                     self._ends_badly("failed", key, now, fields)
+            case "share_sealed" if not fields["share"].startswith("1/"):
+                self._end_flush(key, now, "")  # the lead's flush goes on until it has published
             case "durable":
                 self._end_flush(key, now, "")
                 self._is_durable(key, now, fields)

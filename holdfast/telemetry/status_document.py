@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ProtocolError
+from holdfast.image.shares import WRITERS_MAX
 
 CHECKPOINTS_MAX = 64
 LINES_MAX = 16
@@ -35,15 +36,7 @@ class _Words(BaseModel):
 
 
 class CheckpointStatus(_Words):
-    """One checkpoint, as far as this process knows.
-
-    Attributes:
-        stall_seconds: The longest that a rank's training thread was held up by it.
-        read_back: `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back.
-        nonfinite: How many of its numbers are not finite (NaN or infinite); None: not counted.
-        held: Why it waits for the store; empty if it does not.
-        failed: Why it came to nothing; empty if it did not.
-    """
+    """One checkpoint, as far as this process knows."""
 
     attempt: _Whole
     step: _Whole
@@ -53,29 +46,29 @@ class CheckpointStatus(_Words):
     durable_at_unix: _Number | None = None
     pgt1_seconds: _Seconds | None = None
     pgt2_seconds: _Seconds | None = None
-    stall_seconds: _Seconds | None = None
+    stall_seconds: _Seconds | None = None  # the longest that a rank's training thread was held up by it
+    # `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back
     read_back: Literal["", "verified", "drifted", "doubtful", "bad", "verify_failed"] = ""
     read_back_at_unix: _Number | None = None
+    # how many of its numbers are not finite (NaN or infinite); None: not counted
     nonfinite: _Whole | None = None
-    held: _Text = ""
-    failed: _Text = ""
+    share: _Text = ""  # with several stagers: the share of it that this process writes, as K/S
+    # the shares that are written, as far as this process knows; the flusher of the first share knows of all
+    sealed: Annotated[tuple[_Text, ...], Field(max_length=WRITERS_MAX)] = ()
+    held: _Text = ""  # why it waits for the store; empty if it does not
+    failed: _Text = ""  # why it came to nothing; empty if it did not
 
 
 class RankStatus(_Words):
-    """One training rank.
-
-    Attributes:
-        step: The newest step that it has offered or declined.
-        stall_seconds: Stall of its training thread by its newest known checkpoint.
-    """
+    """One training rank."""
 
     rank: _Whole
     host: _Text = ""
     pid: _Whole = 0
     state: RankState = "here"
     quiet_seconds: _Seconds | None = None
-    step: _Whole | None = None
-    stall_seconds: _Seconds | None = None
+    step: _Whole | None = None  # the newest step that it has offered or declined
+    stall_seconds: _Seconds | None = None  # stall of its training thread by its newest known checkpoint
 
 
 class StatusLine(_Words):
@@ -88,41 +81,34 @@ class StatusLine(_Words):
 
 
 class StatusDocument(_Words):
-    """All that one process says.
-
-    Attributes:
-        attempt: 0: none yet.
-        ranks_total: How many there are; `ranks` has the worst of them.
-        not_taken: Causes of declined and failed steps, counted. `declined`: the last of them, newest last.
-        work_ended_at_unix: Flusher without a stager only: when the last one left.
-        transport: Stager only; None: it has no job, or is of an older version.
-        waits_at: Standing stager without a job only: HOST:PORT, where it waits for one.
-        resume: Stager only: how the first step of this job compares with that of the run before (`resume_proof`);
-            `resume_text`: the same as a sentence; both empty where nothing was resumed.
-        interval_why: Stager that has brought the ranks to an interval (`every="auto"`): the reason, for people.
-    """
+    """All that one process says."""
 
     version: Literal[1] = 1
     role: Literal["stager", "flusher"]
     run: _Text
     pid: _Whole
-    attempt: _Whole = 0
+    attempt: _Whole = 0  # 0: none yet
     since_unix: _Number
     now_unix: _Number
-    ranks_total: _Whole = 0
+    ranks_total: _Whole = 0  # how many there are; `ranks` has the worst of them
     ranks: Annotated[tuple[RankStatus, ...], Field(max_length=RANKS_MAX)] = ()
     checkpoints: Annotated[tuple[CheckpointStatus, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
+    # causes of declined and failed steps, counted
     not_taken: Annotated[dict[str, _Whole], Field(max_length=_CAUSES_MAX)] = Field(default_factory=dict)
-    declined: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
+    declined: Annotated[
+        tuple[StatusLine, ...], Field(max_length=LINES_MAX)
+    ] = ()  # the last of them, newest last
     notices: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     problems: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     stager_attached: bool | None = None
-    work_ended_at_unix: _Number | None = None
-    transport: Transport | None = None
+    work_ended_at_unix: _Number | None = None  # flusher without a stager only: when the last one left
+    transport: Transport | None = None  # stager only; None: it has no job, or is of an older version
+    # stager that has brought the ranks to an interval (`every="auto"`): the reason, for people
     interval_why: _Text = ""
+    # stager only: how the first step of this job compares with that of the run before (`resume_proof`)
     resume: Literal["", "verified resume", "differs", "not proven"] = ""
-    resume_text: _Text = ""
-    waits_at: _Text = ""
+    resume_text: _Text = ""  # the same as a sentence; both empty where nothing was resumed
+    waits_at: _Text = ""  # standing stager without a job only: HOST:PORT, where it waits for one
 
 
 def checkpoint_status(attempt: int, step: int, **known: Any) -> CheckpointStatus:

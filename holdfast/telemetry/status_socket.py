@@ -145,9 +145,7 @@ class _Desk:
 
 
 def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[str, Any]:
-    """The document, its longest lists cut to the half until it fits a packet. The newest checkpoints and lines stay,
-    which are the last; of ranks the worst, which are the first.
-    """
+    """The document, its longest lists halved until it fits a packet; newest entries and worst ranks stay."""
     document = dict(document)
     while len(json.dumps(document, separators=(",", ":"))) > bytes_max:
         lists = {
@@ -164,12 +162,7 @@ def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[
 
 
 def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
-    """The document of the process that answers at `path`; None if none does.
-
-    Raises:
-        PeerLost: It does not answer in time.
-        ProtocolError: It is another user's process, or says nonsense.
-    """
+    """The document of the process at `path`, if any. Raises `PeerLost`: no answer; `ProtocolError`: not ours."""
     try:
         channel = connect(path)
     except (PeerLost, OSError):  # not even the directory, perhaps

@@ -38,9 +38,7 @@ _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 
 
 class StatusState:
-    """See the module. `ranks`: gives the ranks as this process sees them, and how many there are; called from the
-    thread that asks.
-    """
+    """`ranks`: gives this process's ranks, and how many there are; called in the thread that asks."""
 
     def __init__(
         self,
@@ -99,7 +97,10 @@ class StatusState:
         now = self._clock()
         match event:
             case "flush_began" | "recovered":
-                self._note(attempt, step, image_bytes=fields.get("image_bytes"))
+                self._note(attempt, step, image_bytes=fields.get("image_bytes"), share=fields.get("share"))
+            case "share_sealed" | "seal_read":
+                sealed = self._checkpoints.get(CheckpointId(attempt, step), {}).get("sealed", ())
+                self._note(attempt, step, sealed=tuple(sorted({*sealed, str(fields["share"])})), held="")
             case "staged":
                 pgt1_seconds = float(fields["pgt1_seconds"])
                 self._note(
@@ -110,6 +111,8 @@ class StatusState:
                     saved_at_unix=now - pgt1_seconds,
                     pgt1_seconds=pgt1_seconds,
                 )
+            case "published":
+                self._note(attempt, step, durable_at_unix=now, held="")
             case "durable":
                 self._durable(attempt, step, fields, now)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":

@@ -30,10 +30,7 @@ _EXPORTERS = "opentelemetry_traces_exporter"  # where packages say which exporte
 
 
 def exporter_names(environment: Mapping[str, str]) -> list[str]:
-    """The exporters that OTEL_* variables ask for, as their packages call them; none if no variable does.
-
-    As the specification has it: an endpoint alone means `otlp`, and `otlp` alone means over HTTP.
-    """
+    """The exporters that OTEL_* variables ask for. An endpoint alone means `otlp`, and that alone means over HTTP."""
     asked = environment.get("OTEL_TRACES_EXPORTER", "")
     if not asked.strip() and any(environment.get(name) for name in _ENDPOINTS):
         asked = "otlp"
@@ -50,10 +47,7 @@ def exporter_names(environment: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog) -> Iterator[None]:
-    """Make spans of events from here on, and hand over the last ones when the block is left.
-
-    Does nothing, and imports nothing, unless the environment asks for it.
-    """
+    """Make spans of events until the block is left. Imports nothing unless the environment asks for it."""
     names = exporter_names(environ)
     spans = _spans(role, run, names) if names else None
     if spans is None:

@@ -13,17 +13,14 @@ EARLIER_ATTEMPTS_MAX = 1000
 
 
 class Doubt(NamedTuple):
-    """One rank's doubt.
-
-    Attributes:
-        steps: The first and the last of its steps that may be torn, both included; None: none is.
-        earlier_attempts: Attempts of the same job before it lost a stager and reached one again: the steps may be
-            theirs, too.
-    """
+    """One rank's doubt."""
 
     rank: int
-    steps: tuple[int, int] | None
+    steps: (
+        tuple[int, int] | None
+    )  # the first and the last of its steps that may be torn, both included; None: none is
     reason: str
+    # attempts of the same job before it lost a stager and reached one again: the steps may be theirs, too
     earlier_attempts: tuple[int, ...] = ()
 
     def sentence(self) -> str:

@@ -100,23 +100,18 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One control message. The meaning of `chunk`, `flags`, `arg` and `body` depends on `kind`; unused fields are 0 or
-    empty.
-
-    Attributes:
-        attempt: Fencing epoch of the run; 0 before WELCOME.
-        flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and
-            FETCHED: what is asked for (`holdfast.ring.remains.Asked`). PROOF: `holdfast.wire.step_proof.ProofPart`.
-        arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
-            the proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE,
-            VOID: number of the tier. ROOM: bytes.
-    """
+    """One control message. The meaning of its fields depends on `kind`; unused ones are 0 or empty."""
 
     kind: Kind
-    attempt: int = 0
+    attempt: int = 0  # fencing epoch of the run; 0 before WELCOME
     step: int = 0
     chunk: int = 0
+    # SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and FETCHED: what is
+    # asked for (`holdfast.ring.remains.Asked`). PROOF: `holdfast.wire.step_proof.ProofPart`.
     flags: int = 0
+    # CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of the
+    # proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
+    # number of the tier. ROOM: bytes.
     arg: int = 0
     body: bytes = b""
 
@@ -129,11 +124,9 @@ def data_tag(slot: int) -> int:
 
 
 def payload_messages(pieces: int) -> int:
-    """The number of messages in which a frame travels: one for each piece, or one for all if there are many pieces.
-
-    MPI reads a message that has one place at the receiver out of the sender's memory in one go, where it can; one with
-    several places it takes to fragments, each copied twice, and moves them only while both sides ask. Beyond some tens
-    of pieces the messages themselves cost more than that.
+    """The number of messages in which a frame travels: one for each piece, or one for many pieces. MPI reads a message
+    with one place at the receiver in one go; one with several goes in fragments, each copied twice. Beyond some tens of
+    pieces the messages themselves cost more.
     """
     return pieces if pieces <= _PIECES_APART_MAX else 1
 
@@ -148,9 +141,7 @@ def encode(
     arg: int = 0,
     body: bytes | memoryview = b"",
 ) -> bytes:
-    """The bytes of one control message. Raises `ProtocolError`: a field is out of range, or the body above
-    `MAX_BODY_BYTES`.
-    """
+    """The bytes of one control message. Raises `ProtocolError`: a field is out of range, or the body too large."""
     if len(body) > MAX_BODY_BYTES:
         raise ProtocolError(f"{kind.name}: body of {len(body)} bytes, at most {MAX_BODY_BYTES} can be sent")
     for name, value, most in (
@@ -168,9 +159,7 @@ def encode(
 
 
 def decode(buffer: bytes | bytearray | memoryview) -> Frame:
-    """Read one control message; `buffer` is exactly the MPI message. Raises `ProtocolError`: naming the field, expected
-    and got.
-    """
+    """Read one control message from exactly its bytes. Raises `ProtocolError`: names the field, expected and got."""
     data = bytes(buffer)
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"control message of {len(data)} bytes, expected at least {HEADER_BYTES}")
@@ -205,9 +194,7 @@ def to_json(document: Mapping[str, Any]) -> bytes:
 
 
 def json_body(frame: Frame, **required: type) -> dict[str, Any]:
-    """The JSON object in a frame's body, with the fields in `required` present and of that type. Raises
-    `ProtocolError`: it is not; names kind and field.
-    """
+    """The JSON object in a frame's body, with `required` fields of those types. Raises `ProtocolError`: it is not."""
     try:
         document = json.loads(frame.body)
     except (ValueError, RecursionError) as error:

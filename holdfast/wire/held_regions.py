@@ -14,15 +14,11 @@ from holdfast.wire.frames import wholes
 
 @dataclass(frozen=True)
 class HeldRegions:
-    """The regions that one rank holds of the split tensors in its table. Many rows have the same one.
+    """The regions that one rank holds of the split tensors in its table. Many rows have the same one."""
 
-    Attributes:
-        regions: `(bytes of one element, region)`; a region without elements where the rank holds nothing.
-        rows: `(row of the table, which of the regions)`, rows ascending.
-    """
-
+    # `(bytes of one element, region)`; a region without elements where the rank holds nothing
     regions: tuple[tuple[int, Region], ...] = ()
-    rows: tuple[tuple[int, int], ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, which of the regions)`, rows ascending
 
     @classmethod
     def of(cls, held: Iterable[tuple[int, int, Region]]) -> Self:
@@ -38,9 +34,7 @@ class HeldRegions:
 
     @classmethod
     def from_json(cls, regions: Any, rows: tuple[tuple[int, int], ...], needed: int) -> Self:
-        """Read what `regions_to_json` made, for rows that `held_rows` has read, which name `needed` regions. Raises
-        `ProtocolError`.
-        """
+        """Read what `regions_to_json` made, for rows that name `needed` regions. Raises `ProtocolError`."""
         try:
             read = tuple(
                 (wholes([item_bytes])[0], Region(wholes(start), wholes(size)))
@@ -56,9 +50,7 @@ class HeldRegions:
 def held_rows(
     document: Any, table: list[list[Any]], *, of_stage: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """Read `HeldRegions.rows`, for the rows of this table that are split; of a stage, for others as well. Raises
-    `ProtocolError`.
-    """
+    """Read `HeldRegions.rows` for the split rows of this table; of a stage, others too. Raises `ProtocolError`."""
     try:
         rows = tuple((row, number) for row, number in map(wholes, document))
     except (TypeError, ValueError) as error:

@@ -90,9 +90,8 @@ class LayoutRound:
         return self._one_sided(step) if self._proposals else None
 
     def _one_sided(self, step: int) -> OneSided | None:
-        """The end of the round, if some ranks propose for this step and others never will.
-
-        A step that a rank saves twice has fitted the first time: of such a rank nothing follows.
+        """The end of the round, if some ranks propose for this step and others never will. A step that a rank saves
+        twice has fitted the first time.
         """
         fitting = self._fitting.get(step, set())
         alone = [rank for rank, one in self._proposals.items() if one.step == step and rank not in fitting]
@@ -137,9 +136,7 @@ class LayoutRound:
         )
 
     def lost(self, rank: int, reason: str, *, by_itself: bool = False) -> HoldfastError | None:
-        """The answer to all, when a rank is lost while a round is open. Later rounds are answered the same.
-        `by_itself`: its script has ended, or has closed its checkpointer, before this save.
-        """
+        """The answer to all, now and in later rounds, when a rank is lost. `by_itself`: it ended before this save."""
         self._gone.setdefault(rank, f"{reason}. {_ALL_RANKS}" if by_itself else reason)
         return self._ended() if self._proposals else None
 
@@ -173,12 +170,7 @@ def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
 
 
 def _agreed(proposals: Sequence[Proposal]) -> Agreement:
-    """The answer to what all ranks, by rank, have proposed.
-
-    Raises:
-        StateError: It does not fit; names rank, tensor and what to do.
-        ProtocolError: A rank's message contradicts itself.
-    """
+    """The answer to what all ranks proposed. Raises `StateError`: it does not fit; `ProtocolError`: malformed."""
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
         if first.per_rank_bytes.keys() != proposal.per_rank_bytes.keys():
@@ -214,7 +206,8 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
     return Agreement(
         pickle_reserve_bytes=pickle_reserve_bytes(sum(maker.pickle_bytes for maker in makers)),
         per_rank_reserve_bytes={
-            name: _round_up(max(proposal.per_rank_bytes[name] for proposal in proposals))
+            name: -(-max(proposal.per_rank_bytes[name] for proposal in proposals) // _PAGE_BYTES)
+            * _PAGE_BYTES
             for name in first.per_rank_bytes
         },
         rank0_only=proven.rank0_only[:_NAMED_MAX],
@@ -225,9 +218,8 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
 
 
 def _by_group(proposals: Sequence[Proposal]) -> tuple[dict[int, list[int | None]], list[int]]:
-    """For each split row, the number of the region that each group holds; and the group of each rank.
-
-    Ranks that name the same regions by the same numbers form a group; usually all ranks are in one.
+    """For each split row, the number of the region that each group holds; and the group of each rank. Ranks that name
+    the same regions by the same numbers form a group; usually all do.
     """
     groups: dict[tuple[tuple[int, int], ...], int] = {}
     by_identity: dict[int, int] = {}  # of what was read once for many ranks
@@ -250,13 +242,9 @@ def _patterns(
     members: Sequence[int],
     sums: Sequence[Sequence[int]],
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
-    """The patterns of split tensors, from the regions that each rank holds; and the pattern of each of their rows.
-    `saids`: for each split row, the number of the region that each group holds; None if it does not have the tensor.
-    `members`: by rank, its group. `sums`: by rank, one for each row.
-
-    Raises:
-        StateError: Regions overlap or leave a gap, or ranks with the same region hold other bytes there; names the
-            tensor.
+    """The patterns of split tensors, and the pattern of each row. `saids`: per split row, the region of each group, or
+    None. `members`: by rank, its group. `sums`: by rank, one for each row. Raises `StateError`: regions overlap or
+    leave a gap, or ranks with the same region hold other bytes there.
     """
     numbers: dict[Pattern, int] = {}
     # The regions of a row → its pattern. Most rows are alike.
@@ -346,7 +334,3 @@ def _what(row: list[Any]) -> str:
     _, dtype, shape, owner = row
     held = "replicated" if owner == -1 else f"of rank {owner}"
     return f"({dtype} {json.dumps(shape)}, {held})"
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -38,9 +38,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The interval that rank 0 has computed and asks for. `after`: the step at which it was last time to save; the next
-    one is `every` steps later, or as soon as can be.
-    """
+    """The interval that rank 0 asks for. `after`: when it was last time to save; the next is `every` steps later."""
 
     every: int
     after: int

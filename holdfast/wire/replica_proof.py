@@ -57,9 +57,7 @@ def encode_sums(sums: Sequence[int]) -> bytes:
 
 
 def decode_sums(data: bytes, rows: int) -> array[int]:
-    """The inverse of `encode_sums`; no sums for no bytes. Raises `ProtocolError`: there is not one sum for each of
-    `rows`.
-    """
+    """The inverse of `encode_sums`; none for no bytes. Raises `ProtocolError`: not one sum for each of `rows`."""
     if data and len(data) != 4 * rows:
         raise ProtocolError(f"PROPOSE: {len(data)} bytes of checksums, expected 4 for each of {rows} rows")
     sums = array("I", data)
@@ -70,21 +68,16 @@ def decode_sums(data: bytes, rows: int) -> array[int]:
 
 @dataclass(frozen=True)
 class ReplicaProof:
-    """Result of the comparison.
+    """Result of the comparison."""
 
-    Attributes:
-        refusal: Why nothing can be saved; empty if replicas are replicas.
-        rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
-    """
-
-    refusal: str
-    rank0_only: tuple[str, ...]
+    refusal: str  # why nothing can be saved; empty if replicas are replicas
+    rank0_only: tuple[
+        str, ...
+    ]  # paths of tensors of which other ranks hold other bytes than rank 0, whose are saved
 
 
 def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:
-    """Compare all ranks. `table`: rows `[path, dtype, shape, owner]`, the same on every rank. `sums`: rank → one
-    checksum for each row.
-    """
+    """Compare all ranks. `table`: rows `[path, dtype, shape, owner]`, as on each. `sums`: rank → one sum per row."""
     first, *others = (np.asarray(of, np.uint32) for of in sums.values())
     differs = np.zeros(len(first), bool)
     for other in others:
@@ -133,10 +126,7 @@ def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping
 
 
 def _late_copy(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
-    """Advice if only a copy of equal weights differs; else nothing.
-
-    An EMA, a target network or a teacher that was copied before DistributedDataParallel made the weights equal.
-    """
+    """Advice if only a copy from before the weights were equal (an EMA, a teacher) differs; else nothing."""
     chosen = set(split)
     equal = [row for place, row in enumerate(table) if place not in chosen and _may_be_a_part(row)]
     differing = [table[place] for place in split]

@@ -58,31 +58,23 @@ class _SharedPart:
 
 @dataclass(frozen=True)
 class Proposal:
-    """One rank's view of the state, sent before the first save and whenever its tensors change.
+    """One rank's view of the state, sent before the first save and whenever its tensors change."""
 
-    Attributes:
-        table_digest: Digest of `table`; equal digests are not compared further.
-        table: Rows `[path, dtype, shape, owner]`, in the order of the state.
-        pickle_bytes: Size of the rank's pickle now; rank 0's decides the reserve.
-        per_rank_bytes: For each `PerRank` value the bytes this rank needs, slack included.
-        sums: For each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared.
-        refusal: Instead of all that: why this rank cannot save its state, as `(code, message)`.
-        stage: Where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of
-            which a rank may have to send all.
-        step: Step of the save that it is for; -1: not given.
-        change: In what the state differs from what this rank had proposed before, for people; empty the first time.
-    """
-
-    table_digest: str
-    table: list[list[Any]]
-    pickle_bytes: int
-    per_rank_bytes: dict[str, int]
+    table_digest: str  # digest of `table`; equal digests are not compared further
+    table: list[list[Any]]  # rows `[path, dtype, shape, owner]`, in the order of the state
+    pickle_bytes: int  # size of the rank's pickle now; rank 0's decides the reserve
+    per_rank_bytes: dict[str, int]  # for each `PerRank` value the bytes this rank needs, slack included
     # The reader gives an array, four bytes each: as numbers of Python those of 512 ranks would take a gigabyte.
+    # for each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared
     sums: Sequence[int] = field(default_factory=lambda: array("I"))
+    # instead of all that: why this rank cannot save its state, as `(code, message)`
     refusal: tuple[str, str] | None = None
     held: HeldRegions = field(default_factory=HeldRegions)
+    # where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of which a
+    # rank may have to send all.
     stage: Stage | None = None
-    step: int = -1
+    step: int = -1  # step of the save that it is for; -1: not given
+    # in what the state differs from what this rank had proposed before, for people; empty the first time
     change: str = ""
 
     @classmethod
@@ -126,9 +118,7 @@ class ProposalReader:
         self._sums = (b"", array("I"))
 
     def read(self, frame: Frame) -> Proposal:
-        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth. Raises
-        `ProtocolError`: it is not readable, or a field is not what it should be.
-        """
+        """Read one, within named limits. Raises `ProtocolError`: it is not readable, or a field is wrong."""
         body = memoryview(frame.body)
         ends = (0, 0)
         if len(body) >= _PARTS.size:
@@ -194,21 +184,17 @@ def _document(data: memoryview, **fields: type) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The room that all ranks leave, so that the layout stays the same while the pickle changes a little.
-
-    Attributes:
-        rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
-        split_rows: `(row of the table, number of its pattern)` of these.
-        asks_stages: Nothing is agreed on yet: the ranks have different tensors, and each is to say what is where.
-        union: Union of their trees, if the ranks have different tensors; rows are then of its table.
-    """
+    """The room that all ranks leave, so that the layout stays the same while the pickle changes a little."""
 
     pickle_reserve_bytes: int
     per_rank_reserve_bytes: dict[str, int]
+    # paths of tensors of which other ranks hold other bytes than rank 0, whose are saved
     rank0_only: tuple[str, ...] = ()
     patterns: tuple[Pattern, ...] = ()
-    split_rows: tuple[tuple[int, int], ...] = ()
+    split_rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, number of its pattern)` of these
+    # nothing is agreed on yet: the ranks have different tensors, and each is to say what is where
     asks_stages: bool = False
+    # union of their trees, if the ranks have different tensors; rows are then of its table
     union: StateUnion | None = None
 
     def to_frame(self, attempt: int) -> bytes:

@@ -29,9 +29,7 @@ _Outline = Any
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's description of its tree, if the ranks have different tensors. `groups`: names and settings (as text)
-    per group of each optimizer that is keyed by parameter name.
-    """
+    """One rank's tree, if ranks differ. `groups`: per optimizer group that is keyed by name, names and settings."""
 
     outline: _Outline
     groups: Mapping[str, Sequence[tuple[Sequence[str], str]]]
@@ -54,18 +52,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class StateUnion:
-    """The tree of the file, the same for all ranks.
+    """The tree of the file, the same for all ranks."""
 
-    Attributes:
-        table: Rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them.
-        outline: As that of `Stage`, with rows of this table.
-        groups: Optimizer → names of the parameters of each group.
-    """
-
-    table: list[list[Any]]
+    table: list[
+        list[Any]
+    ]  # rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them
     staged: frozenset[int]
-    outline: _Outline
-    groups: Mapping[str, list[list[str]]]
+    outline: _Outline  # as that of `Stage`, with rows of this table
+    groups: Mapping[str, list[list[str]]]  # optimizer → names of the parameters of each group
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -110,12 +104,8 @@ class _Leaf:
 def unite_trees(
     tables: Sequence[Sequence[Sequence[Any]]], stages: Sequence[Stage]
 ) -> tuple[list[str], _Outline, dict[str, list[list[str]]]]:
-    """Unite the trees of all ranks. Returns the paths of all tensors in the order of the file, the outline with their
-    numbers, and the groups of the optimizers.
-
-    Raises:
-        StateError: They do not fit each other; names rank and place.
-        ProtocolError: An outline is malformed.
+    """Unite the trees of all ranks: the paths in the order of the file, the outline, and the groups of the optimizers.
+    Raises `StateError`: they do not fit; names rank and place; `ProtocolError`: an outline is malformed.
     """
     trees = []
     for rank, (table, stage) in enumerate(zip(tables, stages, strict=True)):

@@ -21,30 +21,19 @@ from holdfast.wire.state_union import Stage, StateUnion, unite_trees
 
 
 class UnionTable(NamedTuple):
-    """Result of `union_of`.
-
-    Attributes:
-        proof_table: The same table with the owners that the holders name.
-        sums: By rank, the checksum of each row; that of the first holder if the rank does not have the tensor.
-        held: For each split row, by rank, the number of the region that it holds; None if it does not have the tensor.
-        makers: Ranks with a tensor that no lower rank has, rank 0 included.
-    """
+    """Result of `union_of`."""
 
     union: StateUnion
-    proof_table: list[list[Any]]
+    proof_table: list[list[Any]]  # the same table with the owners that the holders name
+    # by rank, the checksum of each row; that of the first holder if the rank does not have the tensor
     sums: list[tuple[int, ...]]
+    # for each split row, by rank, the number of the region that it holds; None if it does not have the tensor
     held: dict[int, list[int | None]]
-    makers: list[int]
+    makers: list[int]  # ranks with a tensor that no lower rank has, rank 0 included
 
 
 def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTable:
-    """Unite what all ranks have.
-
-    Raises:
-        StateError: A tensor has another dtype, shape or role on two ranks, or cannot be sent as it lies; or the trees
-            do not fit each other.
-        ProtocolError: An outline is malformed.
-    """
+    """Unite what all ranks have. Raises `StateError`: tensors or trees do not fit; `ProtocolError`: malformed."""
     paths, outline, groups = unite_trees([one.table for one in proposals], stages)
     rows = [{str(row[0]): number for number, row in enumerate(one.table)} for one in proposals]
     regions = [dict(one.held.rows) for one in proposals]

@@ -12,35 +12,24 @@ _SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infi
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The stager's message to each rank at start-up.
-
-    Attributes:
-        attempt: Fencing epoch of this job; all later frames carry it.
-        offer_seconds_max: How long it waits for the last rank's offer of a step.
-        share: Which of several stagers it is, from 1. `shares`: how many there are.
-    """
+    """The stager's message to each rank at start-up."""
 
     store_url: str
-    attempt: int
+    attempt: int  # fencing epoch of this job; all later frames carry it
     chunk_bytes: int
     ring_chunks: int
     ranks: int
-    offer_seconds_max: float
+    offer_seconds_max: float  # how long it waits for the last rank's offer of a step
     beat_seconds: float
-    share: int = 1
-    shares: int = 1
+    share: int = 1  # which of several stagers it is, from 1
+    shares: int = 1  # how many there are
 
     def to_frame(self) -> bytes:
         return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Welcome:
-        """Read one.
-
-        Raises:
-            HoldfastError: The stager could not start; its error, of its class.
-            ProtocolError: The message does not hold what it should.
-        """
+        """Read one. Raises `HoldfastError`: the stager's own error; `ProtocolError`: it is malformed."""
         document = json_body(frame)
         error = document.get("error")
         if isinstance(error, dict):

@@ -41,9 +41,7 @@ class ClusterFile(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> ClusterFile:
-        """Read `terraform output -json`, or the plain values. Raises `ConfigError`: the file cannot be read, or values
-        in it are missing or wrong; the message names each.
-        """
+        """Read `terraform output -json`, or the plain values. Raises `ConfigError`: names each wrong value."""
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:

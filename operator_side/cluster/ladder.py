@@ -60,10 +60,7 @@ def first_order(wish: FleetWish) -> Order:
 
 
 def next_order(wish: FleetWish, order: Order, codes: Collection[str]) -> Order | None:
-    """The next request after `order` was refused with these error codes; None: give up.
-
-    The most restrictive of several codes decides: a quota holds for every type and place.
-    """
+    """The next request after these error codes; None: give up. The strictest code decides: a quota holds everywhere."""
     known = set(codes)
     if known - CAPACITY - SPOT_QUOTA - VCPU_QUOTA - PRICE:
         return None

@@ -54,9 +54,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The cluster at this moment. `per_hour`: price in US dollars per hour at the newest spot prices; None if a price
-    is not known.
-    """
+    """The cluster now. `per_hour`: US dollars at the newest spot prices; None if a price is not known."""
 
     trainers: tuple[Node, ...]
     stagers: tuple[Node, ...]
@@ -82,13 +80,9 @@ class Cluster:
     # -- up --------------------------------------------------------------------------------------------------------
 
     def up(self, wish: FleetWish, budget: Budget, *, seconds_max: float = 600.0) -> Raised:
-        """Start the missing machines.
-
-        Raises:
-            ConfigError: A person must fix something: credentials, templates, budget, quota.
-            BusyError: EC2 has no capacity for any request; no trainer of this call is left running.
-            FencedError: Another cluster writes to this run's prefix.
-            PeerLost: EC2 does not answer, or machines do not start.
+        """Start the missing machines. Raises `ConfigError`: a person must fix credentials, templates, budget or quota;
+        `BusyError`: EC2 has no capacity; no trainer of this call is left running; `FencedError`: another cluster writes
+        there; `PeerLost`: EC2 does not answer, or machines do not start.
         """
         self._refuse_foreign()
         self._cloud.check_templates()
@@ -168,9 +162,7 @@ class Cluster:
             )
 
     def _price_max(self, order: Order, budget: Budget, live: Sequence[Node]) -> float | None:
-        """Largest price of the spot nodes of this order, per hour; None: no limit. Raises `ConfigError`: the cheapest
-        type costs more, or a price is not known.
-        """
+        """Largest hourly price of an order's spot nodes; None: no limit. Raises `ConfigError`: too dear or unknown."""
         if budget.per_hour is None:
             return None
         left = budget.per_hour - budget.stager_per_hour - self._spot_cost(live)
@@ -254,9 +246,7 @@ class Cluster:
     # -- down ------------------------------------------------------------------------------------------------------
 
     def down(self, *, seconds_max: float = 600.0) -> tuple[str, ...]:
-        """Terminate every machine with the run's tags, whatever its state. Returns the ids of the machines. Raises
-        `PeerLost`: something with the tags is left after `seconds_max`; the message names it.
-        """
+        """Terminate every machine with the run's tags; returns the ids. Raises `PeerLost`: names what is left."""
         deadline = self._clock() + seconds_max
         ended: dict[str, None] = {}
         while True:

@@ -24,14 +24,7 @@ _HEARTBEAT_SECONDS = 5.0
 
 @contextmanager
 def claimed(store: Store) -> Iterator[LeasedRun]:
-    """Hold the claim on the run.
-
-    Uploads that an earlier tool left unfinished are removed first.
-
-    Raises:
-        FencedError: Another writer holds the claim.
-        StoreError: The store failed.
-    """
+    """Hold the claim on the run, after a sweep of unfinished uploads. Raises `FencedError`: another writer holds it."""
     claim = Lease.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
         ours = guarded(store, lambda: claim.check(at_once=True))
@@ -43,10 +36,7 @@ def claimed(store: Store) -> Iterator[LeasedRun]:
 
 
 def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
-    """Read a published checkpoint back, and write into its manifest whether it is good. The run is ours.
-
-    Numbers that are not finite are counted and said: who imports a checkpoint may want it all the same.
-    """
+    """Read a published checkpoint back, and write into its manifest whether it is good. Bad numbers are only said."""
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         report = verify_file(store, manifest, progress=advance)
     state = State.VERIFIED if report.ok else State.BAD

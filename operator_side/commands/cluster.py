@@ -14,15 +14,7 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json, seconds, show, table
 from holdfast.errors import BusyError, ConfigError
-from operator_side.commands.options import (
-    ON_DEMAND_PRICE,
-    STAGER_PRICE,
-    count,
-    exit_codes,
-    file,
-    number,
-    text,
-)
+from operator_side.commands import options as option
 
 if TYPE_CHECKING:
     from operator_side.cluster.ec2 import Node
@@ -30,17 +22,19 @@ if TYPE_CHECKING:
     from operator_side.cluster.raising import Budget, Cluster
 
 
-_FILE = file("--from path", "File with the output of `terraform output -json`.", "terraform-output.json")
-_BUDGET = number(
+_FILE = option.file(
+    "--from path", "File with the output of `terraform output -json`.", "terraform-output.json"
+)
+_BUDGET = option.number(
     "--budget-per-hour",
     "Largest price of the cluster in US dollars per hour; a cluster that costs more is refused.",
     above=0,
 )
-_HOSTFILE = file(
+_HOSTFILE = option.file(
     "--hostfile", "File to write with the addresses of the trainers, as mpirun's --hostfile expects it."
 )
-_SLOTS = count("--slots", "Training ranks on each node.", 1)
-_WAIT = number("--wait-seconds-max", "Seconds that machines may take to start or to end.", 600.0)
+_SLOTS = option.count("--slots", "Training ranks on each node.", 1)
+_WAIT = option.number("--wait-seconds-max", "Seconds that machines may take to start or to end.", 600.0)
 
 
 @click.group(
@@ -60,7 +54,7 @@ def cluster() -> None:
 
 @cluster.command(
     short_help="Start the cluster: the stager, and all trainers or none.",
-    epilog=exit_codes("10 no capacity was found; nothing was started")
+    epilog=option.exit_codes("10 no capacity was found; nothing was started")
     + examples(
         "holdfast cluster up --nodes 8 --types c7i.4xlarge,c6i.4xlarge --hostfile hosts",
         "holdfast cluster up --nodes 8 --nodes-min 4 --types g6.xlarge --on-demand-max 2 "
@@ -68,25 +62,25 @@ def cluster() -> None:
     ),
 )
 @_FILE
-@count("--nodes", "Number of training nodes that are wanted.", required=True)
-@count(
+@option.count("--nodes", "Number of training nodes that are wanted.", required=True)
+@option.count(
     "--nodes-min",
     "Smallest number of training nodes to accept where capacity is short. Default: the value of --nodes.",
 )
-@text(
+@option.text(
     "--types",
     "Instance types of the training nodes, separated by commas, such as c7i.4xlarge,c6i.4xlarge.",
     required=True,
 )
-@text(
+@option.text(
     "--more-types", "More instance types, separated by commas, for when there is no capacity for --types.", ""
 )
-@text(
+@option.text(
     "--subnet subnets",
     "ID of a further subnet, in another zone, for when capacity is short; repeatable.",
     multiple=True,
 )
-@count(
+@option.count(
     "--on-demand-max",
     "Largest number of training nodes that may be on-demand instances where spot capacity is short.",
     0,
@@ -94,8 +88,8 @@ def cluster() -> None:
 )
 @_SLOTS
 @_BUDGET
-@STAGER_PRICE
-@ON_DEMAND_PRICE
+@option.STAGER_PRICE
+@option.ON_DEMAND_PRICE
 @_HOSTFILE
 @_WAIT
 @json_option
@@ -156,13 +150,13 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
 
 @cluster.command(
     short_help="Show the nodes, their ages and prices, and which were taken away.",
-    epilog=exit_codes("10 the cluster costs more than --budget-per-hour")
+    epilog=option.exit_codes("10 the cluster costs more than --budget-per-hour")
     + examples("holdfast cluster status", "holdfast cluster status --budget-per-hour 20 --json"),
 )
 @_FILE
 @_BUDGET
-@STAGER_PRICE
-@ON_DEMAND_PRICE
+@option.STAGER_PRICE
+@option.ON_DEMAND_PRICE
 @_HOSTFILE
 @_SLOTS
 @json_option
@@ -199,7 +193,7 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
 
 @cluster.command(
     short_help="End every machine of the run, and check that none is left.",
-    epilog=exit_codes("9 something is left; the message names it")
+    epilog=option.exit_codes("9 something is left; the message names it")
     + examples("holdfast cluster down", "holdfast cluster down --from other/terraform-output.json"),
 )
 @_FILE
@@ -235,10 +229,10 @@ def _budget(options: dict[str, Any]) -> Budget:
     return Budget(options["budget_per_hour"], options["stager_price"], options["on_demand_price"])
 
 
-def _names(text: str, option: str, *, empty: bool = False) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def _names(text: str, name: str, *, empty: bool = False) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(one.strip() for one in text.split(",") if one.strip()))
     if not found and not empty:
-        raise ConfigError(f"{option}: expected instance types such as c7i.4xlarge,c6i.4xlarge, got {text!r}")
+        raise ConfigError(f"{name}: expected instance types such as c7i.4xlarge,c6i.4xlarge, got {text!r}")
     return found
 
 

@@ -14,19 +14,7 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json, say, seconds, show, table
 from holdfast.errors import ConfigError
-from operator_side.commands.options import (
-    COMMAND,
-    MPIRUN_OPTIONS,
-    SETTINGS,
-    ULFM,
-    WRAPS_COMMAND,
-    choice,
-    count,
-    exit_codes,
-    file,
-    number,
-    settings_of,
-)
+from operator_side.commands import options as option
 
 if TYPE_CHECKING:
     from operator_side.drill.findings import KillFinding
@@ -38,18 +26,18 @@ _FAILED_EXIT_CODE = 1
 
 @click.command(
     short_help="Kill your own script at random points, and check that it resumes exactly.",
-    epilog=exit_codes("0 the drill passed", "1 the drill failed")
+    epilog=option.exit_codes("0 the drill passed", "1 the drill failed")
     + examples(
         "holdfast drill -n 2 --kills 3 -- python examples/train_gpt.py --steps 60 --every 5",
         "holdfast drill -n 2 --launcher torchrun -- python examples/train_gpt.py --steps 60 --every 5",
         "holdfast drill -n 2 --with notice --seed 7 --dir drilled -- python examples/train_gpt.py --steps 60 "
         "--every 5",
     ),
-    context_settings=WRAPS_COMMAND,
+    context_settings=option.WRAPS_COMMAND,
 )
-@count("-n --ranks", "Number of training ranks; all run on this machine.", required=True)
-@count("--kills", "How many times the job is killed.", 3)
-@choice(
+@option.count("-n --ranks", "Number of training ranks; all run on this machine.", required=True)
+@option.count("--kills", "How many times the job is killed.", 3)
+@option.choice(
     "--with ways",
     ["notice", "none", "both", "wrapper"],
     "How the job is killed: after a preemption notice to a rank (SIGTERM), without a notice, or both in turn; "
@@ -63,27 +51,27 @@ _FAILED_EXIT_CODE = 1
     show_default=True,
     help="Seed of the random choice of the processes that are killed, and of the steps after which it happens.",
 )
-@file(
+@option.file(
     "--dir folder",
     "New or empty directory for both runs; it is kept. Default: a temporary one, kept if the drill fails.",
 )
-@number(
+@option.number(
     "--notice-seconds",
     "Seconds from a preemption notice to the kill; the kill comes earlier if the checkpoint is staged earlier.",
     30.0,
     least=0.1,
 )
-@number("--seconds-max", "Seconds that the whole drill may take.", 1800.0, least=1)
-@SETTINGS
-@ULFM
-@MPIRUN_OPTIONS
-@choice(
+@option.number("--seconds-max", "Seconds that the whole drill may take.", 1800.0, least=1)
+@option.SETTINGS
+@option.ULFM
+@option.MPIRUN_OPTIONS
+@option.choice(
     "--launcher",
     ["mpirun", "torchrun"],
     "Launcher of the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a standing stager.",
     "mpirun",
 )
-@COMMAND
+@option.COMMAND
 @json_option
 def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **options: Any) -> None:
     """Run COMMAND twice under `holdfast run` or torchrun: once undisturbed, and once killed at random points and
@@ -149,7 +137,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
 
 def _check(options: Mapping[str, Any]) -> None:
     """Refuse what does not go together."""
-    settings_of(options["settings"])
+    option.settings_of(options["settings"])
     if options["launcher"] != "torchrun":
         return
     if options["ways"] == "wrapper":

@@ -97,8 +97,7 @@ def import_state(
             manifest = publish_image(
                 ours,
                 key,
-                source.image(key),
-                _nothing_to_read,
+                source.image(),
                 progress=advance,
                 facts=ManifestFacts(
                     now, now, {"imported": {"from": path.name[:255], "format": source.kind}}, "import"
@@ -124,10 +123,6 @@ def _refuse_beside_others(catalog: Catalog) -> None:
             f"{catalog.store.url}: this run has checkpoints already, the newest of step {newest.step}, and the "
             "imported checkpoint would become the newest; name a new run, or give --force"
         )
-
-
-def _nothing_to_read(*_: object) -> None:
-    raise AssertionError("the image reads by itself")
 
 
 def _say(url: str, manifest: Manifest, source: ImportSource, *, as_json: bool) -> None:

@@ -25,15 +25,9 @@ _log = logging.getLogger("holdfast.cli")
 
 @contextmanager
 def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
-    """Open the partial file, which may have content from an earlier call. An error inside keeps it for the next call.
-
-    On leaving without an error, the file is synced and renamed to `path`, and partial files of other checkpoints for
-    the same path are removed.
-
-    Raises:
-        BusyError: Another process writes the same file.
-        StoreError: Something that is not the caller's own file stands there; it is left as it is.
-        OSError: The file cannot be written.
+    """Open the partial file, which may have content from an earlier call; an error inside keeps it. Without one it is
+    synced and renamed to `path`, and those of other checkpoints for `path` are removed. Raises `BusyError`: another
+    process writes it; `StoreError`: a stranger's file stands there, and stays; `OSError`: it cannot be written.
     """
     part = path.with_name(f".{path.name}.{crc32:08x}-{nbytes}.part")
     fd = _locked(part)
@@ -62,13 +56,7 @@ def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
 
 
 def _locked(part: Path, *, create: bool = True) -> int:
-    """Open and lock the file, which must be the caller's own: others may write into its directory.
-
-    Raises:
-        BusyError: Another process writes it.
-        StoreError: Something else stands there, such as a link; it is left as it is.
-        OSError: It cannot be opened.
-    """
+    """Open and lock it. Raises `BusyError`: another process writes it; `StoreError`: it is not the caller's own."""
     while True:
         fd = _opened(part, create=create)
         try:

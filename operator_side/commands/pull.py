@@ -83,13 +83,9 @@ def pull(
 
 
 def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
-    """Copy the file of `manifest` to `path` and check it. Bytes that an earlier call fetched are not fetched again;
-    returns their number.
-
-    Raises:
-        BusyError: Another process is fetching the same file.
-        DamageError: The bytes differ from those that were written.
-        StoreError: The store failed, or the file cannot be written. The part that was fetched is kept.
+    """Copy the file of `manifest` to `path` and check it; returns the bytes that no earlier call had fetched. Raises
+    `BusyError`: another process fetches it; `DamageError`: the bytes differ; `StoreError`: the part that was fetched
+    stays.
     """
     kept_bytes = 0
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:

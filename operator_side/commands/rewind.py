@@ -175,13 +175,7 @@ def _plan(
 
 
 def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
-    """The checkpoint that `--to` names.
-
-    Raises:
-        ConfigError: It names none.
-        StoreMissing: It does not exist, or it is on an older branch and was not named by its attempt.
-        DamageError: Restore would not use it.
-    """
+    """The checkpoint of `--to`. Raises `ConfigError`, `StoreMissing`; `DamageError`: restore would not use it."""
     try:
         wanted = None if _STEP.fullmatch(to) else CheckpointId.of_label(to)
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -19,25 +20,13 @@ import click
 from holdfast.command.examples import examples
 from holdfast.errors import ConfigError, FencedError, NotDurable, StoreError, StoreMissing, help_for
 from holdfast.notify.notify_options import notify_options
-from operator_side.commands.options import (
-    COMMAND,
-    MPIRUN_OPTIONS,
-    SETTINGS,
-    ULFM,
-    WRAPS_COMMAND,
-    count,
-    exit_codes,
-    file,
-    number,
-    settings_of,
-)
+from operator_side.commands import options as option
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
     from holdfast.notify.notifier import Notifier
     from operator_side.supervise.hosts import Fleet
     from operator_side.supervise.job_processes import JobProcesses
-    from operator_side.supervise.limits import Limits
     from operator_side.supervise.supervisor import Supervisor
     from operator_side.supervise.supervisor_messages import Launch
     from operator_side.supervise.verdict import Verdict
@@ -51,7 +40,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 
 @click.command(
     short_help="Run a training job, and restart it after a preemption.",
-    epilog=exit_codes(
+    epilog=option.exit_codes(
         "0 the job is done, and its newest checkpoint is durable",
         "9 hosts or ranks were lost too often",
         "11 the job is done, but its newest checkpoint is not durable",
@@ -66,40 +55,40 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
         "holdfast run -n 16 --min-ranks 8 --hosts hosts --store /mnt/nfs/run -- python train.py",
         "holdfast run -n 8 --set keep_last=5 --set ring_bytes=8GiB --store s3://bucket/run -- python train.py",
     ),
-    context_settings=WRAPS_COMMAND,
+    context_settings=option.WRAPS_COMMAND,
 )
-@count("-n --ranks", "Number of training ranks that are wanted.", required=True)
-@count(
+@option.count("-n --ranks", "Number of training ranks that are wanted.", required=True)
+@option.count(
     "--min-ranks",
     "Smallest number of training ranks to start with where hosts are missing. Default: the value of --ranks.",
 )
-@click.option(
+@option.choice(
     "--launcher",
-    type=click.Choice(["mpirun", "torchrun"]),
-    default="mpirun",
-    show_default=True,
-    help="Launcher of the ranks. torchrun: on this machine alone, beside a stager of its own; torchrun restarts the "
+    ["mpirun", "torchrun"],
+    "Launcher of the ranks. torchrun: on this machine alone, beside a stager of its own; torchrun restarts the "
     "ranks, and the command prints what several machines need.",
+    "mpirun",
 )
 @click.option("--store", help="URL of the run: a path, s3://bucket/run, or another URL that fsspec knows.")
-@click.option(
+@option.flag(
     "--create",
-    is_flag=True,
-    help="Make the directories above the run's own, too. Without it a path whose parent directory does not exist is "
+    "Make the directories above the run's own, too. Without it a path whose parent directory does not exist is "
     "refused, because its file system may not be mounted.",
 )
-@file(
+@option.file(
     "--hosts --hostfile",
     "File of hosts for training ranks, one `name slots=8` per line; read again every --poll-seconds.",
 )
-@click.option("--slurm", is_flag=True, help="Run the training ranks on the hosts of this Slurm allocation.")
-@file("--cluster", "Run on the machines that `holdfast cluster up` started; the file given to its --from.")
+@option.flag("--slurm", "Run the training ranks on the hosts of this Slurm allocation.")
+@option.file(
+    "--cluster", "Run on the machines that `holdfast cluster up` started; the file given to its --from."
+)
 @click.option("--agent", help="Command that starts another command on a host, in place of ssh.")
 @click.option(
     "--stager-host", help="Name under which the other hosts reach this machine. Default: its host name."
 )
-@ULFM
-@MPIRUN_OPTIONS
+@option.ULFM
+@option.MPIRUN_OPTIONS
 @click.option(
     "--export",
     "exported",
@@ -107,46 +96,46 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     metavar="NAME",
     help="Environment variable to pass on to the other hosts; repeatable.",
 )
-@SETTINGS
-@file(
+@option.SETTINGS
+@option.file(
     "--logs",
     "Directory for status.jsonl, the event log and the output of each rank. Default: one for each run in "
     "~/.local/state/holdfast/runs.",
 )
-@count(
+@option.count(
     "--crashes-max",
     "Give up after this many equal crashes in a row without a newer checkpoint. If they follow the restore of "
     "one checkpoint, that checkpoint is set aside first (--set-aside-max).",
     2,
 )
-@count(
+@option.count(
     "--set-aside-max",
     "Largest number of checkpoints in a row to set aside because of equal crashes after the restore of each; the "
     "next attempt resumes from the checkpoint before. 0: none.",
     2,
     least=0,
 )
-@count(
+@option.count(
     "--restarts-max",
     "Largest number of restarts in a row without a newer checkpoint; after that the command gives up. With --launcher "
     "torchrun: of all restarts, and 3 where it is not given.",
     8,
     least=0,
 )
-@number("--grace-seconds", "Seconds that the ranks have to end after they were told to.", 30.0)
-@number(
+@option.number("--grace-seconds", "Seconds that the ranks have to end after they were told to.", 30.0)
+@option.number(
     "--silent-seconds-max",
     "Seconds that a rank may stay silent after the stager has reported it; then the attempt is ended.",
     30.0,
 )
-@number(
+@option.number(
     "--stall-seconds-max",
     "Seconds without a newly staged checkpoint, after which the attempt is ended. Default: no limit.",
 )
-@number("--hosts-seconds-max", "Seconds to wait until there are enough hosts.", 1800.0)
+@option.number("--hosts-seconds-max", "Seconds to wait until there are enough hosts.", 1800.0)
 @notify_options
-@number("--poll-seconds", "Seconds between two looks at the list of hosts.", 15.0, least=0.05)
-@COMMAND
+@option.number("--poll-seconds", "Seconds between two looks at the list of hosts.", 15.0, least=0.05)
+@option.COMMAND
 def run(command: tuple[str, ...], **options: Any) -> int:
     """Run COMMAND as a training job with a stager, and restart it until it is done.
 
@@ -170,17 +159,6 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     return _run_mpirun(command, options)
 
 
-_LIMITS = (
-    "crashes_max",
-    "set_aside_max",
-    "restarts_max",
-    "grace_seconds",
-    "silent_seconds_max",
-    "stall_seconds_max",
-    "hosts_seconds_max",
-)
-
-
 def _run_mpirun(command: Sequence[str], options: dict[str, Any]) -> int:
     config = _config(options)
     fleet = _fleet(options)
@@ -196,7 +174,7 @@ def _config(options: dict[str, Any]) -> StagerConfig:
     from holdfast.config import StagerConfig
     from holdfast.store import refuse_missing_parent
 
-    config = StagerConfig.from_sources(store=options["store"], **settings_of(options["settings"]))
+    config = StagerConfig.from_sources(store=options["store"], **option.settings_of(options["settings"]))
     refuse_missing_parent(config.store, create=config.create)
     return config
 
@@ -214,12 +192,14 @@ def _supervised(
     from holdfast.telemetry.event_files import EVENTS_NAME
     from operator_side.supervise.core import Core
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
+    from operator_side.supervise.limits import Limits
     from operator_side.supervise.supervisor import FleetWatch, Supervisor, environment_of_job, next_attempt
     from operator_side.supervise.verdict import Cause
 
     events = config.events or logs / EVENTS_NAME
+    given = {one.name: options[one.name] for one in dataclasses.fields(Limits) if one.name in options}
     core = Core(
-        _limits(options),
+        Limits(**given, ranks_min=options["min_ranks"] or options["ranks"]),
         _pause_seconds,
         first_attempt=next_attempt(logs),
         newest_step=_newest_step(config.store),
@@ -237,16 +217,6 @@ def _supervised(
     job = JobProcesses(line, environment_of_job(), files, _relay)
     watch = FleetWatch(fleet, options["poll_seconds"])
     return Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell), job
-
-
-def _limits(options: dict[str, Any]) -> Limits:
-    from operator_side.supervise.limits import Limits
-
-    return Limits(
-        ranks=options["ranks"],
-        ranks_min=options["min_ranks"] or options["ranks"],
-        **{name: options[name] for name in _LIMITS},
-    )
 
 
 def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
@@ -273,7 +243,7 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
     from operator_side.supervise.supervisor import environment_of_job
     from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict
 
-    check_options(settings_of(options["settings"]))
+    check_options(option.settings_of(options["settings"]))
     config = _config(options)
     logs = _logs(options["logs"], config.store)
     with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
@@ -437,19 +407,15 @@ def _mpirun(
 
 
 def _stager_arguments(config: StagerConfig, events: Path, options: dict[str, Any]) -> list[str]:
-    settings = settings_of(options["settings"])
-    return _arguments({**settings, "store": config.store, "events": str(events)})
-
-
-def _arguments(settings: dict[str, str]) -> list[str]:
+    settings = option.settings_of(options["settings"])
     found: list[str] = []
-    for name, value in settings.items():
-        option = f"--{name.replace('_', '-')}"
+    for name, value in {**settings, "store": config.store, "events": str(events)}.items():
+        given = f"--{name.replace('_', '-')}"
         if name in {"verify", "linger", "reuse", "create"}:
             yes = value.lower() in {"1", "true", "yes", "on"}
-            found.append(option if yes else option.replace("--", "--no-", 1))
+            found.append(given if yes else given.replace("--", "--no-", 1))
         else:
-            found += [option, value]
+            found += [given, value]
     return found
 
 

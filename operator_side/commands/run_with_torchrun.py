@@ -21,41 +21,23 @@ from operator_side.supervise.supervisor import environment_of_job
 from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments, torchrun_line
 
 RESTARTS_MAX = 3  # torchrun counts all of them, and not those in a row without progress
-_OF_MPIRUN = {
-    "min_ranks": "--min-ranks",
-    "hosts": "--hosts",
-    "slurm": "--slurm",
-    "cluster": "--cluster",
-    "agent": "--agent",
-    "stager_host": "--stager-host",
-    "ulfm": "--ulfm/--no-ulfm",
-    "mpirun_options": "--mpirun-options",
-    "exported": "--export",
-    "crashes_max": "--crashes-max",
-    "set_aside_max": "--set-aside-max",
-    "silent_seconds_max": "--silent-seconds-max",
-    "stall_seconds_max": "--stall-seconds-max",
-    "hosts_seconds_max": "--hosts-seconds-max",
-    "poll_seconds": "--poll-seconds",
-}
+_OF_HOSTS = ("min_ranks", "hosts", "slurm", "cluster", "agent", "stager_host", "exported", "poll_seconds")
+_OF_MPIRUN = ("ulfm", "mpirun_options", "hosts_seconds_max", "silent_seconds_max", "stall_seconds_max")
+_OF_CRASHES = ("crashes_max", "set_aside_max")
 _OF_STANDING = ("listen", "ranks", "key", "key_file", "tls_cert", "tls_key")
 
 
 def check_options(settings: dict[str, str]) -> None:
-    """Refuse what torchrun on one machine cannot do.
-
-    Args:
-        settings: Settings of the stager, as `--set` names them.
-
-    Raises:
-        ConfigError: An option is mpirun's; a setting is of a stager for several machines; the job has a stager
-            already; or torch is not installed.
+    """Refuse what torchrun on one machine cannot do: mpirun's options, settings for several machines, a second stager,
+    no torch. `settings`: as `--set` names them. Raises `ConfigError`.
     """
     context = click.get_current_context()
-    for name, option in _OF_MPIRUN.items():
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+    refused = {*_OF_HOSTS, *_OF_MPIRUN, *_OF_CRASHES}
+    for one in context.command.params:
+        if one.name in refused and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE:
+            name = "/".join([one.opts[0], *one.secondary_opts])
             raise ConfigError(
-                f"{option}: expected no such option with --launcher torchrun, which starts the ranks of this machine "
+                f"{name}: expected no such option with --launcher torchrun, which starts the ranks of this machine "
                 "and restarts them itself; leave it out, or leave --launcher torchrun out"
             )
     for name in _OF_STANDING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,17 +12,7 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, show
 from holdfast.errors import ConfigError
-from operator_side.commands.options import (
-    ON_DEMAND_PRICE,
-    OVERHEAD_MAX,
-    PROFILE,
-    SPOT_PRICE,
-    STAGER_PRICE,
-    count,
-    file,
-    number,
-    text,
-)
+from operator_side.commands import options as option
 
 if TYPE_CHECKING:
     from operator_side.simulate.profiles import TrainingProfile
@@ -31,17 +22,6 @@ if TYPE_CHECKING:
 
 _SECONDS_MAX = 1e6
 _INTERVAL_MAX = 1e9
-_AS_GIVEN = (
-    "nodes",
-    "nodes_min",
-    "offsets",
-    "seed",
-    "window_hours",
-    "overhead_max",
-    "stager_mtbf_hours",
-    "iterations",
-    "provision_seconds",
-)
 
 
 @click.command(
@@ -54,56 +34,58 @@ _AS_GIVEN = (
     ),
 )
 @click.argument("traces", metavar="[TRACE]...", nargs=-1, type=click.Path(path_type=Path))
-@PROFILE
-@number(
+@option.PROFILE
+@option.number(
     "--iteration-seconds",
     "Seconds of one training iteration. Default: as in the profile.",
     least=1e-6,
     most=1e6,
 )
-@number(
+@option.number(
     "--restart-seconds",
     "Seconds from a loss until the processes of the job run again. Default: as in the profile.",
     most=1e6,
 )
-@count(
+@option.count(
     "--nodes",
     "Largest number of machines that the job uses. Default: the largest number in the trace.",
     most=1_000_000,
 )
-@count("--nodes-min", "Smallest number of machines with which the job trains.", 1)
-@text(
+@option.count("--nodes-min", "Smallest number of machines with which the job trains.", 1)
+@option.text(
     "--every",
     "Checkpoint intervals to compare, in iterations, separated by commas.",
     "1,10,25,50,100,250,1000",
 )
-@text(
+@option.text(
     "--lead-seconds",
     "Seconds between a preemption notice and the loss (0: no notice), separated by commas, such as 0,30,120.",
     "0",
 )
-@count(
+@option.count(
     "--offsets", "Number of windows of a trace that are replayed, each from another offset.", 20, most=10000
 )
-@number("--window-hours", "Length of each replayed window in hours. Default: half of the trace.", above=0)
-@count("--seed", "Seed of the random offsets and of the simulated losses.", 0, least=0)
-@OVERHEAD_MAX
-@SPOT_PRICE
-@ON_DEMAND_PRICE
-@STAGER_PRICE
-@number(
+@option.number(
+    "--window-hours", "Length of each replayed window in hours. Default: half of the trace.", above=0
+)
+@option.count("--seed", "Seed of the random offsets and of the simulated losses.", 0, least=0)
+@option.OVERHEAD_MAX
+@option.SPOT_PRICE
+@option.ON_DEMAND_PRICE
+@option.STAGER_PRICE
+@option.number(
     "--stager-mtbf-hours",
     "Mean hours between losses of the stager's machine. Default: it is never lost.",
     above=0,
 )
-@text(
+@option.text(
     "--mtbf-hours",
     "Mean hours between simulated losses, separated by commas, such as 0.5,2,8; shows the total time for each.",
     "",
 )
-@count("--iterations", "Number of iterations of the training whose total time --mtbf-hours asks for.")
-@number("--provision-seconds", "Seconds until a lost machine is replaced, for --mtbf-hours.", 300.0)
-@file("--figures", "Folder for pictures of the results; needs matplotlib.")
+@option.count("--iterations", "Number of iterations of the training whose total time --mtbf-hours asks for.")
+@option.number("--provision-seconds", "Seconds until a lost machine is replaced, for --mtbf-hours.", 300.0)
+@option.file("--figures", "Folder for pictures of the results; needs matplotlib.")
 @json_option
 def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **options: Any) -> None:
     """Replay each TRACE of preemptions for every way to checkpoint and every interval, and compare the goodput.
@@ -128,13 +110,13 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
     mtbf = options["mtbf_hours"]
     if not traces and not mtbf:
         raise ConfigError("expected a TRACE to replay, or --mtbf-hours for simulated losses, got neither")
+    options["mtbf_hours"] = _numbers("--mtbf-hours", mtbf, least=1e-3, most=_SECONDS_MAX) if mtbf else ()
     plan = StudyPlan(
         _profile(profile, options),
         leads_seconds=_numbers("--lead-seconds", options["lead_seconds"], least=0, most=_SECONDS_MAX),
         intervals=[int(every) for every in _numbers("--every", options["every"], least=1, whole=True)],
         prices=_prices(options),
-        mtbf_hours=_numbers("--mtbf-hours", mtbf, least=1e-3, most=_SECONDS_MAX) if mtbf else (),
-        **{name: options[name] for name in _AS_GIVEN},
+        **{one.name: options[one.name] for one in dataclasses.fields(StudyPlan) if one.name in options},
     )
     replayed = [plan.replay(read_trace(path)) for path in traces]
     totals = plan.totals()
@@ -176,7 +158,7 @@ def _prices(options: dict[str, Any]) -> Prices | None:
 
 
 def _numbers(
-    option: str, text: str, *, least: float, most: float = _INTERVAL_MAX, whole: bool = False
+    name: str, text: str, *, least: float, most: float = _INTERVAL_MAX, whole: bool = False
 ) -> Sequence[float]:
     try:
         found = sorted({int(part) if whole else float(part) for part in text.split(",")})
@@ -184,7 +166,7 @@ def _numbers(
         found = []
     if not found or not all(least <= number <= most for number in found):
         kind = "whole numbers" if whole else "numbers"
-        raise ConfigError(f"{option} {text}: expected {kind} from {least:g} to {most:g}, separated by commas")
+        raise ConfigError(f"{name} {text}: expected {kind} from {least:g} to {most:g}, separated by commas")
     return found
 
 

@@ -14,10 +14,17 @@ from rich.text import Text
 
 from holdfast.command.output import plain, seconds, size, table
 from holdfast.telemetry.status_document import RankStatus, StatusLine
-from operator_side.page.words import dollars
+from operator_side.page.words import dollars, plural
 from operator_side.status.ring_files import RingCheckpoint
 from operator_side.status.run_status import LEVELS, RunStatus, Timings
-from operator_side.status.status_text import age, head_lines, line_text, lost_steps, resumes_from
+from operator_side.status.status_text import (
+    age,
+    head_lines,
+    interval_lines,
+    line_text,
+    lost_steps,
+    resumes_from,
+)
 
 _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -52,7 +59,7 @@ def _parts(
     status: RunStatus, ascii_only: bool, shown: tuple[int, int, int], *, without: Sequence[str] = ()
 ) -> list[RenderableType]:
     ranks, flights, lines = shown
-    idle = bool(status.waits_at) and not status.flights
+    idle = not status.is_running and not status.flights
     loss: list[RenderableType] = [] if idle else [_loss(status), Text()]
     found: list[RenderableType] = [*_head(status), Text(), _levels(status), Text(), *loss]
     rest: dict[str, list[RenderableType]] = {
@@ -136,6 +143,9 @@ def _flights(status: RunStatus, ascii_only: bool, shown: int) -> list[Renderable
     found: list[RenderableType] = [Text(), rows]
     if len(status.flights) > shown:
         found.append(Text(f"and {len(status.flights) - shown} older checkpoints in flight"))
+    if status.shares:
+        each = ", ".join(f"{share.share} {share.state}" for share in status.shares)
+        found.append(Text(f"shares of step {status.shares[0].step}: {plain(each)}"))
     held = next((flight for flight in status.flights if flight.held), None)
     if held is not None:
         found.append(Text(f"the store fails: {plain(held.held)}", style="yellow"))
@@ -164,12 +174,7 @@ def _timings(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
             rows.add_row(name, _short(timings.last), _short(timings.median), _sparks(timings, ascii_only))
         found = [Text(), rows]
     if status.interval is not None:
-        every = status.interval
-        found.append(
-            Text(f"interval: every {every.steps} steps or {seconds(every.seconds)}, from the last two saves")
-        )
-        if every.why:  # the reason begins with the steps, which the line above has
-            found.append(Text(f"  auto: {plain(every.why).removeprefix(f'every {every.steps} steps: ')}"))
+        found += [Text(plain(line)) for line in interval_lines(status.interval)]
     return found
 
 
@@ -199,7 +204,7 @@ def _ranks(status: RunStatus, shown: int) -> list[RenderableType]:
     if more > 0:
         steps = {rank.step for rank in rest}
         at = f", at step {steps.pop()}" if len(steps) == 1 and None not in steps and len(rest) == more else ""
-        found.append(Text(f"and {more} more ranks, in no worse state{at}"))
+        found.append(Text(f"and {plural(more, 'more rank')}, in no worse state{at}"))
     return found
 
 

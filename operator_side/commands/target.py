@@ -57,9 +57,7 @@ class Target(NamedTuple):
 
 
 def _see_that_it_answers(store: Store) -> None:
-    """Say a wrong endpoint or a store that hangs in seconds: later calls wait and are tried again for minutes. Raises
-    `StoreError`: the store refuses, cannot be reached, or has not answered after `_ANSWER_SECONDS_MAX`.
-    """
+    """Say a wrong endpoint or a hanging store in seconds: later calls try for minutes. Raises `StoreError`."""
     answer: futures.Future[None] = futures.Future()
 
     def check() -> None:
@@ -81,10 +79,7 @@ def _see_that_it_answers(store: Store) -> None:
 
 
 def parse_target(text: str) -> Target:
-    """Split `URL@123` or `URL@latest`; any other text is a URL without a step.
-
-    A run whose own name ends in `@` and digits must be written with `@latest` after it.
-    """
+    """Split `URL@123` or `URL@latest`; other text is a URL. A name that ends in `@` and digits needs `@latest`."""
     match = _STEP.fullmatch(text)
     if match is None:
         return Target(text, None)

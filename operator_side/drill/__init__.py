@@ -4,9 +4,8 @@
       │  └─ drilled run ── events, status, diary of the ranks ──► kill_plan ── Strike, GiveNotice ──► it
       └─ findings (pure): resumed, lost, recovery, samples ◄── events, status, diary      compare ◄── both stores
 
-run_drill, kill_plan                  runs the script twice, with kills drawn from a seed
+run_drill, kill_plan                  runs the script twice, with kills drawn from a seed, and shows how far it is
 drill_run, torchrun_run               one run: `holdfast run`, with mpirun or with torchrun
-run_progress                          the progress that is shown meanwhile
 findings, batches                     the finding of each kill; the batches that a resumed run trained on
 seeding                               the calls that make a script deterministic, where its runs differ before any kill
 compare, measured_times, values       checkpoints compared value by value; times that a clock measured

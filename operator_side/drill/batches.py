@@ -38,15 +38,9 @@ _OTHER = (
 def name_other_batches(
     findings: Sequence[KillFinding], struck: Sequence[Struck], reference: Lines, drilled: Lines
 ) -> None:
-    """Say of each kill whether training has gone on with another batch, from a state that was equal.
-
-    Later kills cannot be judged, because the state then differs.
-
-    Args:
-        findings: Facts on each kill; its `wrong` gets the sentence as its first.
-        struck: The kills, in the same order.
-        reference: Diary of the undisturbed run.
-        drilled: Diary of the run with kills.
+    """Say in the `wrong` of each kill whether training went on with another batch from an equal state; later kills
+    cannot be judged, because the state then differs. `findings`, `struck`: the kills, in the same order. `reference`,
+    `drilled`: the diaries.
     """
     want = _batches(reference)
     for number, (finding, one) in enumerate(zip(findings, struck, strict=True)):

@@ -23,16 +23,12 @@ _NUMBER = re.compile(r"(?<=/)\d+(?=/)")  # of an entry of a log
 
 
 class Difference(NamedTuple):
-    """A value that differs: its name, and the two values (for a tensor, the CRC-32).
-
-    Attributes:
-        is_measured: By a clock, so that it differs in any two runs.
-    """
+    """A value that differs: its name, and the two values (for a tensor, the CRC-32)."""
 
     path: str
     was: str
     became: str
-    is_measured: bool = False
+    is_measured: bool = False  # by a clock, so that it differs in any two runs
 
     def __str__(self) -> str:
         short = (
@@ -52,14 +48,8 @@ class Compared(NamedTuple):
 
 
 def constants(files: Sequence[Compared], before_step: int) -> set[str]:
-    """Names of values that never change within a run, but differ between the runs.
-
-    Examples are a random generator that is neither seeded nor used, and a time of start. Such a value is correct if
-    no kill has changed it.
-
-    Args:
-        files: All comparisons.
-        before_step: The step after which the first kill came; at least one file must be from before it.
+    """Names of values that never change within a run but differ between the runs, as an unseeded generator or a start
+    time: correct unless a kill has changed them. `before_step`: the first kill came after it; a file is from before it.
     """
     if not any(one.step <= before_step for one in files):
         return set()
@@ -71,12 +61,7 @@ def constants(files: Sequence[Compared], before_step: int) -> set[str]:
 
 
 def compare(reference: Store, drilled: Store) -> list[Compared]:
-    """Compare every file of the drilled run whose step the reference has, in the order of steps.
-
-    Raises:
-        StoreError: A store failed.
-        DamageError: A file cannot be read.
-    """
+    """Compare every file whose step both runs have, in order. Raises `DamageError`: a file cannot be read."""
     expected = {item.step: item.manifest for item in Catalog(reference).list() if item.manifest is not None}
     found = []
     for item in Catalog(drilled).list():

@@ -16,22 +16,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from holdfast.errors import PeerLost
+from holdfast.process import parent_of, running_processes
 from holdfast.supervised import DIARY_VARIABLE
 from holdfast.telemetry.event_follower import Follower
 from operator_side.drill.kill_plan import Kill, KillTarget
-from operator_side.supervise.attempt import processes_of_session, stat_fields
+from operator_side.supervise.attempt import processes_of_session
 from operator_side.supervise.supervisor import environment_of_job
 from operator_side.supervise.tied import tied
 
 _END_SECONDS = 60.0
 _TORCHRUN_FAILS = re.compile(r"^[EW]\d{4} [\d:.]+ \d+ \S*torch/distributed/elastic", re.MULTILINE)
-_PARENT_FIELD = 1  # of `stat_fields`
 # A drill must not touch the store, logs and tiers of the user's own run, and tells nobody of its kills.
 _LEFT_OUT = (
     "HOLDFAST_STORE",
@@ -47,28 +47,20 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Setup:
-    """The job of a drill.
-
-    Attributes:
-        notice_seconds: Time from a notice to the kill, as told to the ranks.
-    """
+    """The job of a drill."""
 
     command: Sequence[str]
     ranks: int
     settings: Sequence[str]
     options: Sequence[str] = ()
-    notice_seconds: float = 30.0
+    notice_seconds: float = 30.0  # time from a notice to the kill, as told to the ranks
     gives_notice: bool = False
     launcher: str = "mpirun"
 
 
 class DrillRun:
-    """A running `holdfast run`, which restarts the job by itself and writes `status.jsonl`.
-
-    On leaving the context, none of its processes runs any more.
-
-    Args:
-        kills: How many restarts there are to be; 0: the first failure ends the run.
+    """A running `holdfast run`, which restarts the job and writes `status.jsonl`; no process outlives the context.
+    `kills`: restarts to come; 0: the first failure ends the run.
     """
 
     def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
@@ -177,12 +169,8 @@ class DrillRun:
     def _ranks(self) -> list[int]:
         return [pid for rank in range(self._setup.ranks) for pid in self._rank(rank)]
 
-    def _children(self) -> Iterator[int]:
-        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        return (pid for pid in pids if parent_of(pid) == self._process.pid)
-
     def _launcher(self) -> list[int]:
-        return list(self._children())
+        return [pid for pid in running_processes() if parent_of(pid) == self._process.pid]
 
     def _stager(self) -> list[int]:
         launchers = self._launcher()
@@ -208,12 +196,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
         process.wait()
-
-
-def parent_of(pid: int) -> int:
-    """The process that started this one; 0 if it is gone."""
-    fields = stat_fields(pid)
-    return int(fields[_PARENT_FIELD]) if fields else 0
 
 
 def is_stager(pid: int) -> bool:

@@ -29,26 +29,19 @@ class Struck(NamedTuple):
 
 @dataclass
 class KillFinding:
-    """The result of one kill.
-
-    Attributes:
-        last_step: Last step before the kill, of the rank that was furthest.
-        resumed_from: Step of the checkpoint from which training resumed; -1: the beginning; None: it did not resume.
-        staged_step: Newest step that was staged before the kill.
-        lost_seconds: Seconds that these steps had taken before the kill.
-        phases: Seconds from the kill to each mark of the resumption (`lost_seconds`, …), and `seconds` in all.
-        notice: Result of the notice; empty without a notice.
-        compared: Steps whose files were compared with the reference, until the next kill.
-    """
+    """The result of one kill."""
 
     kill: Kill
-    last_step: int = -1
+    last_step: int = -1  # last step before the kill, of the rank that was furthest
+    # step of the checkpoint from which training resumed; -1: the beginning; None: it did not resume
     resumed_from: int | None = None
-    staged_step: int = -1
+    staged_step: int = -1  # newest step that was staged before the kill
     lost_steps: int = 0
-    lost_seconds: float = 0.0
+    lost_seconds: float = 0.0  # seconds that these steps had taken before the kill
+    # seconds from the kill to each mark of the resumption (`lost_seconds`, …), and `seconds` in all
     phases: dict[str, float] = field(default_factory=dict)
-    notice: str = ""
+    notice: str = ""  # result of the notice; empty without a notice
+    # steps whose files were compared with the reference, until the next kill
     compared: list[int] = field(default_factory=list)
     unequal: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -60,15 +53,11 @@ class KillFinding:
 
 
 class Samples(NamedTuple):
-    """Numbers of samples of all ranks, over the steps that count.
-
-    Attributes:
-        repeated: Samples that the drilled run trained on more often than the reference.
-    """
+    """Numbers of samples of all ranks, over the steps that count."""
 
     trained: int
     skipped: int
-    repeated: int
+    repeated: int  # samples that the drilled run trained on more often than the reference
 
 
 def examine(
@@ -184,10 +173,7 @@ def shortened(names: Sequence[Difference]) -> str:
 
 
 def samples(reference: Lines, drilled: Lines) -> Samples | None:
-    """Compare the samples of the two runs, over the steps up to the one from which the next attempt resumed.
-
-    None: the script's data was not seen.
-    """
+    """Compare the samples of the runs up to the step that the next attempt resumed from. None: no data was seen."""
     want, got = (_each(Counter(_counted(diary))) for diary in (reference, drilled))
     if not want and not got:
         return None
@@ -196,10 +182,7 @@ def samples(reference: Lines, drilled: Lines) -> Samples | None:
 
 
 def counters(reference: Lines, drilled: Lines) -> list[str]:
-    """Numbers on modules that differ between the runs at their last steps, each with both values.
-
-    No checkpoint has them, so a resume begins them from the script's own values.
-    """
+    """Numbers on modules, which no checkpoint has, that differ between the runs at their last steps: both values."""
     (last, want), (drilled_last, got) = _counters(reference), _counters(drilled)
     if last != drilled_last:
         return []

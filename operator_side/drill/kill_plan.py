@@ -33,21 +33,14 @@ _WITHOUT_NOTICE = [KillTarget.RANK, KillTarget.RANKS, KillTarget.STAGER, KillTar
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill.
+    """One kill."""
 
-    Attributes:
-        number: Number of the kill, from 1.
-        notice: Whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over.
-        rank: The rank that is killed, if it is one rank, or the rank whose wrapper is killed.
-        part: Share of a step, below 1, by which it comes later.
-    """
-
-    number: int
+    number: int  # number of the kill, from 1
     target: KillTarget
-    notice: bool
-    rank: int
+    notice: bool  # whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over
+    rank: int  # the rank that is killed, if it is one rank, or the rank whose wrapper is killed
     after_step: int
-    part: float
+    part: float  # share of a step, below 1, by which it comes later
 
     @property
     def what(self) -> str:
@@ -62,11 +55,7 @@ class Kill:
 
 
 def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
-    """Draw the kills. The same arguments give the same kills.
-
-    Raises:
-        ConfigError: The run has too few checkpoints.
-    """
+    """Draw the kills. The same arguments give the same kills. Raises `ConfigError`: the run has too few checkpoints."""
     random_ = random.Random(seed)  # noqa: S311 - has to be repeatable
     gaps = list(itertools.pairwise(sorted(set(checkpoints))))
     if len(gaps) < kills:

@@ -12,37 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-_LOGS = frozenset(
-    {
-        "log",
-        "logs",
-        "logged",
-        "logger",
-        "history",
-        "histories",
-        "metrics",
-        "performance",
-        "perf",
-        "timer",
-        "timers",
-    }
-    | {"timing", "timings", "throughput", "speed"}
+_LOGS = re.compile(
+    r"logs?|logged|logger|history|histories|metrics|perf(ormance)?|timers?|timings?|throughput|speed"
 )
-_TIMES = frozenset(
-    {
-        "time",
-        "times",
-        "runtime",
-        "walltime",
-        "wallclock",
-        "clock",
-        "date",
-        "datetime",
-        "timestamp",
-        "timestamps",
-    }
-    | {"second", "seconds", "sec", "secs", "s", "ms", "us", "msec", "minutes", "hours", "elapsed", "duration"}
-    | {"durations", "latency", "eta", "throughput", "speed", "mfu", "tflops", "sps", "tps", "fps", "qps"}
+_TIMES = re.compile(
+    r"times?|runtime|walltime|wallclock|clock|date|datetime|timestamps?|sec(ond)?s?|s|[mu]s|msec|minutes|hours|elapsed|"
+    r"durations?|latency|eta|throughput|speed|mfu|tflops|[stfq]ps"
 )
 _COUNTED = re.compile(r"time_?steps?")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -56,12 +31,12 @@ def is_measured(path: str, beside: Collection[str]) -> bool:
     place, _, name = path.rpartition("/")
     if name == "elapsed" or "time_elapsed" in path.split("/"):  # Lightning's Timer
         return True
-    if _LOGS.isdisjoint(_words(place)):
+    if not _any_word(place, _LOGS):
         return False
     if name in _OF_THE_PROCESS:
         return f"{place}/{_OF_THE_PROCESS[name]}" in beside
-    return not (_COUNTED.search(name.lower()) or _TIMES.isdisjoint(_words(name)))
+    return _any_word(name, _TIMES) and not _COUNTED.search(name.lower())
 
 
-def _words(text: str) -> set[str]:
-    return {word.lower() for word in _WORDS.findall(text)}
+def _any_word(text: str, kind: re.Pattern[str]) -> bool:
+    return any(kind.fullmatch(word.lower()) for word in _WORDS.findall(text))

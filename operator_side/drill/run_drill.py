@@ -6,7 +6,7 @@ The folder of a drill has `reference/` and `drilled/`, each with a store, logs a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,34 +19,30 @@ from operator_side.drill.compare import Compared, compare, constants
 from operator_side.drill.drill_run import DrillRun, Setup, wait_until
 from operator_side.drill.findings import KillFinding, Samples, Struck, counters, examine, samples, shortened
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
-from operator_side.drill.run_progress import RunProgress, number_of_steps
 from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.torchrun_run import TorchrunRun
 
+PROGRESS_SECONDS = 10.0  # between two lines
 _ANSWERS = {"emergency_staged", "emergency_failed"}
 _RUNS: Mapping[str, type[DrillRun]] = {"mpirun": DrillRun, "torchrun": TorchrunRun}
 
 
 @dataclass
 class DrillOutcome:
-    """The result of a drill.
-
-    Attributes:
-        before: Files from before the first kill that differ: the script itself is not deterministic.
-        constant: Names of values that differ between the runs, but never change within a run.
-        samples: Comparison of the samples; None: they were not seen.
-        counters: Numbers on modules that no checkpoint has, and that a resume did not bring back.
-        measured: Names of values that were not compared, since a clock has measured them.
-    """
+    """The result of a drill."""
 
     planned: list[Kill]
     findings: list[KillFinding] = field(default_factory=list)
     files: list[Compared] = field(default_factory=list)
+    # files from before the first kill that differ: the script itself is not deterministic
     before: list[Compared] = field(default_factory=list)
+    # names of values that differ between the runs, but never change within a run
     constant: set[str] = field(default_factory=set)
-    samples: Samples | None = None
+    samples: Samples | None = None  # comparison of the samples; None: they were not seen
+    # numbers on modules that no checkpoint has, and that a resume did not bring back
     counters: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    # names of values that were not compared, since a clock has measured them
     measured: set[str] = field(default_factory=set)
 
     @property
@@ -78,20 +74,9 @@ def run_drill(
     seconds_max: float,
     say: Callable[[str], None],
 ) -> DrillOutcome:
-    """Play a drill.
-
-    Args:
-        setup: The job.
-        folder: New or empty folder.
-        kills: Number of kills.
-        ways: `notice`, `none`, `both` or `wrapper`.
-        seed: Seed of the random choice of kills.
-        seconds_max: Seconds that the whole drill may take.
-        say: Called with a line of text for each thing that happens.
-
-    Raises:
-        ConfigError: The script cannot be drilled: it fails by itself, or saves too seldom.
-        PeerLost: The drill took too long, or the job did not answer.
+    """Play a drill in a new or empty `folder`. `ways`: `notice`, `none`, `both` or `wrapper`. `seconds_max`: for all of
+    it. `say`: called with a line for each thing that happens. Raises `ConfigError`: the script fails by itself, or
+    saves too seldom; `PeerLost`: the drill took too long, or the job did not answer.
     """
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
@@ -261,3 +246,30 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
         except HoldfastError as error:
             faults = [str(error)]
         outcome.wrong += faults
+
+
+def number_of_steps(steps: Collection[int]) -> int:
+    """How many steps a run did; at least one. Lightning's callback leaves numbers out, as at the end of an epoch."""
+    return max(steps) + (1 if min(steps) == 0 else 0)
+
+
+class RunProgress:
+    """`now`: seconds of a clock that only goes forward. `steps`: of the whole run; 0: not known."""
+
+    def __init__(self, run: str, say: Callable[[str], None], now: float, *, steps: int = 0) -> None:
+        self._run, self._say, self._steps = run, say, steps
+        self._began_at = self._said_at = now
+        self._step = self._said_step = -1
+
+    def look(self, diary: Iterable[Mapping[str, Any]], now: float) -> None:
+        """Take the new lines of the diary; say the first step at once, and how far it is every ten seconds."""
+        for line in diary:
+            if "step" in line:
+                self._step = int(line["step"])
+        is_first = self._said_step < 0 <= self._step
+        if not is_first and now < self._said_at + PROGRESS_SECONDS:
+            return
+        self._said_at, self._said_step = now, self._step
+        of = f" of {self._steps}" if self._steps else ""
+        where = f"step {self._step}{of} is done" if self._step >= 0 else "no step is done yet"
+        self._say(f"{self._run}: {where}, {now - self._began_at:.0f} s after its start")

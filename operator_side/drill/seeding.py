@@ -25,12 +25,7 @@ _PAGE = "docs/drill.md#a-script-that-is-not-deterministic"
 
 
 def advice_on_seeding(reference: Lines, drilled: Lines) -> str:
-    """A sentence that names the calls which make the two runs equal before any kill.
-
-    Args:
-        reference: Diary of the undisturbed run.
-        drilled: Diary of the run with kills.
-    """
+    """A sentence that names the calls which make the two runs, by their diaries, equal before any kill."""
     want, got = _first_batches(reference), _first_batches(drilled)
     ranks = want.keys() & got.keys()
     differ = sorted(rank for rank in ranks if want[rank] != got[rank])

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from operator_side.drill.drill_run import DrillRun, Setup, is_stager, parent_of
+from holdfast.process import parent_of
+from operator_side.drill.drill_run import DrillRun, Setup, is_stager
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 # torchrun sends SIGTERM to the workers that are left when one has died. Where that is a notice they wait for a step
@@ -104,4 +105,4 @@ class TorchrunRun(DrillRun):
         return [parent for parent in parents if parent > 1]
 
     def _stager(self) -> list[int]:
-        return [pid for pid in self._children() if is_stager(pid)]
+        return [pid for pid in super()._launcher() if is_stager(pid)]

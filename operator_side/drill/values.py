@@ -63,11 +63,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
-    """The values of a data.pkl by path. Tensors are described without their bytes.
-
-    Raises:
-        DamageError: The file is not a pickle.
-    """
+    """The values of a data.pkl by path; tensors without their bytes. Raises `DamageError`: it is no pickle."""
     try:
         return _priced(_leaves("", _tree(pickled)), len(pickled))
     except Exception as error:  # whatever a damaged pickle raises

@@ -41,7 +41,7 @@ def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
         run=cut(facts.run, _URL_CHARACTERS_MAX),
         made_at=moment(made_at_unix),
         sources=_sources(facts),
-        tiles_of_run=[*run_tiles(facts), last_good_tile(facts)],
+        tiles_of_run=run_tiles(facts, last_good_tile(facts)),
         happened=what_happened(facts),
         hints=look_at(facts),
         parts=PARTS,

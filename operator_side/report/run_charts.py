@@ -98,7 +98,14 @@ def goodput_chart(goodput: Goodput) -> Chart:
             text = f"{name}: {brief(value)}, {share(value, goodput.total_seconds)}"
             series.append(Series(name, _PART_COLOURS[name], [Span("time", at, at + value, text)]))
             at += value
-    return Chart("goodput", "The parts of the time; the table has them.", "seconds", series, lanes=["time"])
+    return Chart(
+        "goodput",
+        "The parts of the time; the table has them.",
+        "seconds",
+        series,
+        lanes=["time"],
+        x_title="time by its use",
+    )
 
 
 def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
@@ -109,10 +116,12 @@ def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
         points = [(step, value) for step, value in said if value is not None and value > 0]
         series.append(Series(name, colour, points=points))
     text = "How long each checkpoint stalled training, and took to become staged and durable."
-    return Chart("durations", text, "step", series, y="seconds", x_title="step", is_logarithmic=True)
+    return Chart(
+        "durations", text, "step", series, y="seconds", x_title="step", y_title="time", is_logarithmic=True
+    )
 
 
 def losses_chart(losses: Sequence[tuple[float, float]]) -> Chart:
     """The training loss over the steps that logged one."""
     series = [Series("loss", "training", points=losses)]
-    return Chart("losses", "The loss over the steps.", "step", series, x_title="step")
+    return Chart("losses", "The loss over the steps.", "step", series, x_title="step", y_title="loss")

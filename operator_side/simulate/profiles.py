@@ -98,9 +98,7 @@ class TrainingProfile(BaseModel):
 
 
 def load_profile(path: Path) -> TrainingProfile:
-    """Read a profile from its own file, or from a document of `holdfast simulate --json`. Raises `ConfigError`: the
-    file cannot be read, or values are missing or wrong; the message names each.
-    """
+    """Read a profile from its file or from `holdfast simulate --json`. Raises `ConfigError`: names each wrong value."""
     document = _json(path)
     if isinstance(document, dict) and isinstance(document.get("profile"), dict):
         document = document["profile"]
@@ -116,11 +114,9 @@ def load_profile(path: Path) -> TrainingProfile:
 
 
 def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
-    """The medians of one run of `make bench BENCH=makespan` that `make figures` left in the tree.
-
-    `torch.load` stands for the restore of every way but holdfast. None was measured from the stager's node, so that one
-    counts as long as from the store. Raises `ConfigError`: the figures are missing or incomplete; the message asks for
-    `--profile`.
+    """The medians of `make bench BENCH=makespan` that `make figures` left in the tree. `torch.load` stands for the
+    restore of every way but holdfast; none was measured from the stager's node: as long as from the store. Raises
+    `ConfigError`: figures are missing; the message asks for `--profile`.
     """
     try:
         run = _json(folder / "makespan.json")

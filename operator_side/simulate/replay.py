@@ -5,7 +5,7 @@
        └───────────────────────── at once, or when enough have come ───────────────────────────────────────────┘
 
 Between two events nothing is decided, so a stretch is one formula (timeline.py); the loop is over events alone.
-ConcurrencyLimit are arrays of shape (strategy and interval, window).
+States are arrays of shape (lane, window); a lane is a strategy and an interval.
 
 Rules, which tests/unit/operator_side/simulate/reference.py walks through one by one:
  1. A loss of any machine, or of the stager's node where there is one, ends the job. Checkpoints that

@@ -64,11 +64,9 @@ def staged_seconds(image_bytes: int, ring_bytes: int, in_rate: float, out_rate: 
 
 
 def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: int) -> RingSize:
-    """Choose the ring for a stager with `memory_bytes` of memory.
-
-    Twice the image where there is room: then the next checkpoint comes in while a slow store still takes the last one,
-    and a restart finds one whole. Else the image once. Else all the room there is, and the rest streams through. Raises
-    `ConfigError`: a rate is not more than 0, or the smallest ring does not fit; the message says what is needed.
+    """Choose the ring for a stager with `memory_bytes`: two images where there is room (the next comes in while a slow
+    store takes the last, and a restart finds one whole), else one, else all the room. Raises `ConfigError`: a rate is
+    not more than 0, or the smallest ring does not fit.
     """
     for name, rate in (("into the stager", in_rate), ("into the store", out_rate)):
         if not 0 < rate < math.inf:
@@ -134,20 +132,14 @@ def machine(name: str) -> Machine:
 def stagers_needed(
     image_bytes: int, interval_seconds: float, one: Machine, store_rate: float = math.inf
 ) -> int:
-    """How many such machines take in an image each interval, where the store gives each of them `store_rate`.
-
-    A run has one stager. If more are needed, checkpoints must come less often, or go another way.
-    """
+    """How many such machines take in an image each interval, where the store gives each `store_rate`. A run has one."""
     if not 0 < interval_seconds < math.inf:
         raise ConfigError(f"interval: expected more than 0 s, got {interval_seconds:g}")
     return math.ceil(image_bytes / (interval_seconds * min(one.rate, store_rate)))
 
 
 def least_machine(image_bytes: int, interval_seconds: float, store_rate: float = math.inf) -> Machine | None:
-    """The smallest machine that takes in an image each interval and has room for a ring of one image; None if none is.
-
-    Where no machine has that room, the smallest that is fast enough: the image then streams through its ring.
-    """
+    """The smallest machine that is fast enough, with room for one image if any has it; None if none is fast enough."""
     fast = [one for one in STAGERS if stagers_needed(image_bytes, interval_seconds, one, store_rate) == 1]
     roomy = [one for one in fast if one.memory_bytes - _BESIDE_RING_BYTES >= image_bytes]
     return next(iter(roomy or fast), None)

@@ -14,9 +14,7 @@ _SIZE_INCHES = (7.0, 4.0)
 
 
 def draw_goodput(rows: Sequence[StrategyGoodput], name: str, folder: Path) -> Path:
-    """Goodput by interval, one line for each strategy with the least and the greatest of the windows. Raises
-    `ConfigError`: matplotlib is not installed, or the folder cannot be written.
-    """
+    """Goodput by interval, a line per strategy with the windows' least and greatest. Raises `ConfigError`."""
     series: dict[str, list[tuple[float, Spread]]] = {}
     for row in rows:
         series.setdefault(row.strategy.name, []).append((row.every, row.share))

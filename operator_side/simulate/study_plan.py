@@ -93,9 +93,7 @@ class StudyPlan:
         )
 
     def totals(self) -> list[Total]:
-        """The best interval of each strategy at each MTBF; nothing without an MTBF. Raises `ConfigError`: the job's
-        size is not known, or there are more losses than can be replayed.
-        """
+        """The best interval of each strategy at each MTBF. Raises `ConfigError`: no job size, or too many losses."""
         found: list[Total] = []
         for mtbf in self.mtbf_hours:
             if self.nodes is None or self.iterations is None:

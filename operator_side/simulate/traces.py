@@ -60,9 +60,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace in any of the three forms. Raises `ConfigError`: the file cannot be read or has another form, or a
-    line is wrong; the message names file and line.
-    """
+    """Read a trace in any of the three forms. Raises `ConfigError`: unreadable or wrong; names file and line."""
     try:
         if path.stat().st_size > _TRACE_BYTES_MAX:
             raise ConfigError(

@@ -39,32 +39,24 @@ _OFFSETS = 20
 
 @dataclass(frozen=True)
 class Question:
-    """The facts and wishes that settings are chosen from; the options of `holdfast tune` say what each means.
+    """The facts and wishes that settings are chosen from; the options of `holdfast tune` say what each means."""
 
-    Attributes:
-        profile: Measured figures. Strategies whose name begins with `strategy` count; where they were measured with
-            different numbers of checkpoints in flight, the best number is taken.
-        trace, mtbf_hours: How often machines are lost; one of the two.
-        nodes: None: as many as the trace ever has, or 1.
-        image_bytes: None: no ring is chosen.
-        stager: The stager's machine; None: one is chosen.
-        store_rate: Bytes per second into the store; None: as measured.
-    """
-
+    # measured figures. Strategies whose name begins with `strategy` count; where they were measured with different
+    # numbers of checkpoints in flight, the best number is taken.
     profile: TrainingProfile
-    trace: Trace | None = None
+    trace: Trace | None = None  # trace, mtbf_hours: how often machines are lost; one of the two
     mtbf_hours: float | None = None
     strategy: str = "holdfast"
-    nodes: int | None = None
+    nodes: int | None = None  # None: as many as the trace ever has, or 1
     spot_dollars: float | None = None
     stager_dollars: float = 0.0
     overhead_max: float = 0.03
     lead_seconds: float = 0.0
     ranks: int | None = None
-    image_bytes: int | None = None
-    stager: Machine | None = None
+    image_bytes: int | None = None  # None: no ring is chosen
+    stager: Machine | None = None  # the stager's machine; None: one is chosen
     stager_memory_bytes: int | None = None
-    store_rate: float | None = None
+    store_rate: float | None = None  # bytes per second into the store; None: as measured
     store: str | None = None
 
 

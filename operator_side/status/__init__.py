@@ -4,8 +4,9 @@
     flusher ─┤ bounded lists (status_document.py, beside it)
     ring ────┤ ring_files.py: journal and records, read as files, whether or not anybody lives
     store ───┴► run_watch.py ─► run_status.py: the state of the run ─► operator_side/commands/status_output.py,
-                  │               └ loss.py: the loss if the run      │ operator_side/live (`--web`)
-                  │                 were killed now                   └ status_text.py: the words of both
+                  │               ├ share_progress.py: of several     │ operator_side/live (`--web`)
+                  │               │  stagers                          └ status_text.py: the words of both
+                  │               └ loss.py: the loss if the run were killed now
 
 docs/status.md says what each word means; reasons in docs/design/015-tools-read-evidence.md.
 """

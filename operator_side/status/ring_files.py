@@ -27,7 +27,7 @@ from holdfast.image.layout import Layout
 from holdfast.ring.directory import check_private_directory, open_private_file
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Journal, SlotState
 from holdfast.ring.ring import checkpoint_names, read_checkpoint
-from holdfast.ring.side_files import SourceFiles, read_side_file
+from holdfast.ring.side_files import SourceFiles, read_side_file, read_writers
 
 _PART = re.compile(rb'[0-9a-f]{8} \{"part":(\d{1,19}),')
 _PART_BYTES = re.compile(rb'"part_bytes":(\d{1,19})[,}]')
@@ -58,6 +58,7 @@ class RingLook:
     chunks: dict[str, int]  # name of a state → number
     checkpoints: tuple[RingCheckpoint, ...]
     trouble: str = ""
+    writers: int = 1  # how many flushers write its oldest checkpoint
 
 
 class RingFiles:
@@ -107,6 +108,7 @@ class RingFiles:
             counts,
             tuple(found),
             "; ".join(troubles),
+            read_writers(self._directory, found[0].attempt) if found else 1,
         )
 
     def _checkpoint(

@@ -26,6 +26,7 @@ from holdfast.telemetry.status_document import (
 )
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingLook
+from operator_side.status.share_progress import ShareLook, ShareProgress, share_progress
 
 LEVELS = ("staged", "durable", "verified")
 _HISTORY = 32  # values of each timing
@@ -81,6 +82,7 @@ class RunStatus:
 
     Attributes:
         waits_at: HOST:PORT of a standing stager that has no job; else empty.
+        shares: Of the newest of `flights`, where several stagers write one file.
         resume: How the first step after the last resume compares with that of the run before: `verified resume`,
             `differs` or `not proven`; empty where nothing was resumed. `resume_text`: the same as a sentence.
     """
@@ -102,6 +104,7 @@ class RunStatus:
     loss_node: Lost
     ring: RingLook | None
     flights: tuple[RingCheckpoint, ...]
+    shares: tuple[ShareProgress, ...]
     pgt1: Timings
     pgt2: Timings
     stall: Timings
@@ -155,6 +158,7 @@ class RunEvidence:
     flusher_said: StatusDocument | None = None
     stager_said: StatusDocument | None = None
     ring: RingLook | None = None
+    others: Sequence[ShareLook] = ()  # more stagers of the run on this machine
     stored: Iterable[StoredCheckpoint] = ()
     notes: Iterable[str] = ()
 
@@ -189,6 +193,8 @@ def compose(
         dollars_per_hour=dollars_per_hour,
     )
     said = stager_said or flusher_said
+    flights = tuple(_flights(ring, rows))
+    newest = CheckpointId(flights[-1].attempt, flights[-1].step) if flights else CheckpointId(0, 0)
     return RunStatus(
         run=run,
         now_unix=now_unix,
@@ -206,7 +212,8 @@ def compose(
         loss_trainers=lost_with_trainers(known),
         loss_node=lost_with_node(known),
         ring=ring,
-        flights=tuple(_flights(ring, rows)),
+        flights=flights,
+        shares=share_progress(newest, ring, flusher_said, found.others),
         pgt1=_timings(rows, "pgt1_seconds"),
         pgt2=_timings(rows, "pgt2_seconds"),
         stall=_timings(rows, "stall_seconds"),
@@ -247,7 +254,7 @@ def _merge(rows: dict[CheckpointId, CheckpointStatus], row: CheckpointStatus) ->
     if before is None:
         rows[key] = row
         return
-    more = {name: value for name, value in row if value not in {None, ""}}
+    more = {name: value for name, value in row if value not in {None, "", ()}}
     if before.saved_at_unix is not None and row.saved_at_unix is not None:
         more["saved_at_unix"] = min(before.saved_at_unix, row.saved_at_unix)
     rows[key] = before.model_copy(update=more)

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Literal
 
 from holdfast.config import FlusherConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError, StoreMissing
-from holdfast.ring.directory import runtime_directory
+from holdfast.ring.directory import runtime_directory, share_directories, share_of
 from holdfast.ring.doorbell import SOCKET_NAME
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import StatusDocument
 from holdfast.telemetry.status_socket import ask, socket_path
 from operator_side.status.ring_files import RingFiles, RingLook
 from operator_side.status.run_status import Peer, RunEvidence, RunStatus, compose
+from operator_side.status.share_progress import ShareLook
 
 if TYPE_CHECKING:
     from holdfast.store.base import Store
@@ -44,7 +45,8 @@ def runs_in(base: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         if _is_run(base):
             return [base]
-        return sorted(path for path in base.iterdir() if path.is_dir() and _is_run(path))
+        runs = {path for path in base.iterdir() if path.is_dir() and _is_run(path)}
+        return sorted(runs - {share for run in runs for share in share_directories(run).values()})
     return []
 
 
@@ -68,6 +70,7 @@ class RunWatch:
         self.directory, self._url = directory, url
         self._dollars_per_hour, self._clock = dollars_per_hour, clock
         self._ring = RingFiles(directory)
+        self._rings: dict[Path, RingFiles] = {}  # of more stagers on this machine
         self._stored: tuple[StoredCheckpoint, ...] = ()
         self._store_notes: tuple[str, ...] = ()
         self._store_again_at = 0.0
@@ -85,7 +88,7 @@ class RunWatch:
         stager, stager_said = self._ask("stager", notes)
         if stager.state == "gone" and flusher_said is not None and flusher_said.stager_attached:
             stager = Peer("silent", note="it is attached to the flusher, but does not answer")
-        ring = self._look_at_ring(notes)
+        ring = self._look_at_ring(self._ring, notes)
         said = flusher_said or stager_said
         if said is not None and self._url is None:
             self._url = said.run
@@ -98,18 +101,20 @@ class RunWatch:
                 and ring is not None
                 and any(one.state == "staged" for one in ring.checkpoints)
             ):
-                by_hand = f"`holdfast flusher --store {self._url or 'URL'}`"
+                by_hand = self._by_hand(share_of(self.directory), ring)
                 notes.append(f"the next job publishes the staged checkpoints in the ring; or run {by_hand}")
         self._has_looked = True
-        found = RunEvidence(flusher, stager, flusher_said, stager_said, ring, self._stored, notes)
+        others = self._look_at_others(notes)
+        found = RunEvidence(flusher, stager, flusher_said, stager_said, ring, others, self._stored, notes)
         name = self._url or f"run key {self.directory.name}"
         return compose(name, self._clock(), found, dollars_per_hour=self._dollars_per_hour)
 
     def _ask(
-        self, role: Literal["stager", "flusher"], notes: list[str]
+        self, role: Literal["stager", "flusher"], notes: list[str], directory: Path | None = None
     ) -> tuple[Peer, StatusDocument | None]:
+        directory = directory or self.directory
         try:
-            said = ask(socket_path(self.directory, role), seconds_max=_ANSWER_SECONDS_MAX)
+            said = ask(socket_path(directory, role), seconds_max=_ANSWER_SECONDS_MAX)
         except PeerLost as error:
             return Peer("silent", note=str(error)), None
         except ProtocolError as error:
@@ -118,27 +123,46 @@ class RunWatch:
         if said is not None:
             return Peer("here", said.pid, said.since_unix), said
         # One that has left its socket behind is dead, whoever has its number by now.
-        never_had_one = not socket_path(self.directory, role).exists()
-        pid = self._flusher_pid() if role == "flusher" and never_had_one else None
+        never_had_one = not socket_path(directory, role).exists()
+        pid = self._flusher_pid(directory) if role == "flusher" and never_had_one else None
         if pid is not None:
             return Peer(
                 "silent", pid, note="it has no socket for status; it may be of an older version"
             ), None
         return Peer("gone"), None
 
-    def _flusher_pid(self) -> int | None:
+    @staticmethod
+    def _flusher_pid(directory: Path) -> int | None:
         """The process in the flusher's file, if it is alive."""
         try:
-            text = (self.directory / "flusher.pid").read_bytes()[:_PID_BYTES_MAX].decode("ascii", "replace")
+            text = (directory / "flusher.pid").read_bytes()[:_PID_BYTES_MAX].decode("ascii", "replace")
             pid = int(text)
             os.kill(pid, 0)
         except (OSError, ValueError, OverflowError):
             return None
         return pid
 
-    def _look_at_ring(self, notes: list[str]) -> RingLook | None:
+    def _look_at_others(self, notes: list[str]) -> list[ShareLook]:
+        found: list[ShareLook] = []
+        for index, directory in share_directories(self.directory).items():
+            ring = self._look_at_ring(self._rings.setdefault(directory, RingFiles(directory)), notes)
+            flusher, said = self._ask("flusher", notes, directory)
+            if ring is not None or said is not None:
+                found.append(ShareLook(index, ring, said))
+            if flusher.state == "gone" and ring is not None and ring.checkpoints:
+                by_hand = self._by_hand(index, ring)
+                notes.append(f"the ring of share {index + 1} has checkpoints and no flusher; run {by_hand}")
+        return found
+
+    def _by_hand(self, index: int, ring: RingLook) -> str:
+        writers = max(index + 1, ring.writers)
+        share = f" --share {index + 1}/{writers}" if writers > 1 else ""
+        return f"`holdfast flusher --store {self._url or 'URL'}{share}`"
+
+    @staticmethod
+    def _look_at_ring(files: RingFiles, notes: list[str]) -> RingLook | None:
         try:
-            ring = self._ring.look()
+            ring = files.look()
         except HoldfastError as error:
             notes.append(f"the ring cannot be read: {error}")
             return None

@@ -6,9 +6,9 @@ from collections import Counter
 
 from holdfast.command.output import seconds
 from holdfast.telemetry.status_document import StatusLine
-from operator_side.page.words import clock
+from operator_side.page.words import clock, plural
 from operator_side.status.loss import Lost
-from operator_side.status.run_status import Peer, RunStatus
+from operator_side.status.run_status import Interval, Peer, RunStatus
 
 _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 
@@ -38,9 +38,11 @@ def ranks_text(status: RunStatus) -> str:
         return "no training job is running" if not status.is_running else "the ranks are not known"
     counts = rank_counts(status)
     named = [
-        f"{counts[state]} {state}" for state in ("here", "coming", "silent", "left", "lost") if counts[state]
+        f"{counts[state]:,} {state}"
+        for state in ("here", "coming", "silent", "left", "lost")
+        if counts[state]
     ]
-    return f"{status.ranks_total} ranks: {', '.join(named)}"
+    return f"{plural(status.ranks_total, 'rank')}: {', '.join(named)}"
 
 
 def rank_counts(status: RunStatus) -> Counter[str]:
@@ -64,6 +66,16 @@ def resumes_from(lost: Lost) -> str:
 def line_text(line: StatusLine, now_unix: float) -> str:
     step = "" if line.step is None else f" step {line.step}"
     return f"{age(now_unix, line.at_unix)} ago {line.event}{step}: {line.text}"
+
+
+def interval_lines(interval: Interval) -> list[str]:
+    """The distance of the last saves, and the reason for it, if there is one."""
+    lines = [
+        f"interval: every {plural(interval.steps, 'step')} or {seconds(interval.seconds)}, from the last two saves"
+    ]
+    if interval.why:  # it begins with the steps, which the first line has
+        lines.append(f"  auto: {interval.why.removeprefix(f'every {interval.steps} steps: ')}")
+    return lines
 
 
 def age(now_unix: float, at_unix: float) -> str:

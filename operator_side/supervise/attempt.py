@@ -13,13 +13,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO
 
+from holdfast.process import process_stat, running_processes
 from operator_side.supervise.tied import tied
 
 _SWEEP_SECONDS_MAX = 10.0
-_SESSION_FIELD = 3  # of `stat_fields`
 _READ_BYTES = 1 << 16
 
 
@@ -90,19 +89,4 @@ class Attempt:
 
 def processes_of_session(session: int) -> list[int]:
     """Running processes of a session; zombies do not count."""
-    found = []
-    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
-        fields = stat_fields(pid)
-        if fields and int(fields[_SESSION_FIELD]) == session:
-            found.append(pid)
-    return found
-
-
-def stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty for a process that has ended, also if it is a zombie."""
-    try:
-        # The command's name before them may have spaces and brackets: what follows its last one counts.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-    return [] if fields[0] in "ZX" else fields
+    return [pid for pid in running_processes() if (stat := process_stat(pid)) and stat.session == session]

@@ -66,15 +66,8 @@ class SupervisorPhase(StrEnum):
 
 
 class Core:
-    """The state machine. Not thread-safe.
-
-    Args:
-        pause_seconds: Random pause before restart number n (1, 2, …) in a row without progress; number 1 follows an
-            attempt that made progress, or the first one.
-
-    Attributes:
-        newest_step: The newest step that was staged, durable or restored, at first the newest in the store, -1 for
-            none; one that is set aside does not count.
+    """The state machine. Not thread-safe. `pause_seconds`: random pause before restart n (1, 2, …) in a row without
+    progress. `newest_step`: newest staged, durable or restored, at first the store's, -1 for none; not one set aside.
     """
 
     def __init__(

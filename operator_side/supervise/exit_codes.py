@@ -94,9 +94,7 @@ class _Job:
 
 
 def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
-    """Judge the end of the command. `restarts_max`: the largest number of attempts in a row without a newer checkpoint
-    that ends with 75.
-    """
+    """Judge the end of the command. `restarts_max`: most attempts without a newer checkpoint that end with 75."""
     job = _job(seen.reports)
     noticed = signal.SIGTERM in seen.told or any(rank.noticed for rank in job.ranks.values())
     deaths = _deaths(seen, job)

@@ -8,35 +8,33 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from holdfast.checkpoints.identity import start_ticks
+from holdfast.process import process_stat
 from holdfast.ring.directory import make_private_directory
 from holdfast.ring.ring_keeper import RingKeeper
-from operator_side.supervise.attempt import stat_fields
 
 _LOOK_SECONDS = 0.05
-_STARTED_FIELD = 19  # of `stat_fields`
 
 
 class KeptFlusher:
-    """The flusher, which a stager started and whose process id is in its pid file. Raises `ConfigError`: the directory
-    belongs to another user, or others may write to it.
-    """
+    """The flusher that a stager started, by its pid file. Raises `ConfigError`: others may write to the directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._keeper = RingKeeper(directory)
-        self._pid, self._started = 0, ""
+        self._pid, self._started = 0, start_ticks(0)
 
     def let_go(self) -> None:
         """Let the flusher end when it has written everything."""
         # Read the id first: the pid file goes some time before the process does.
         self._pid = self._written_pid()
-        self._started = _started(self._pid)
+        self._started = start_ticks(self._pid)
         self._keeper.close()
 
     def ends_within(self, seconds: float) -> bool:
         """After `let_go`: wait for the end of the process, at most this long. Returns whether it has ended."""
         deadline = time.monotonic() + seconds
-        while self._started and _started(self._pid) == self._started:
+        while self._started and start_ticks(self._pid) == self._started:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_LOOK_SECONDS)
@@ -54,35 +52,23 @@ class KeptFlusher:
             return 0
 
 
-def _started(pid: int) -> str:
-    """Start time of a process, which tells apart two processes with the same id; empty if it has ended."""
-    fields = stat_fields(pid)
-    return fields[_STARTED_FIELD] if fields else ""
-
-
 _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 
 
 class Segments:
-    """The folder for the shared-memory segments of one supervisor's MPI jobs, named by its process id. `ring`: runtime
-    directory of the run; the folder is made beside it.
-    """
+    """The folder, beside `ring`, for the shared-memory segments of one supervisor's MPI jobs; its pid names it."""
 
     def __init__(self, ring: Path) -> None:
         self._stem = f"{ring.name}-mpi-"
         self._folder = ring.with_name(f"{self._stem}{os.getpid()}")
 
     def make(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Make the folder, and name it in the environment of a job. Folders of supervisors that are gone are removed.
-
-        An environment that names such a folder already is not changed. Raises `ConfigError`: the folder belongs to
-        another user, or others may write to it.
-        """
+        """Make the folder and name it in a job's environment, unless one is named; remove those of dead supervisors."""
         if _VARIABLE in environment:
             return dict(environment)
         for left in self._folder.parent.glob(f"{self._stem}*"):
             number = left.name.removeprefix(self._stem)
-            if number.isdigit() and not stat_fields(int(number)):
+            if number.isdigit() and process_stat(int(number)) is None:
                 shutil.rmtree(left, ignore_errors=True)
         make_private_directory(self._folder)
         return {**environment, _VARIABLE: str(self._folder)}

@@ -44,9 +44,7 @@ class Fleet(Protocol):
     name: str
 
     def look(self) -> tuple[Host, ...] | None:
-        """The hosts that can be used now; None: this machine alone, with as many ranks as are wanted. Raises
-        `HoldfastError`: the source cannot tell now; the hosts of the last look still count.
-        """
+        """The hosts usable now; None: this machine. Raises `HoldfastError`: not known now; the last look counts."""
 
     def replace(self, wanted: int) -> None:
         """Ask the source for hosts for this many more ranks. Called in the thread of `look`."""
@@ -112,9 +110,7 @@ class HostFile(Fleet):
 
 
 class Slurm(Fleet):
-    """The hosts that this Slurm job has, and that Slurm has not marked as down. Raises `ConfigError`: this is not a
-    Slurm job, or its description cannot be read.
-    """
+    """The hosts of this Slurm job that are not down. Raises `ConfigError`: no Slurm job, or it cannot be read."""
 
     name = "the Slurm allocation"
 
@@ -201,9 +197,7 @@ def is_here(name: str) -> bool:
 
 
 def place(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:
-    """Place `wanted` ranks, or as many as fit, on the hosts in their order. The slots of each returned host are the
-    number of ranks to run on it.
-    """
+    """Place `wanted` ranks, or as many as fit, on the hosts in order; the slots of the result are ranks."""
     left, placed = wanted, []
     for host in hosts:
         taken = min(left, host.slots)

@@ -31,9 +31,7 @@ class RunFiles(NamedTuple):
 
 
 class JobProcesses:
-    """Starts an attempt, hears it, ends it. Main thread: the kernel ties processes to the thread that starts them.
-    `relay`: called with (stream, text) for each line of the job.
-    """
+    """Starts an attempt, hears it, ends it. Main thread: the kernel ties processes to the thread that starts them."""
 
     def __init__(
         self,

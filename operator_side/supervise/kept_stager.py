@@ -30,15 +30,9 @@ _ASK_SECONDS_MAX = 2.0
 
 
 class KeptStager:
-    """See the module. Main thread: the kernel ties processes to the thread that starts them.
-
-    `arguments` are those of `holdfast stager`, without its address; `pause_seconds` gives the pause before restart
-    number n (1, 2, …) in a row. Raises `ConfigError`: the runtime directory belongs to another user, or others may
-    write to it.
-
-    Attributes:
-        address: Where it listens.
-        restarts: Restarts in a row; the owner sets it to 0 when there is a newer checkpoint.
+    """Main thread: the kernel ties processes to the thread that starts them. `arguments`: of `holdfast stager`, without
+    its address. `pause_seconds`: before restart n (1, 2, …) in a row. `restarts`: the owner sets it to 0 at a newer
+    checkpoint. Raises `ConfigError`: others may write to the runtime directory.
     """
 
     def __init__(

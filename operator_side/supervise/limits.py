@@ -28,9 +28,7 @@ class Limits:
 
 
 class Patience:
-    """Counts attempts without progress. `restarts`: attempts in a row that ended without progress, and the one before
-    them that made progress.
-    """
+    """Counts attempts without progress. `restarts`: those in a row, and the one before them with progress."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -38,10 +36,8 @@ class Patience:
         self._mark = ""
 
     def last_word(self, verdict: Verdict, *, progressed: bool, may_go_back: bool = False) -> Verdict | None:
-        """Count an attempt, which `progressed` if it has staged a newer step.
-
-        Where the checkpoint may be to blame (`may_go_back`), an equal crash is not the end yet. Returns the verdict to
-        end the run with, or None if the job is to be restarted.
+        """Count an attempt; returns the verdict to end the run with, or None to restart. `may_go_back`: the checkpoint
+        may be to blame, so that an equal crash is not the end yet.
         """
         if progressed:
             self.restarts = self._same = 0

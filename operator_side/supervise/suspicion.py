@@ -30,11 +30,8 @@ class SetAside(NamedTuple):
 
 
 class Suspicion:
-    """Counts the crashes after the restore of one checkpoint.
-
-    Attributes:
-        set_aside: All that this supervisor has set aside, oldest first. Restore passes them over from then on.
-        is_open: Whether the checkpoint may be to blame for the last crash: another attempt will show it.
+    """Counts the crashes after the restore of one checkpoint. `set_aside`: all of this supervisor, oldest first;
+    restore passes them over. `is_open`: another attempt will show whether the checkpoint is to blame.
     """
 
     def __init__(self, limits: Limits) -> None:

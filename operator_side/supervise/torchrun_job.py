@@ -87,18 +87,9 @@ def as_supervisor(said: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class TorchrunJob:
-    """See the module. Main thread: it handles signals.
-
-    Args:
-        stager: Just started.
-        line: The command line of torchrun.
-        environment: Environment of torchrun and the ranks; the address of the stager is added.
-        events: The event log of stager and flusher.
-        grace_seconds: Seconds that the ranks have to end after they were told to.
-        tell: Called with each event of the run, for messages to people; must return at once.
-
-    Attributes:
-        newest_step: The newest step that was staged or became durable; at first the newest in the store, or -1.
+    """Main thread: it handles signals. `line`: torchrun's; `environment` gets the stager's address. `events`: log of
+    stager and flusher. `grace_seconds`: for ranks told to end. `tell`: called with each event; must return at once.
+    `newest_step`: the newest staged or durable; at first the store's, or -1.
     """
 
     def __init__(

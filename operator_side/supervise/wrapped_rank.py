@@ -27,10 +27,9 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.process import ENDING_SIGNALS, memory_kills, tie, wait_readable
+from holdfast.process import ENDING_SIGNALS, memory_kills, parent_of, tie, wait_readable
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from holdfast.telemetry.event_follower import json_objects
-from operator_side.supervise.attempt import stat_fields
 from operator_side.supervise.exit_codes import Seen
 
 _PASSED_ON = (*ENDING_SIGNALS, signal.SIGQUIT)
@@ -40,7 +39,6 @@ _READ_BYTES = 1 << 16
 _LOOK_SECONDS = 0.1
 _REPORTS_BYTES_MAX = 16 << 20  # a rank writes six lines at most, and one more for each notice
 _STDIN, _STDERR = 0, 2
-_PARENT_FIELD = 1  # of `stat_fields`
 
 
 class WrappedRank:
@@ -58,9 +56,7 @@ class WrappedRank:
         self._own_group = not os.isatty(_STDIN)
 
     def run(self) -> Seen:
-        """Run the command to its end. The signals that were passed on are ignored from then on. Raises `ConfigError`:
-        the command cannot be started, or there is no place for the reports of the ranks.
-        """
+        """Run the command to its end; then passed-on signals are ignored. Raises `ConfigError`: it cannot start."""
         if "TORCHELASTIC_RUN_ID" in os.environ:
             tie()  # the rank below asks for the same, and its parent is this process
         killed_before = memory_kills()
@@ -200,8 +196,7 @@ def _handles(pid: int, number: int) -> bool:
 def _descends(pid: int, ancestor: int) -> bool:
     """Whether `ancestor`, or a process that it has started, has started `pid`."""
     while pid > 1 and pid != ancestor:
-        fields = stat_fields(pid)
-        pid = int(fields[_PARENT_FIELD]) if fields else 0
+        pid = parent_of(pid)
     return pid == ancestor
 
 

@@ -53,7 +53,7 @@ __all__ = [
 CHUNK_BYTES, IMAGE_BYTES = 64 << 10, 200_000
 STEPS = (5, 6, 7)
 ACTS = 11
-"""So many acts the flusher of host A always comes to: of three steps the file, the manifest and the verdict, and of the
+"""The flusher of host A always comes to these acts: of three steps the file, the manifest and the verdict, and of the
 one that is not kept the manifest and the file go; the order of the last ones depends on who is faster."""
 
 

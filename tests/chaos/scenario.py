@@ -6,7 +6,7 @@
               is left come to its own end
     relaunch  the same line again, on the same machine at once, or on another one after the flusher's end
     check     nothing staged was lost, nothing partial is listed, no orphan is left, and the training is the same
-              to the bit as one that nobody killed
+              bit for bit as one that nobody killed
 
 When the victim is who reaches the point, it kills itself there. When others are, who reaches it stands still until they
 are dead.

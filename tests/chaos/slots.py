@@ -1,7 +1,7 @@
 """Kills at every point of a slot's life, in a real job that has nothing but its local tiers; relaunched and compared.
 
 two ranks, two slots each in memory and on disk; saves 2, 5, 8: the third one takes the slots of the first again
-killed in the third save ─► the relaunch begins after step 5 or 8, never earlier, and is the same to the bit
+killed in the third save ─► the relaunch begins after step 5 or 8, never earlier, and is the same bit for bit
 """
 
 from __future__ import annotations

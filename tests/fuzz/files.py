@@ -18,8 +18,8 @@ from holdfast.image.manifest import EntryRecord, Manifest
 from tests.support.checkpoints import entry_records, manifest_of
 from tests.support.memory_store import MemoryStore
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.restore.restore_attempt import Restored
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored, RestoreOptions
 
 __all__ = ["SEED", "file_with_pickle", "live_state", "manifest_for", "put", "restore_bytes", "torch_pickle"]
 

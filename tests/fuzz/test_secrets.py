@@ -128,7 +128,7 @@ def test_no_secret_leaves_the_environment_of_a_real_job(
 
 @pytest.mark.mpi
 def test_a_secret_in_a_url_ends_the_job_and_is_handed_on_to_nobody(tmp_path: Path) -> None:
-    """Whoever types it shows it in the process list himself; holdfast adds no place to that."""
+    """A user who types it shows it in the process list; holdfast adds no place to that."""
     cluster = Cluster(tmp_path, HIDING[0], {}, script=train.__file__, stager=SMALL)
     with _Watch().watching() as watch:
         with cluster.start(1, "4", "2") as job:

@@ -108,7 +108,7 @@ def test_a_file_that_is_no_zip_is_not_tried_as_an_older_format(tmp_path: Path) -
 
 
 def _tensor_of(elements: int, *, size: str = "300", key: bytes = b"0") -> bytes:
-    """The pickle of `{"weight": tensor}` whose storage says that it has so many elements."""
+    """The pickle of `{"weight": tensor}` whose storage says that it has this many elements."""
     return (
         b"\x80\x02}X\x06\0\0\0weightctorch._utils\n_rebuild_tensor_v2\n"
         b"((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0"

@@ -40,7 +40,7 @@ def check_same_bits(cluster: Cluster, reference: Path, start: int) -> None:
 
 
 def check_done_twice(cluster: Cluster, start: int, *, ranks: int, steps: int = 2) -> None:
-    """The steps that were done again had the same samples and losses, to the bit; there were at least so many."""
+    """The steps that were done again had the same samples and losses, bit for bit; there were at least this many."""
     for rank in range(ranks):
         before, after = _lines(cluster, 1, rank), _lines(cluster, 2, rank)
         again = [step for step in before if step >= start]

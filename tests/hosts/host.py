@@ -30,7 +30,7 @@ class Host:
     Args:
         name: Its host name.
         network: What it is wired to.
-        rate: Of its link, in both directions, as tc has it.
+        rate: Its link's, in both directions, as tc has it.
         directory: What belongs to its image: keys, settings of sshd.
     """
 
@@ -78,7 +78,7 @@ class Host:
         wait_until(answers, _BOOT_SECONDS_MAX, f"{self.name} does not come up")
 
     def notice(self, seconds: float) -> None:
-        """Its metadata service says from now on that it will be taken away in so many seconds."""
+        """Its metadata service says from now on that it will be taken away in this many seconds."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(f"interrupt {seconds:g}\n".encode())

@@ -1,4 +1,4 @@
-"""The loops that people have: an example is killed by SIGKILL and goes on to the bit, at night."""
+"""The loops that people have: an example is killed by SIGKILL and goes on bit for bit, at night."""
 
 from __future__ import annotations
 

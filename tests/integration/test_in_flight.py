@@ -1,4 +1,4 @@
-"""A second staging area takes the step that one declines, within its limit of memory; and both are right to the bit."""
+"""A second staging area takes the step that one declines, within its limit of memory; both are exact."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Stalled:
 
 
 def _check(run: Stalled, areas: int) -> None:
-    """So many steps were taken, and the last one at the end, by all ranks the same; each file is what was saved."""
+    """This many steps were taken, and the last one at the end, by all ranks the same; each file is what was saved."""
     assert run.staged() == [*range(1, areas + 1), STEPS]
     for step in run.staged():
         assert same(

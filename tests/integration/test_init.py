@@ -29,7 +29,7 @@ def lines(cluster: Cluster, number: int) -> list[str]:
 
 
 def run(cluster: Cluster, *, kill_after: int = 0) -> list[str]:
-    """One start; SIGKILL to both ranks after so many steps of it. Returns what rank 0 has logged of its steps."""
+    """One start; SIGKILL to both ranks after this many steps of it. Returns what rank 0 has logged of its steps."""
     number = cluster.started + 1
     cluster.out(number).mkdir(parents=True)
     with cluster.start(2, env={"STEP_SECONDS": "1" if kill_after else "0"}) as job:

@@ -1,6 +1,6 @@
 """A rank, the stager or the flusher that the kernel kills for memory under `holdfast run`: named as that.
 
-The kernel's own killer chooses for itself. So the processes are real, and killed by SIGKILL, and the files of the
+The kernel's own killer chooses for itself, so the processes are real, and killed by SIGKILL, and the files of the
 control groups are ours, mounted for this one job: the counter goes up before the kill.
 """
 

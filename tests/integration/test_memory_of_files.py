@@ -16,7 +16,8 @@ import resource, sys, torch
 from pathlib import Path
 from holdfast.store.posix import PosixStore
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 from trainer_side.state.split_tensor import Split
 
 rows, count, ranks = int(sys.argv[2]), int(sys.argv[3]), 10

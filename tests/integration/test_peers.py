@@ -99,7 +99,7 @@ def test_a_rank_that_is_waited_for_in_vain_is_named_by_what_it_would_do(
 
 
 def names_what_is_waited_for(launcher: str, case: str, tmp_path: Path) -> None:
-    """Ranks 0 and 2 wait in vain for rank 1."""
+    """Ranks 0 and 2 wait for rank 1, which does not come."""
     _, said = run(launcher, case, tmp_path)
     for rank in (0, 2):
         found = seen(tmp_path, case, rank)

@@ -95,7 +95,7 @@ def several(
     faults: Mapping[int, str] | None = None,
     **more: str,
 ) -> Iterator[Several]:
-    """So many stagers of one run on this machine; nothing of them outlives the block. `faults`: by the index
+    """Several stagers of one run on this machine; nothing of them outlives the block. `faults`: by the index
     of the stager that has it, and its flusher. `more` is for the jobs.
     """
     directory.mkdir(exist_ok=True)

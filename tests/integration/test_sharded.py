@@ -108,7 +108,7 @@ class Meshes(Cluster):
 def test_the_file_has_whole_tensors_as_torch_gathers_them_and_another_mesh_goes_on_from_it(
     tmp_path: Path,
 ) -> None:
-    """So does what is exported of it: safetensors reads it, and DCP loads it into FSDP2 on two ranks."""
+    """An export of it is exact, too: safetensors reads it, and DCP loads it into FSDP2 on two ranks."""
     meshes = Meshes(tmp_path)
     assert meshes.train("fsdp", 3, 2) is None
     assert meshes.train("fsdp-tp", 4, 3) == {"step": 1, "differ": []}

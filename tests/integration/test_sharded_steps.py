@@ -1,6 +1,6 @@
 """Updates of models that torch itself splits among ranks (FSDP2, HSDP, tensor parallelism) go on beside the copy.
 
-Training ends as without copies, to the bit, and no copy is torn. Steps in which the ranks exchange something (Muon,
+Training ends as without copies, bit for bit, and no copy is torn. Steps in which the ranks exchange something (Muon,
 gradients of SequenceParallel) are taken as one: in pieces, the first would hang, and the second add up wrong sums.
 """
 

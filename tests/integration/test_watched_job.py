@@ -335,7 +335,7 @@ def test_the_page_shows_the_job_while_it_runs(watched: Watched) -> None:
     ssh, page, document, main, code = watched.browsed
     loads_nothing(page, ("#", "data:", "status.json"))
     tiles = tiles_of(page)
-    assert tiles["newest verified step"] == tiles["newest staged step"] == str(SAVED)
+    assert tiles["last good step"] == tiles["newest staged step"] == str(SAVED)
     assert tiles["interruptions"] == "0"
     assert "2 ranks: 2 here" in Page(page).text
     assert f"resumes from step {SAVED}" in Page(main).text

@@ -51,7 +51,7 @@ class LateMachine:
     def fail(
         self, call: str, *, after: int = 0, times: int = 1, error: int = OUT_OF_MEMORY, lasting: bool = False
     ) -> None:
-        """Let `times` calls of this name fail, after so many that do not; "any" is each call. A lasting error is that
+        """Let `times` calls of this name fail, after this many that do not; "any" is each call. A lasting error is that
         of every call from then on, as after an illegal access."""
         self._library.late_fail(call.encode(), after, times, error, int(lasting))
 

@@ -17,7 +17,8 @@ from tests.support.slices import checkpoint, keep
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import device_memory, device_sections
 from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.state.tree import tensor_paths
 from trainer_side.tiers.open_tiers import open_tier

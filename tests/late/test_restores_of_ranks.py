@@ -26,7 +26,8 @@ from tests.unit.trainer_side.restore.test_restore_split import Box, Weights, num
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import device_memory, device_sections
 from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.state.split_tensor import Split
 
@@ -36,7 +37,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class Sent(NamedTuple):
-    """One section: of so many pieces, and what of the window they span."""
+    """One section: of this many pieces, and what of the window they span."""
 
     parts: int
     nbytes: int

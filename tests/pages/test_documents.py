@@ -51,7 +51,7 @@ VARIABLES_BESIDE_SETTINGS = {
 
 @functools.cache
 def files() -> frozenset[str]:
-    """Of the tree: what git tracks and what it would; all of a tree that is not a checkout."""
+    """The tree's files: what git tracks and what it would; all of a tree that is not a checkout."""
     git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\n")
     found = {name for name in listed if name and (ROOT / name).exists()}

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import targets
 from benchmarks.experiments import shares
-from benchmarks.store_requests import Request, commit, counted, read
+from benchmarks.store_requests import Request, commit, counted, read, round_trips
 
 LEAD, MEMBER = 7, 8
 MANIFEST = "step-000000002.json"
@@ -23,13 +23,13 @@ def request(at: float, what: str, name: str = "", pid: int = LEAD) -> Request:
 OF_TWO = [
     request(1, "write", f"{SHARES}.seal-1"),  # of an earlier checkpoint, as it were
     request(2, "write_part"),
-    request(3, "write", f"{SHARES}.seal-1"),
+    request(3, "create", f"{SHARES}.seal-1"),
     request(3.1, "write_part", pid=MEMBER),
     request(4, "read", f"{SHARES}.seal-2"),  # too early
-    request(5, "write", f"{SHARES}.seal-2", MEMBER),
+    request(5, "create", f"{SHARES}.seal-2", MEMBER),
     request(6, "read", f"{SHARES}.seal-2"),
     request(6.1, "read", MANIFEST, MEMBER),
-    request(7, "read", f"{SHARES}.void"),
+    request(6.2, "read", f"{SHARES}.seal-3"),
     request(7.2, "write", ".holdfast/writer-000001.json"),  # a beat
     request(8, "resume"),
     request(9, "publish"),
@@ -42,6 +42,13 @@ def test_a_commit_begins_with_the_last_seal_and_ends_with_the_manifest() -> None
     found = commit(OF_TWO, MANIFEST)
     assert [one.what for one in found] == ["read", "read", "resume", "publish", "create"]
     assert counted(found) == {"read": 2, "resume": 1, "publish": 1, "create": 1}
+
+
+def test_requests_that_overlap_are_one_round_trip() -> None:
+    assert round_trips(commit(OF_TWO, MANIFEST)) == 4
+    assert round_trips([]) == 0
+    chained = [request(1, "read"), request(1.4, "read"), request(1.8, "read")]
+    assert round_trips(chained) == 2, "the third began after the first had ended"
 
 
 def test_a_commit_of_one_stager_begins_with_its_last_part() -> None:
@@ -70,7 +77,8 @@ def figures(seconds: float, requests: int) -> dict[str, float]:
         "staged_seconds": seconds,
         "done_seconds": seconds + 0.1,
         "cpu_seconds": 0.2,
-        "commit_requests": requests,
+        "commit_requests": 2 * requests,
+        "commit_round_trips": requests,
     }
 
 
@@ -102,5 +110,5 @@ def test_the_table_has_a_row_for_each_way_with_its_ratio() -> None:
     one, two, _, own = grid.rows
     assert (one[2], two[2]) == ("", "0.52 (0.52–0.52)")
     assert [row[5] for row in grid.rows] == ["10.00", "5.00", "2.50", "7.50"], "rank 0 has a quarter itself"
-    assert [two[-1], own[-1]] == ["4 (4–4)", "3 (3–3)"]
+    assert [two[-2:], own[-2:]] == [("8 (8–8)", "4 (4–4)"), ("6 (6–6)", "3 (3–3)")]
     assert shares.beyond_bytes(document(5.2, 2.7, 1)) == pytest.approx(0.3)

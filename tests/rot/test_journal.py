@@ -1,6 +1,6 @@
 """A byte flips beside the ring: journal header, slot records, checkpoint files, layouts.
 
-Whoever reads them gets a named error of ours, or exactly what was written. A state word has no CRC of its own, because
+A reader gets a named error of ours, or exactly what was written. A state word has no CRC of its own, because
 it is one aligned store: a flip there makes a slot look FREE (its chunk is then missing, and missed), look FILLING, or
 be no state at all.
 """
@@ -120,7 +120,7 @@ def test_every_flip_in_a_record_is_an_error_or_changes_nothing(directory: Path, 
 
 
 def _read(ring: Ring, slot: int) -> tuple[SlotRecord | None, str]:
-    """A record, or why there is none."""
+    """A record, or why it cannot be read."""
     try:
         return ring.record(slot), ""
     except ProtocolError as error:

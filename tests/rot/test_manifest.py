@@ -14,7 +14,8 @@ from holdfast.store.posix import PosixStore
 from tests.rot.flips import COUNT, flips
 from tests.support.restoring import publish
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 
 
 def _values(seed: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A byte of a stored file flips: restore takes the step before and names both, `verify` names exactly the tensors.
 
 Every byte of the file lies under a chunk's CRC: zip headers, the pickle, its padding, tensor bytes, descriptors, the
-central directory. So there is no harmless flip here: all must be seen.
+central directory. No flip is harmless here: all must be seen.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.rot.flips import COUNT, Flip, flips
 from tests.support.cluster import same
 from tests.support.restoring import Ranks, publish
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.restore.restore_attempt import Restored
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored, RestoreOptions
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import encode
 

@@ -131,7 +131,7 @@ class Instant:
         self._area, self.step, self.check = area, step, None
 
     def changed(self) -> str:
-        """A tensor that is not as it was; empty if there is none."""
+        """A tensor that is not as it was, or an empty text."""
         return "" if self._area.changed is None else _PATH
 
     def changed_in(self, batch: FrameBatch) -> str:

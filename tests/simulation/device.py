@@ -37,7 +37,7 @@ class Device:
     Attributes:
         mode: `blocks`, `mapped` or `pm`.
         chance: Decides what is left.
-        cut_in: After so many writes and flushes power fails; -1: never.
+        cut_in: Power fails after this many writes and flushes; -1: never.
         failing: Share of flushes that fail.
         calls: Writes and flushes so far. `failed`: flushes that did.
     """

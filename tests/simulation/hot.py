@@ -1,7 +1,7 @@
 """What a rank of a new job finds in the ring of the job before, by the product's own way, compared with what was saved.
 
 recalled   every byte that the ring gives is of the step that it is said to be of, or its CRC shows that it is not
-not lost   what was staged before and is not in the store is all in the ring, unless its flusher was waited for in vain
+not lost   what was staged before and is not in the store is all in the ring, unless its flusher never came
 """
 
 from __future__ import annotations

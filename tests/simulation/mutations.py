@@ -153,7 +153,7 @@ MUTATIONS = {
             "place_given_before_it_is_said",
             "slots of a step that makes room are free while its file still says that it is staged",
             "flusher.engine",
-            "            self._ring.remove_checkpoint(*older)\n",
+            "        self._ring.remove_checkpoint(*found.older)\n",
             "",
             900,
         ),

@@ -202,7 +202,7 @@ class Scheduler:
             raise Crashed
 
     def wait(self, predicate: Callable[[], Any] | None, seconds: float | None, place: str = "") -> bool:
-        """Let others run until `predicate` holds (True) or so many seconds have passed (False)."""
+        """Let others run until `predicate` holds (True) or this many seconds have passed (False)."""
         task = self.current
         if task is None or self.unwinding is not None:
             raise Crashed

@@ -39,9 +39,9 @@ SHARE_MUTATIONS = {
             "whoever holds the run publishes when all seals but one are there",
             (
                 (
-                    "flusher.share_jobs",
-                    "        if len(seals) < shares.count:\n",
-                    "        if len(seals) < shares.count - 1:\n",
+                    "flusher.pipeline",
+                    "        if share is None or len(seals) < share.shares.count:\n",
+                    "        if share is None or len(seals) != max(2, share.shares.count - 1):\n",
                 ),
                 (
                     "flusher.orphaned_shares",

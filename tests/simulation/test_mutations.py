@@ -1,4 +1,4 @@
-"""Deliberate bugs in the product: the simulation sees each of them within so many seeds, or it has a hole."""
+"""Deliberate bugs in the product: the simulation sees each of them within this many seeds, or it has a hole."""
 
 from __future__ import annotations
 

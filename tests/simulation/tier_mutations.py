@@ -77,8 +77,8 @@ TIER_MUTATIONS = {
             "doubtful_record_forgotten",
             "a commit whose flush failed is taken not to count",
             _FILE,
-            "for table in (self._committed, *self._doubtful))",
-            "for table in (self._committed,))",
+            "for table in (self.committed, *self._doubtful))",
+            "for table in (self.committed,))",
         ),
         _one(
             "found_record_not_flushed",

@@ -640,7 +640,7 @@ class World:
             self.doubted.update((attempt, step) for attempt in attempts for step in steps)
 
     def _rank_port(self, job: Job, rank: int) -> Any:
-        """The way of a rank to its stager; None if there is none."""
+        """The way of a rank to its stager, if any."""
         return job.rank_ports[rank]
 
     def order_of(self, number: int) -> int:

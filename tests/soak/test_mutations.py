@@ -1,4 +1,4 @@
-"""All deliberate bugs but the handful of tests/simulation: the simulation sees each within so many seeds."""
+"""All deliberate bugs but the handful of tests/simulation: the simulation sees each within this many seeds."""
 
 from __future__ import annotations
 

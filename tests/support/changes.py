@@ -402,7 +402,7 @@ class _ScheduleFreePackage(Training):
 
 
 class _ScheduleFreeWrapper(_ScheduleFreePackage):
-    """It has an optimizer of torch inside, and is none itself."""
+    """It has an optimizer of torch inside, and is not one itself."""
 
     def make(self) -> Any:
         inner = torch.optim.SGD(self.parameters, lr=0.01)
@@ -590,7 +590,7 @@ def see_nothing(put: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 def copy_slowly(batch_seconds: float, put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """So that changes right after `save()` come into the copy."""
+    """Changes right after `save()` then come into the copy."""
     copy = CopyEngine.copy_host
 
     def slowly(*arguments: Any) -> None:

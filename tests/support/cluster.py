@@ -158,7 +158,7 @@ def kill_ranks(cluster: Cluster, job: Job, ranks: int, number: int, *, saved: in
 
 
 def same(first: Any, second: Any) -> bool:
-    """Equal to the bit, in types, keys and tensors."""
+    """Equal bit for bit, in types, keys and tensors."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):

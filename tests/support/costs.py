@@ -78,7 +78,7 @@ class Costs:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take a worker's sum; of one that crashed there is none."""
+        """Take a worker's sum; one that crashed has no sum."""
         self._of_workers += getattr(node, "workeroutput", {}).get(_KEY, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -109,7 +109,7 @@ _BEFORE = pytest.StashKey[float]()
 
 
 def _cpu_seconds() -> float:
-    """Of this process, of its children that ended, and of the ranks that it had forked elsewhere."""
+    """For this process, its children that ended, and the ranks that it had forked elsewhere."""
     return sum(os.times()[:4]) + cpu_seconds_of_ranks()
 
 

@@ -51,7 +51,7 @@ class CutLink:
         self.cut()
 
     def cut_each_after(self, nbytes: int | None) -> None:
-        """From now on reset all connections whenever so many bytes more were carried; None: no more."""
+        """From now on reset all connections whenever this many bytes more were carried; None: no more."""
         self._cut_after = None if nbytes is None else self.carried + nbytes
         self._every = nbytes
 

@@ -4,7 +4,7 @@
     page ─► spans in code type that begin with `holdfast` ─► the same check, where arguments may be missing
 
 A program has a check in `PROGRAMS`, or a reason in `ELSEWHERE` why nothing of it can be tried on a machine that builds
-holdfast, or is one of the `PLAIN` ones that every shell has. What is none of these is refused.
+holdfast, or is one of the `PLAIN` ones that every shell has. All else is refused.
 """
 
 from __future__ import annotations

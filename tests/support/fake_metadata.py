@@ -99,7 +99,7 @@ class FakeMetadata:
         }
 
     def interrupt(self, seconds: float, action: str = "terminate") -> float:
-        """Say that the machine ends in so many (whole) seconds, in AWS's words; returns when."""
+        """Say that the machine ends in this many (whole) seconds, in AWS's words; returns when."""
         at = int(time.time() + seconds)
         self.action = json.dumps(
             {"action": action, "time": datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}

@@ -116,7 +116,7 @@ class FaultProxy:
 
     Args:
         server: URL of the server, `http://host:port`.
-        seed: Of the chances of all rules.
+        seed: For the chances of all rules.
 
     Attributes:
         bytes_per_second: How fast the bodies of requests pass, one for all connections; None: unlimited.
@@ -217,7 +217,7 @@ class FaultProxy:
 
 
 def _steady(key: str) -> str:
-    """The key without what is drawn anew in each run, or a seed would not decide what is hit."""
+    """The key without what is drawn again in each run, or a seed would not decide what is hit."""
     return re.sub(r"/check-.*", "/check", key)
 
 

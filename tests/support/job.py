@@ -51,7 +51,7 @@ class Job:
 
     Args:
         trainer: Arguments after the Python interpreter.
-        stager: Arguments after `holdfast stager`; None: there is none.
+        stager: Arguments after `holdfast stager`; None: no stager.
         rewrite: Changes the mpirun line before it is run.
     """
 

@@ -11,7 +11,7 @@ __all__ = ["each_seed"]
 
 
 def each_seed(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Call the test with `seed` 0, 1, … up to so many; its other arguments are the same each time."""
+    """Call the test with `seed` 0, 1, … below this number; its other arguments are the same each time."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

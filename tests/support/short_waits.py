@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from flusher import engine, service
+from flusher import looks, service
 
 _SECONDS = float(os.environ["TEST_OTHERS_SECONDS"])
 
 for module, name, seconds in (
-    (engine, "_OTHERS_SECONDS_MAX", _SECONDS),
-    (engine, "_LEAD_SECONDS_MAX", 2 * _SECONDS),
+    (looks, "_OTHERS_SECONDS_MAX", _SECONDS),
+    (looks, "_LEAD_SECONDS_MAX", 2 * _SECONDS),
     (service, "_OLD_STAGER_SECONDS_MIN", 0.5),
 ):
     assert isinstance(getattr(module, name), float)

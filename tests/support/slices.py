@@ -130,8 +130,8 @@ def keep(tier: Tier, saved: Checkpoint, rank: int, *, complete: bool = True) -> 
         tier.complete(saved.attempt, saved.step)
 
 
-class DictTier:
-    """Keeps slices as bytes. As a `Tier`, only what restore asks of one.
+class DictTier(Tier):
+    """Keeps slices as bytes: only what restore asks of a tier.
 
     Attributes:
         areas: Slot → the slice's bytes, for tests to alter.

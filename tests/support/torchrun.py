@@ -11,7 +11,7 @@ __all__ = ["by_torchrun", "launch_command", "torchrun_command"]
 
 
 def torchrun_command(ranks: int, trainer: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """Start a Python script on so many ranks of this machine."""
+    """Start a Python script on this many ranks of this machine."""
     return [
         sys.executable,
         "-m",

@@ -12,10 +12,12 @@ import torch
 
 from benchmarks.complete import IncompleteError, require_same
 from benchmarks.peers import Peer, make
+from benchmarks.peers.flat_state import FlatState, parsed
 from benchmarks.workload import Workload
 
 # Those that need no other process of a distributed job; the others are verified in each run of the benchmarks.
-_ALONE = ("torch.save+fsync", "checkfreq", "mlc-base", "pccheck-like")
+_ON_DISK = ("torch.save+fsync", "checkfreq", "mlc-base", "pccheck-like", "gpm-like")
+_ALONE = (*_ON_DISK, "gemini-like")
 _SECONDS_MAX = 60.0
 
 
@@ -62,6 +64,7 @@ def test_a_peer_writes_the_whole_state(peer: Peer, here: _Here) -> None:
     assert peer.verify() == _nbytes(here.workload)  # the last one, and not a mixture
 
 
+@pytest.mark.parametrize("peer", _ON_DISK, indirect=True)
 def test_a_peer_that_writes_nothing_is_caught(peer: Peer, here: _Here) -> None:
     with pytest.raises((OSError, IncompleteError)):
         peer.verify()  # it was never asked to save
@@ -72,6 +75,26 @@ def test_a_peer_that_writes_nothing_is_caught(peer: Peer, here: _Here) -> None:
             path.write_bytes(b"")
     with pytest.raises((OSError, IncompleteError, EOFError, ValueError, RuntimeError)):
         peer.verify()
+
+
+@pytest.mark.parametrize("peer", ["gemini-like"], indirect=True)
+def test_a_peer_that_keeps_nothing_in_memory_is_caught(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IncompleteError, match="nothing was saved"):
+        peer.verify()
+    monkeypatch.setattr(FlatState, "copy_to", lambda *_: None)
+    peer.save(0)
+    _finish(peer)
+    with pytest.raises(IncompleteError, match="nothing was saved"):
+        peer.verify()
+
+
+def test_a_flat_state_that_is_cut_short_is_caught() -> None:
+    state = FlatState({"a": torch.ones(3), "b": 1})
+    memory = torch.empty(state.nbytes, dtype=torch.uint8)
+    state.copy_to(memory)
+    assert parsed(memory.numpy().data, what="x")["b"] == 1
+    with pytest.raises(IncompleteError, match="x: a tensor is cut short"):
+        parsed(memory[:-1].numpy().data, what="x")
 
 
 def test_a_peer_that_keeps_an_older_state_is_caught(peer: Peer, here: _Here) -> None:

@@ -31,31 +31,20 @@ Sink = Callable[[int, memoryview], None]
 
 
 class Flat(NamedTuple):
-    """A tensor by its flat name, as other tools have it: `model/layer.0.weight` is `model.layer.0.weight`.
-
-    Attributes:
-        tied_to: The flat name of the first tensor at this place of memory with this shape; empty for the first itself.
-    """
+    """A tensor by its flat name, as other tools have it: `model/layer.0.weight` is `model.layer.0.weight`."""
 
     name: str
     path: str
     tensor: torch.Tensor
+    # Flat name of the first tensor at this place with this shape; empty for the first itself.
     tied_to: str = ""
 
 
 class Contents:
     """One checkpoint. `stream` and `load` may be called from several threads.
 
-    Args:
-        only: A name at the top of the state: of the tree, nothing but what is under it.
-
-    Attributes:
-        names: Names of objects that the tree has by number only; their paths begin at the top of the state.
-
-    Raises:
-        DamageError: The file is not as it was written.
-        StateError: There is no such name.
-        StoreError: The store failed.
+    `only`: A name at the top of the state: of the tree, nothing but what is under it. DamageError: the file is not as
+    it was written. StateError: there is no such name. StoreError: the store failed.
     """
 
     def __init__(self, store: Store, manifest: Manifest, *, only: str | None = None) -> None:
@@ -67,6 +56,7 @@ class Contents:
             check_structure_chunks(store, manifest)  # it is the file, and not what is in it
             raise
         self.tree: Any = part_of(self._structure.tree, only, manifest.file)
+        # Names of objects that the tree has by number only; their paths begin at the top of the state.
         self.names = {
             at: groups
             for at, groups in self._structure.names.items()
@@ -86,11 +76,7 @@ class Contents:
         return self._entries.get(tensor.untyped_storage().data_ptr())
 
     def flat(self) -> list[Flat]:
-        """The tensors with flat names, in the order of the tree.
-
-        Raises:
-            StateError: Two paths come to the same name.
-        """
+        """The tensors with flat names, in the order of the tree. StateError: two paths come to the same name."""
         paths: dict[str, str] = {}
         first: dict[tuple[object, ...], str] = {}
         found: list[Flat] = []
@@ -114,9 +100,7 @@ class Contents:
     def stream(self, entry: int, sink: Sink) -> None:
         """Give all bytes of an entry to `sink`, in order; from the beginning again if they came damaged.
 
-        Raises:
-            DamageError: They are not what was written.
-            StoreError: The store failed.
+        DamageError: they are not what was written. StoreError: the store failed.
         """
         record = self.manifest.entries[entry]
         window = self._window()
@@ -131,8 +115,9 @@ class Contents:
                 done += len(part)
             if found == record.crc32:
                 return
+        paths = [one.path for one in self.manifest.tensors if one.entry == entry][:8]
         raise DamageError(
-            f"{self.store.url}/{self.manifest.file}: {record.name} ({', '.join(self._paths(entry))}): CRC-32 expected "
+            f"{self.store.url}/{self.manifest.file}: {record.name} ({', '.join(paths)}): CRC-32 expected "
             f"{record.crc32:08x}, got {found:08x}; `holdfast ls` shows other steps"
         )
 
@@ -148,9 +133,6 @@ class Contents:
         self.stream(entry, lay)
         return storage
 
-    def _paths(self, entry: int) -> list[str]:
-        return [record.path for record in self.manifest.tensors if record.entry == entry][:8]
-
     def _window(self) -> memoryview:
         window: memoryview | None = getattr(self._windows, "view", None)
         if window is None:
@@ -160,11 +142,7 @@ class Contents:
 
 
 def part_of(tree: Any, only: str | None, what: str) -> Any:
-    """Returns the value under one name of a state, or without `only` the whole state.
-
-    Raises:
-        StateError: There is no such name.
-    """
+    """The value under one name of a state, or without `only` the whole state. StateError: there is no such name."""
     if only is None:
         return tree
     if not isinstance(tree, dict) or only not in tree:

@@ -31,10 +31,8 @@ _ODD_CHUNKS_MAX = 4096  # each of them is compared with each
 def check_claims(folder: Path, metadata: Metadata, metadata_bytes: int) -> None:
     """See that the folder has what its metadata claims.
 
-    Raises:
-        DamageError: It has not; names the file, what is claimed and what is there.
-        StateError: It is packed.
-        TypeError, ValueError, AttributeError: It is no metadata as DCP writes it.
+    DamageError: it has not; names the file, what is claimed and what is there. StateError: it is packed. TypeError,
+    ValueError, AttributeError: it is no metadata as DCP writes it.
     """
     _check_paths(metadata.planner_data or {}, metadata_bytes)
     _check_places(folder, metadata.storage_data)
@@ -103,12 +101,10 @@ def _check_file(path: Path, places: list[tuple[int, int]]) -> None:
 
 
 def told_part(path: Path, offset: int, length: int) -> str:
-    """A place in a file, for messages."""
     return f"{path}, {length} bytes at byte {offset}"
 
 
 def file_part(file: IO[bytes], offset: int, length: int, what: str) -> IO[bytes]:
-    """A part of an open file, as a file."""
     return cast(IO[bytes], RangedFile(cast(Store, _FilePart(file, offset)), what, length))
 
 

@@ -37,14 +37,8 @@ _METADATA_BYTES_MAX = 1 << 28
 _TUPLES_MAX = 16  # a place in the state is a tuple, and a size
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
@@ -56,24 +50,14 @@ _RECORDS = {
 
 
 class DcpState(NamedTuple):
-    """Contents of a folder.
-
-    Attributes:
-        tree: The state; the memory of its tensors means nothing.
-    """
+    """Contents of a folder. The memory of the tree's tensors means nothing."""
 
     tree: dict[str, Any]
     stored: list[StoredTensor]
 
 
 def read_dcp(folder: Path) -> DcpState:
-    """The state.
-
-    Raises:
-        ConfigError: There is no such checkpoint in the folder.
-        DamageError: It is not readable.
-        StateError: It holds what is not read here.
-    """
+    """The state. ConfigError: there is no such checkpoint. DamageError, StateError: it is not readable here."""
     if not (folder / _METADATA).is_file():
         raise ConfigError(
             f"{folder}: the folder has no {_METADATA}, so it is no checkpoint of torch.distributed.checkpoint; "
@@ -171,7 +155,6 @@ class _Planner(_EmptyStateDictLoadPlanner):
     """Makes the state of what the metadata names; values are read with weights_only."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Put a plain value in its place."""
         loaded = torch.load(value, map_location="cpu", weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:

@@ -18,33 +18,20 @@ _BYTES_MAX = 1 << 28
 
 
 class DcpNames(NamedTuple):
-    """Contents of the file.
+    """Contents of the file."""
 
-    Attributes:
-        only: The part of the state that is in the folder, by name; None: all of it.
-    """
-
-    only: str | None
+    only: str | None  # the part of the state that is in the folder, by name; None: all of it
     names: dict[str, list[list[Position]]]
 
 
 def write_names(folder: Path, names: Positions, only: str | None) -> None:
-    """Put them into a folder.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Put them into a folder. Raises OSError."""
     if names:
         (folder / _FILE).write_text(json.dumps({"only": only, "names": to_rows(names)}), encoding="ascii")
 
 
 def read_names(folder: Path) -> DcpNames:
-    """The names in a folder; none where DCP alone has written it.
-
-    Raises:
-        DamageError: The file is not as `write_names` writes it.
-        OSError: It cannot be read.
-    """
+    """The names in a folder; none where DCP alone has written it. Raises OSError; DamageError: not as written here."""
     path = folder / _FILE
     if not path.is_file():
         return DcpNames(None, {})

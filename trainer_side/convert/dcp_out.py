@@ -30,12 +30,8 @@ from trainer_side.convert.dcp_names import write_names
 def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> Exported:
     """Write the folder at `path`, whole or not at all; for `holdfast export`.
 
-    `only`: A name at the top of the state: nothing but what is under it.
-
-    Raises:
-        DamageError: Bytes are not what was written; names the tensors.
-        StateError: Two values would have one name.
-        StoreError: The store failed, or the folder cannot be written.
+    `only`: A name at the top of the state: nothing but what is under it. DamageError: bytes are not what was written;
+    names the tensors. StateError: two values would have one name. StoreError: the store or the folder failed.
     """
     contents = Contents(store, manifest, only=only)
     if not isinstance(contents.tree, dict):

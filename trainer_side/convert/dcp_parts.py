@@ -29,25 +29,15 @@ _STORAGE = "data/0"  # where torch.save puts the bytes of a tensor alone
 
 
 class _StoredPart(NamedTuple):
-    """Where one part lies.
-
-    Attributes:
-        offset: In the file: of its first byte, or of what torch.save wrote.
-        length: Length of the part that torch.save wrote; 0: the bytes lie in the file as the tensor has them.
-    """
+    """Where one part lies."""
 
     path: Path
-    offset: int
-    length: int = 0
+    offset: int  # in the file: of its first byte, or of what torch.save wrote
+    length: int = 0  # of what torch.save wrote; 0: the bytes lie in the file as the tensor has them
 
 
 class StoredTensor:
-    """One tensor of a folder. Any thread.
-
-    Args:
-        tensor: Its place in the tree, whose memory is never touched.
-        pattern: Which regions its parts are.
-    """
+    """One tensor of a folder: its place in the tree, never touched, and which regions its parts are. Any thread."""
 
     def __init__(self, tensor: torch.Tensor, pattern: Pattern, parts: list[_StoredPart]) -> None:
         self.tensor = tensor
@@ -56,12 +46,7 @@ class StoredTensor:
         self._loaded: tuple[int, torch.Tensor] | None = None
 
     def read(self, offset: int, out: memoryview) -> None:
-        """Fill `out` with the tensor's bytes from `offset` on.
-
-        Raises:
-            DamageError: A file is not as it was when the folder was opened.
-            OSError: It cannot be read.
-        """
+        """Fill `out` with the tensor's bytes from `offset` on. Raises OSError; DamageError: a file has changed."""
         target = np.frombuffer(out, np.uint8)
         for number in self._pattern.within(offset, offset + len(target)):
             comb = self._pattern.combs[number]
@@ -80,7 +65,6 @@ class StoredTensor:
                 at += nbytes
 
     def _fetch(self, number: int, first: int, out: np.ndarray) -> None:
-        """Bytes of a part, from number `first` on."""
         part = self._parts[number]
         if part.length:
             with self._lock:
@@ -151,9 +135,7 @@ def stored_tensor(
 ) -> StoredTensor:
     """See that torch reads the parts of a tensor, and find their bytes; none of those is read.
 
-    Raises:
-        DamageError: They are not what the metadata says.
-        pickle.UnpicklingError: One is not read without running code.
+    DamageError: they are not what the metadata says. pickle.UnpicklingError: one is not read without running code.
     """
     parts = []
     for region in pattern.regions:

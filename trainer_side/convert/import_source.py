@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import ConfigError, DamageError, StateError
-from holdfast.image.checkpoint_id import CheckpointId
 from trainer_side.convert.dcp_in import read_dcp
 from trainer_side.convert.dcp_names import read_names
 from trainer_side.convert.dcp_parts import StoredTensor
@@ -38,18 +37,11 @@ _NAMES_SHOWN = 8
 class ImportedState:
     """A state that was read, ready to be published. See `holdfast.command.converters.ImportSource`.
 
-    `stored`: Sources of the bytes of tensors that are not in memory.
-
-    Raises:
-        StateError: It cannot be saved; names the path.
+    `stored`: Sources of the bytes of tensors that are not in memory. StateError: it cannot be saved; names the path.
     """
 
     def __init__(
-        self,
-        kind: str,
-        tree: Mapping[str, Any],
-        stored: Sequence[StoredTensor],
-        names: Positions,
+        self, kind: str, tree: Mapping[str, Any], stored: Sequence[StoredTensor], names: Positions
     ) -> None:
         self.kind, self._tree, self._stored = kind, tree, stored
         self._trailer = to_trailer(names)
@@ -65,11 +57,10 @@ class ImportedState:
 
     @property
     def image_bytes(self) -> int:
-        """Size of the checkpoint's file."""
         return self._skeleton.layout.image_bytes
 
-    def image(self, key: CheckpointId) -> StateImage:
-        return StateImage(key, self._tree, self._skeleton, self._stored, self._trailer)
+    def image(self) -> StateImage:
+        return StateImage(self._tree, self._skeleton, self._stored, self._trailer)
 
 
 def open_import_source(
@@ -78,12 +69,8 @@ def open_import_source(
     """Open a file or folder; for `holdfast import`.
 
     `under`: Put all of it under this name of the state. `renamed`: Names at the top to the names of the state.
-    `dropped`: Names at the top that are left out.
-
-    Raises:
-        ConfigError: It cannot be read, or there is no such name.
-        DamageError: It has another format.
-        StateError: It holds what `torch.load(weights_only=True)` does not take, or has no names.
+    `dropped`: Names at the top that are left out. ConfigError: it cannot be read, or there is no such name.
+    DamageError: it has another format. StateError: `torch.load(weights_only=True)` refuses it, or it has no names.
     """
     try:
         kind, tree, part, stored, names = read_source(path)
@@ -137,7 +124,10 @@ def read_source(path: Path) -> LoadedSource:
     with path.open("rb") as file:
         magic = file.read(16)
     if magic[:4] == _ZIP_MAGIC:
-        return LoadedSource("torch", _read_torch(path), None, (), _names(path))
+        tree = _read_torch(path)
+        with path.open("rb") as file:
+            record = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+        return LoadedSource("torch", tree, None, (), from_record(record, source=str(path)))
     if magic[8:9] == b"{":
         found = read_safetensors(path)
         return LoadedSource("safetensors", found.tree, found.only, (), found.names)
@@ -145,17 +135,6 @@ def read_source(path: Path) -> LoadedSource:
         f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
         "file; if it is an older torch file, load it with torch.load and save it with torch.save"
     )
-
-
-def _names(path: Path) -> dict[str, list[list[Position]]]:
-    """The names that holdfast has put into a torch file; none in a file of another program.
-
-    Raises:
-        DamageError: They are not as holdfast writes them.
-    """
-    with path.open("rb") as file:
-        record = torch._C.PyTorchFileReader(file).get_record("data.pkl")
-    return from_record(record, source=str(path))
 
 
 def _read_torch(path: Path) -> Any:

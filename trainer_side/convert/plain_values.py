@@ -24,11 +24,7 @@ _DEPTH_MAX = 200  # json itself gives up at about a thousand; no state is so dee
 
 
 def encode(tree: Any, names: Mapping[str, str]) -> Any:
-    """The document of a tree; `names`: Path of each tensor to its flat name.
-
-    Raises:
-        StateError: A value cannot be told in JSON; names its path.
-    """
+    """The document of a tree; `names`: Path of each tensor to its flat name. StateError: names a value's path."""
     return _encode(tree, "", names, 0)
 
 
@@ -80,11 +76,7 @@ def _scalar(value: Any, path: str) -> Any:
 
 
 def decode(document: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tree of a document, which comes from outside; `tensors`: Flat name to tensor.
-
-    Raises:
-        DamageError: `encode` has not made it.
-    """
+    """The tree of a document, which comes from outside; `tensors`: Flat name to tensor. DamageError: it is no such."""
     try:
         return _decode(document, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

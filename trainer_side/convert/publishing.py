@@ -11,12 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.checkpoints.image_publishing import ChunkFinisher
-from holdfast.checkpoints.image_writing import Read
-from holdfast.checkpoints.publish import Finished
-from holdfast.crc import crc32
-from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.chunks import Source
 from holdfast.image.entries import Extent
 from holdfast.image.layout import CHUNK_BYTES, Layout
 from holdfast.wire.state_messages import Agreement
@@ -30,11 +24,7 @@ _RANK = 0  # the one that has it all
 
 
 def plan_state(tree: Mapping[str, Any], trailer: bytes) -> Skeleton:
-    """Lay out a state that one rank holds; `trailer`: see `capture`.
-
-    Raises:
-        StateError: Something in it cannot be saved, or not be loaded with `weights_only=True`; names its path.
-    """
+    """Lay out a state that one rank holds; `trailer`: see `capture`. StateError: something in it cannot be saved."""
     proposed = table(tree, tree, rank=_RANK, ranks=1, beside_bytes=len(trailer))
     return plan(
         tree,
@@ -48,14 +38,12 @@ def plan_state(tree: Mapping[str, Any], trailer: bytes) -> Skeleton:
 
 
 class StateImage:
-    """The image of a tree, whose tensors must stay as they are. See `holdfast.checkpoints.image_writing.Image`.
-
-    `stored`: Sources of the bytes of tensors that are not in memory.
+    """The image of a tree, whose tensors must stay as they are: a `holdfast.checkpoints.image_publishing.Image`.
+    `stored`: sources of the bytes of tensors that are not in memory.
     """
 
     def __init__(
         self,
-        key: CheckpointId,
         tree: Mapping[str, Any],
         skeleton: Skeleton,
         stored: Sequence[StoredTensor],
@@ -65,17 +53,12 @@ class StateImage:
         assert taken is not None, "the plan is of this tree"
         self._tree, self._skeleton, self._taken = tree, skeleton, taken
         self._stored = {one.tensor.data_ptr(): one for one in stored}
-        self._finisher = ChunkFinisher(key, skeleton.layout)
 
     @property
     def layout(self) -> Layout:
         return self._skeleton.layout
 
-    def senders(self, chunk: int) -> tuple[int, ...]:  # noqa: ARG002 - as of an image of several ranks
-        return (_RANK,)
-
-    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:  # noqa: ARG002
-        """Make the whole chunk. Any thread."""
+    def write_chunk(self, chunk: int, memory: memoryview) -> None:
         extent = self.layout.chunk_extent(chunk)
         self._skeleton.write_literals(extent, memory)
         for segment in self.layout.segments(chunk):
@@ -85,12 +68,6 @@ class StateImage:
                 self._write(
                     segment.entry, Extent(inside, segment.nbytes), memory[begin : begin + segment.nbytes]
                 )
-
-    def finish_chunk(self, memory: memoryview) -> int:
-        return self._finisher.finish(memory, (Source(_RANK, crc32(memory)),))
-
-    def finished(self) -> Finished:
-        return self._finisher.finished()
 
     def _write(self, entry: int, part: Extent, out: memoryview) -> None:
         content = self._taken.contents.get(entry)

@@ -32,25 +32,15 @@ _EXTENT_END = 1 << 63
 
 
 class SafetensorsState(NamedTuple):
-    """Contents of a file.
-
-    Attributes:
-        only: The name that the part had in the state (`--only`).
-        names: Names of numbered objects; their paths begin at the top of the state.
-    """
+    """Contents of a file."""
 
     tree: Any
-    only: str | None = None
-    names: Positions = MappingProxyType({})
+    only: str | None = None  # the name that the part had in the state (`--only`)
+    names: Positions = MappingProxyType({})  # of numbered objects; paths begin at the top of the state
 
 
 def read_safetensors(path: Path) -> SafetensorsState:
-    """The state.
-
-    Raises:
-        DamageError: It is not such a file.
-        OSError: It cannot be read.
-    """
+    """The state. Raises OSError; DamageError: it is not such a file."""
     with path.open("rb") as file:
         # Private: torch wants memory that may be written, and the file stays as it is.
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

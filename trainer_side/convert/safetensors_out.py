@@ -44,8 +44,6 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """A tensor of the file, and where its bytes begin and end."""
-
     flat: Flat
     begin: int
     end: int
@@ -60,10 +58,7 @@ class _TensorSlot:
 class SafetensorsPlan:
     """The plan of the file: its header and the places of its tensors, none of which is read yet.
 
-    `only`: The part of it that `contents` has, by name.
-
-    Raises:
-        StateError: A dtype or a value has no place in such a file; names it.
+    `only`: The part of it that `contents` has, by name. StateError: a dtype or a value has no place in such a file.
     """
 
     def __init__(self, contents: Contents, *, only: str | None) -> None:
@@ -89,14 +84,9 @@ class SafetensorsPlan:
         return sum(self._contents.nbytes(entry) for entry in self._by_entry())
 
     def write(self, fd: int, advance: Callable[[int], None]) -> None:
-        """Write all of it to an empty file. Blocks.
+        """Write all of it to an empty file. Blocks. `advance`: Told of the bytes newly read; from any thread.
 
-        `advance`: Told of the bytes newly read; from any thread.
-
-        Raises:
-            DamageError: Bytes are not what was written; names the tensors.
-            StoreError: The store failed.
-            OSError: The file cannot be written.
+        DamageError: bytes are not what was written; names the tensors. StoreError: the store failed. Raises OSError.
         """
         os.truncate(fd, self.nbytes)
         _write_at(fd, memoryview(self._header), 0)
@@ -193,12 +183,9 @@ def write_safetensors(
 ) -> Exported:
     """Write the file at `path`, whole or not at all; for `holdfast export`.
 
-    `only`: A name at the top of the state: nothing but what is under it.
-
-    Raises:
-        DamageError: Bytes are not what was written; names the tensors.
-        StateError: A dtype or a value has no place in such a file.
-        StoreError: The store failed, or the file cannot be written.
+    `only`: A name at the top of the state: nothing but what is under it. DamageError: bytes are not what was written;
+    names the tensors. StateError: a dtype or a value has no place in such a file. StoreError: the store or the file
+    failed.
     """
     plan = SafetensorsPlan(Contents(store, manifest, only=only), only=only)
     with progress_bar(path.name, plan.read_bytes, hidden=quiet) as advance:

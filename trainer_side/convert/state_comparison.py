@@ -33,13 +33,9 @@ _ABSENT = object()
 class ComparedState:
     """One side: its leaves by path, and the values of one tensor after the other.
 
-    `only`: A name at the top of the state: nothing but what is under it.
-
-    Raises:
-        ConfigError: The file cannot be read, or is a folder.
-        DamageError: It is not as it was written, or has another format.
-        StateError: There is no such name, or `torch.load(weights_only=True)` does not take the file.
-        StoreError: The store failed.
+    `only`: A name at the top of the state: nothing but what is under it. ConfigError: the file cannot be read, or is a
+    folder. DamageError: it is not as it was written, or has another format. StateError: there is no such name, or
+    `torch.load(weights_only=True)` does not take the file. StoreError: the store failed.
     """
 
     def __init__(self, file: ComparedFile, only: str | None) -> None:

@@ -26,17 +26,12 @@ _Batch = TypeVar("_Batch")
 
 
 class _BatchInHand:
-    """The random numbers from which the batch in hand was drawn. Training thread.
-
-    Attributes:
-        before: The states before the newest draw; None without a draw.
-        drawn: Whether this process has drawn a batch.
-        due: Whether the next draw is of the batch in hand of a checkpoint.
-    """
+    """The random numbers from which the batch in hand was drawn. Training thread."""
 
     def __init__(self) -> None:
-        self.before: dict[str, Any] | None = None
-        self.drawn = self.due = False
+        self.before: dict[str, Any] | None = None  # the states before the newest draw; None without a draw
+        self.drawn = False  # this process has drawn a batch
+        self.due = False  # the next draw is of the batch in hand of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {"before": self.before}

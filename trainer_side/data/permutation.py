@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 # The number is even, so that the halves end where they began. With 8 the orders of 5 samples are visibly not equally
 # likely.

@@ -26,14 +26,10 @@ class StepSize(NamedTuple):
 
 
 class StepCount:
-    """Finds out how much a training step takes, from what was taken between two steps. One thread.
-
-    Attributes:
-        size: The newest that is known; None: not known yet.
-    """
+    """Finds out how much a training step takes, from what was taken between two steps. One thread."""
 
     def __init__(self, size: StepSize | None = None, *, step: int | None = -1) -> None:
-        self.size = size
+        self.size = size  # the newest that is known; None: not known yet
         self._taken, self._samples = 0, 0
         self._noted = None if step is None else (step, 0)
 

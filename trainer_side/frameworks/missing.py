@@ -16,11 +16,8 @@ def missing(
 ) -> ConfigError:
     """The error to raise when a framework cannot be imported; it says what to install.
 
-    Args:
-        framework: Name of the framework for pip.
-        error: The error of the import.
-        module: Last part of the name in `holdfast.integrations`; empty: the framework's name.
-        extra: The extra of holdfast that has it.
+    `framework`: Its name for pip. `error`: Of the import. `module`: Last part of the name in `holdfast.integrations`;
+    empty: the framework's name. `extra`: The extra of holdfast that has it.
     """
     return ConfigError(
         f"holdfast.integrations.{module or framework} needs {framework}, which cannot be imported here: {error}; "

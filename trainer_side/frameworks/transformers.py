@@ -231,15 +231,10 @@ class _Scheduler:
 
 
 class _LastBatch:
-    """The batch and the loss that Trainer used last, for the proof of a resume: it tells callbacks neither.
-
-    Attributes:
-        batch: This rank's last batch; with accumulated gradients a step has had more.
-        loss: Its loss.
-    """
+    """The batch and the loss that Trainer used last, for the proof of a resume: it tells callbacks neither."""
 
     def __init__(self) -> None:
-        self.batch: Any = None
+        self.batch: Any = None  # this rank's last one; with accumulated gradients a step has had more
         self.loss: torch.Tensor | None = None
         self._trainer: Trainer | None = None
 
@@ -258,15 +253,11 @@ class _LastBatch:
 
 
 class _Seen:
-    """TrainerState as JSON, with the callbacks that have a state.
-
-    Attributes:
-        found: The restored TrainerState as JSON; empty before.
-    """
+    """TrainerState as JSON, with the callbacks that have a state."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.found = ""
+        self.found = ""  # the restored one; empty before
 
     def state_dict(self) -> dict[str, str]:
         trainer = self._trainer

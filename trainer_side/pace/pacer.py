@@ -119,7 +119,9 @@ class Pacer:
                 profile.image_bytes, profile.slice_bytes = fields["image_bytes"], fields["slice_bytes"]
                 profile.in_flight_max = fields["in_flight_max"]
             case "save":
-                profile.copied(step, fields["slice_bytes"], fields["copy_seconds"], fields["cst_seconds"])
+                waited = fields.get("wait_seconds") or 0.0
+                stall = fields["cst_seconds"]
+                profile.copied(step, fields["slice_bytes"], fields["copy_seconds"], stall, waited)
             case "staged":
                 profile.staged(step, fields["staged_seconds"])
             case "durable":

@@ -16,6 +16,7 @@ import bisect
 import ctypes
 import itertools
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 from trainer_side.ranks.peers import Peers
@@ -37,6 +38,9 @@ def _key(unit: Unit) -> _Key:
     return unit.reader, unit.number, unit.chunk, unit.frame
 
 
+_by_offset = attrgetter("offset")
+
+
 class _Packed(NamedTuple):
     """The parts of a unit that are passed on, and where each begins in a window."""
 
@@ -52,22 +56,16 @@ class _Packed(NamedTuple):
 
     def place(self, offset: int) -> int:
         """Where a byte of the image is in the window."""
-        number = bisect.bisect_right(self.parts, offset, key=_offset) - 1
+        number = bisect.bisect_right(self.parts, offset, key=_by_offset) - 1
         return self.places[number] + offset - self.parts[number].offset
-
-
-def _offset(part: EntryPart) -> int:
-    return part.offset
 
 
 class Broadcast(Exchange):
     """Gives every unit to all ranks: in place where the bytes lie in host memory, through windows otherwise.
 
-    Entries that are shared in place have an `EntryTarget`; all others go through windows. It checks nothing itself:
-    checksums are compared when all bytes have arrived (`check_received`).
-
-    `own`: The units that this rank reads, in order. `crossing`: The way to the device that some of the targets are on;
-    None: this rank has none there.
+    Entries that are shared in place have an `EntryTarget`; all others go through windows. Checksums are compared when
+    all bytes have arrived (`check_received`). `own`: The units that this rank reads, in order. `crossing`: The way to
+    the device that some of the targets are on; None: this rank has none there.
     """
 
     def __init__(
@@ -81,6 +79,7 @@ class Broadcast(Exchange):
         super().__init__(_AHEAD)
         self._windows, self._targets, self._crossing = windows, targets, crossing
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
+        self._place_bytes = -(-self._chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
         self._turns: dict[_Key, int] = {}
         if any(not isinstance(target, EntryTarget) for target in targets.values()):
             passed = (unit for unit in own if any(map(self.passes, windows.parts(unit.extents))))
@@ -99,17 +98,11 @@ class Broadcast(Exchange):
         return self._turns.get(_key(unit))
 
     def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
-        """As `Exchange`."""
         if self.passes(part):
             window, packed = self._window(unit)
             ctypes.memmove(window.address + packed.place(part.offset), address, view.nbytes)
 
     def share(self, unit: Unit, peers: Peers) -> None:
-        """As `Exchange`."""
-        peers.share(self._pieces(unit), unit.reader)
-
-    def _pieces(self, unit: Unit) -> list[tuple[int, int]]:
-        """`(address, nbytes)` of a unit's bytes for `Peers.share`, in order."""
         pieces = []
         passed = False
         for part in self._windows.parts(unit.extents):
@@ -122,15 +115,13 @@ class Broadcast(Exchange):
             self._batch.append(unit)
             window, packed = self._window(unit)
             pieces.append((window.address, packed.nbytes))
-        return pieces
+        peers.share(pieces, unit.reader)
 
     @property
     def is_full(self) -> bool:
-        """As `Exchange`; the same on every rank."""
         return len(self._batch) >= _BATCH
 
     def settle(self) -> None:
-        """As `Exchange`."""
         given = 0
         crossing: list[SectionPart] = []
         for place, unit in enumerate(self._batch):
@@ -154,7 +145,7 @@ class Broadcast(Exchange):
         self._left(given)
 
     def _window(self, unit: Unit) -> tuple[ReadWindow, _Packed]:
-        turn = self._turns.get(_key(unit))
+        turn = self._turn(unit)
         windows = self._coming if turn is None else self._ahead
         place = len(self._batch) - 1 if turn is None else turn % _AHEAD
         with self._changed:
@@ -164,10 +155,6 @@ class Broadcast(Exchange):
                 parts = self._windows.parts(unit.extents)
                 self._packed[_key(unit)] = _Packed.of(part for part in parts if self.passes(part))
             return windows[place], self._packed[_key(unit)]
-
-    @property
-    def _place_bytes(self) -> int:
-        return -(-self._chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
 
     def _fresh(self, place: int) -> ReadWindow:
         """Memory for what is coming as one of a batch."""

@@ -30,7 +30,7 @@ NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer
 
 
 class SliceKey(NamedTuple):
-    """Slices of one checkpoint have the same."""
+    """The checkpoint that a slice belongs to."""
 
     attempt: int
     step: int
@@ -40,30 +40,23 @@ class SliceKey(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A slice that a rank has found in one of its tiers.
-
-    Attributes:
-        key: The checkpoint. `slice_rank`: the saved rank whose slice it is.
-        rank: The rank that found it. `number`: its index among the slices that this rank found.
-        nearness: 0 is nearest. `tier`, `place`: for people.
-        absent: Chunks whose frame is missing.
-        replicas: Fingerprints of the replicas on the rank that wrote it, from its seal; empty without any. `drift`: a
-            known difference between the ranks. `complete`: every rank is known to have sealed that step.
-        trackers: The runs of experiment trackers; in the slice of saved rank 0.
-    """
+    """A slice that a rank has found in one of its tiers."""
 
     key: SliceKey
-    slice_rank: int
-    rank: int
-    number: int
-    nearness: int
-    tier: str
+    slice_rank: int  # the saved rank whose slice it is
+    rank: int  # that found it
+    number: int  # its index among the slices that this rank found
+    nearness: int  # 0 is nearest
+    tier: str  # for people, as `place` is
     place: str
-    absent: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()  # chunks whose frame is missing
+    # Fingerprints of the replicas on the rank that wrote it, from its seal; empty without any.
     replicas: str = ""
-    drift: str = ""
-    complete: bool = False
-    trackers: Mapping[str, str] = MappingProxyType({})
+    drift: str = ""  # a known difference between the ranks
+    complete: bool = False  # every rank is known to have sealed that step
+    trackers: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # runs of experiment trackers; in the slice of saved rank 0
 
 
 class RankPlace(NamedTuple):
@@ -74,57 +67,43 @@ class RankPlace(NamedTuple):
 
 
 class StoreCandidate(NamedTuple):
-    """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so. `drift`: in what its
-    replicas were not the same, or why it may be torn. `unopened`: the store lists the manifest and does not give it.
-    `metrics`: given by the script for it. `best_metric`, `best_mode`: by what its writer kept the best; or empty.
-    """
+    """A checkpoint of the store, according to its manifest."""
 
     number: int
     attempt: int
     step: int
     ranks: int
     digest: str
-    fault: str
-    drift: str = ""
-    unopened: bool = False
-    metrics: Mapping[str, float] | None = None
-    best_metric: str = ""
+    fault: str  # why it cannot be used; empty if it can
+    drift: str = ""  # in what its replicas were not the same, or why it may be torn
+    unopened: bool = False  # the store lists the manifest and does not give it
+    metrics: Mapping[str, float] | None = None  # that the script gave
+    best_metric: str = ""  # by which its writer kept the best, with `best_mode`; or empty
     best_mode: str = ""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """A checkpoint that is not a candidate, and why.
-
-    Attributes:
-        lost: It once was there; else it was perhaps never finished.
-        unopened: The store lists it and does not give its manifest: it may be whole.
-    """
+    """A checkpoint that is not a candidate, and why."""
 
     attempt: int
     step: int
     reason: str
-    lost: bool
-    unopened: bool = False
+    lost: bool  # it once was there; False: it was perhaps never finished
+    unopened: bool = False  # the store lists it and does not give its manifest: it may be whole
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that may be restored.
-
-    Attributes:
-        slices: Saved rank → holders of its slice, nearest first. Empty: the checkpoint is read from the store alone.
-        stored: Its number in the store's list; `STORE` if the store does not have it.
-        key: Key of its slices; None without slices.
-        drift: Why its replicas differ, or why it may be torn; such a candidate is tried last. Empty if it is sound.
-    """
+    """A checkpoint that may be restored."""
 
     attempt: int
     step: int
-    stored: int
-    key: SliceKey | None = None
+    stored: int  # its number in the store's list; `STORE` if the store does not have it
+    key: SliceKey | None = None  # of its slices; None without slices
+    # Saved rank → holders of its slice, nearest first. Empty: the checkpoint is read from the store alone.
     slices: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
-    drift: str = ""
+    drift: str = ""  # why its replicas differ, or why it may be torn: it is tried last. Empty if it is sound
 
     @property
     def name(self) -> str:
@@ -137,7 +116,6 @@ class Candidate:
 
     @property
     def checkpoint(self) -> CheckpointId:
-        """Its id, which is the same wherever it lies."""
         return CheckpointId(self.attempt, self.step)
 
 
@@ -240,10 +218,8 @@ def _gap(
     lacking = [rank for rank in range(len(places)) if rank not in having]
     what = "no slice of it"
     if not lacking:  # ranks of one machine find each other's
-        lacking, what = (
-            [rank for rank in range(len(places)) if rank < key.ranks and rank not in found],
-            "not its slice",
-        )
+        what = "not its slice"
+        lacking = [rank for rank in range(len(places)) if rank < key.ranks and rank not in found]
     who = [
         f"rank {rank} on host {places[rank].host} has {what} in {', '.join(places[rank].tiers) or 'any tier'}"
         for rank in lacking[:_PLACES_NAMED]
@@ -262,11 +238,7 @@ class WantedBest(NamedTuple):
 
 
 def wanted_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
-    """The arguments of `restore()`; None: the best is not asked for.
-
-    Raises:
-        ConfigError: They are wrong, or do not go together.
-    """
+    """The arguments of `restore()`; None: the best is not asked for. ConfigError: they are wrong, or do not fit."""
     if mode not in (None, "min", "max"):
         raise ConfigError(f'restore(): mode: expected "min" or "max", got {shown(mode)}')
     if best is None:
@@ -287,12 +259,8 @@ def best_first(
 ) -> Sequence[Candidate | Passed]:
     """The items of `listed` that have the metric, the best first. One checkpoint's places stay in their order.
 
-    `listed`: All checkpoints, newest first. `stored`: The store's manifests, summed up. Slices of which it has no
-    manifest have no metric.
-
-    Raises:
-        StoreMissing: No good checkpoint has the metric.
-        ConfigError: Nobody says which of its values is best.
+    `listed`: All checkpoints, newest first. `stored`: The manifests of the store; slices without one have no metric.
+    StoreMissing: No good checkpoint has the metric. ConfigError: Nobody says which of its values is best.
     """
     metrics = {CheckpointId(one.attempt, one.step): one.metrics for one in stored if one.metrics}
     recorded = [_rule(one) for one in stored]

@@ -35,19 +35,13 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class _Wish(NamedTuple):
-    """The tensors that this rank would read into its device.
-
-    Attributes:
-        whole: Entry ─► the tensors in it; the entry is read whole.
-        regions: Entry ─► numbers of this rank's regions of it.
-    """
+    """The tensors that this rank would read into its device."""
 
     device: torch.device | None
-    whole: dict[int, list[Named]]
-    regions: dict[int, list[int]]
+    whole: dict[int, list[Named]]  # entry → the tensors in it; the entry is read whole
+    regions: dict[int, list[int]]  # entry → numbers of this rank's regions of it
 
     def nbytes(self, structure: Structure, placed: Placed) -> int:
-        """Size of the device memory for it."""
         parts = [
             placed.regions[entry].regions[number] for entry, some in self.regions.items() for number in some
         ]
@@ -67,15 +61,10 @@ def take_to_device(
 ) -> DeviceSections | None:
     """Allocate memory on the device for tensors that loading would bring there. Training thread; collective.
 
-    An entry that is read whole goes to a device on every rank or on none, since the ranks exchange it. Parts belong to
-    one rank each.
-
-    `structure`: After `adopt` and `place`. Its storages are changed. `placed`: The parts of this rank; those on a
-    device get memory there. `live`: Result of `live_trees`. `locked`: Makes locked host memory. `on_host`: Tensors of
-    the tree that stay in host memory (`uncast.offloaded`).
-
-    Returns:
-        None: this rank has no tensor for a device, or some rank lacks room.
+    An entry that is read whole goes to a device on every rank or on none, since the ranks exchange it. `structure`:
+    After `adopt` and `place`; its storages are changed. `placed`: The parts of this rank; those on a device get memory
+    there. `live`: Result of `live_trees`. `locked`: Makes locked host memory. `on_host`: Tensors of the tree that stay
+    in host memory (`uncast.offloaded`). None: this rank has no tensor for a device, or some rank lacks room.
     """
     wish = _wish(structure, placed, dict(_destinations(state, live, structure.tree, on_host)))
     is_nothing = not wish.whole and not wish.regions
@@ -100,9 +89,7 @@ def take_to_device(
             }
         except torch.OutOfMemoryError:
             has_room = False
-    if not peers.all_agree(has_room):
-        return None
-    if wish.device is None:
+    if not peers.all_agree(has_room) or wish.device is None:
         return None
     for entry, group in wish.whole.items():
         storage = taken[entry].untyped_storage()
@@ -153,7 +140,6 @@ def _keeps_bits(read: torch.Tensor, local: torch.Tensor) -> bool:
 
 
 def _on_device(region: RegionTarget) -> RegionTarget:
-    """The region with memory on the device of its tensor."""
     assert region.copies is not None
     read, local = region.copies
     if region.is_fresh:

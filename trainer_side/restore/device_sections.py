@@ -39,19 +39,14 @@ def section_bytes(readers: int) -> int:
 
 
 class SectionPart(NamedTuple):
-    """A part of a section, and its place on the device.
+    """A part of a section, and its place on the device: `runs` of `run_bytes`."""
 
-    Attributes:
-        memory: Device memory, as bytes. `at`: where the part goes in it, back to back.
-        begin: Where in the window the part begins: `runs` of `run_bytes`, each begins `stride` after the one before.
-    """
-
-    memory: torch.Tensor
-    at: int
-    begin: int
+    memory: torch.Tensor  # of the device, as bytes
+    at: int  # where the part goes in it, back to back
+    begin: int  # where in the window the part begins
     run_bytes: int
     runs: int = 1
-    stride: int = 0
+    stride: int = 0  # from the begin of a run to that of the next one
 
     @property
     def end(self) -> int:
@@ -60,18 +55,13 @@ class SectionPart(NamedTuple):
 
 
 class SectionWindow:
-    """Locked memory of one thread.
-
-    Attributes:
-        address: Where it begins. `memory`: it.
-        section: The same as a tensor; `bytes`: as an array.
-        crossed: When what was sent from it is on the device; None: nothing was.
-    """
+    """Locked memory of one thread: from `address` on, as a tensor, an array and a view."""
 
     def __init__(self, section: torch.Tensor) -> None:
         self.section, self.address = section, section.data_ptr()
         self.bytes: np.ndarray = section.numpy()
         self.memory = self.bytes.data
+        # when what was sent from it is on the device; None: nothing was
         self.crossed: StreamEvent | None = None
 
 

@@ -33,18 +33,16 @@ class Exchange(ABC):
 
     A reader that is ahead waits in `wait` until there is memory for its next unit; a few units may be read and not yet
     sent. `share`, `is_full` and `settle` belong to the training thread; each rank calls them in the same order.
-
-    Attributes:
-        received: CRC-32 of parts that came from other ranks, by their place in the image.
-        error: Set if received bytes differ from the bytes that were sent.
     """
 
     def __init__(self, ahead_max: int) -> None:
         self._ahead_max = ahead_max
         self._given = 0  # own units that have left
         self._changed = threading.Condition()
-        self.received: dict[int, Sum] = {}
-        self.error: HoldfastError | None = None
+        self.received: dict[
+            int, Sum
+        ] = {}  # CRC-32 of parts that came from other ranks, by place in the image
+        self.error: HoldfastError | None = None  # received bytes differ from those that were sent
 
     def wait(self, unit: Unit, stopped: threading.Event) -> None:
         """Wait until there is memory for a unit that this rank reads. Any thread."""
@@ -130,10 +128,8 @@ def tell(
 ) -> dict[int, tuple[EntryPart, Sum]]:
     """The sums of all parts, as the rank that read each one has found them. Collective.
 
-    `units`: All that were read whole, the same on every rank. `sums`: `Reading.sums`: those of this rank.
-
-    Raises:
-        ProtocolError: A rank does not tell as many as it has read.
+    `units`: All that were read whole, the same on every rank. `sums`: `Reading.sums` of this rank. ProtocolError: a
+    rank does not send as many as it has read.
     """
     windows = ChunkWindows(image, entries)
     of_rank: list[list[EntryPart]] = [[] for _ in range(peers.ranks)]

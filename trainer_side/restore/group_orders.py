@@ -15,30 +15,19 @@ from trainer_side.state.tree import containers
 
 # As torch's schedulers, and timm's, name their lists.
 _PER_GROUP = frozenset(
-    {
-        "base_lrs",
-        "_last_lr",
-        "lr_lambdas",
-        "min_lrs",
-        "max_lrs",
-        "base_momentums",
-        "max_momentums",
-        "base_values",
-    }
+    (
+        *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
+        *("base_momentums", "max_momentums", "base_values"),
+    )
 )
 _ADVICE = "give the optimizer its groups in the order in which they were saved; nothing was loaded"
 
 
 class GroupOrder(NamedTuple):
-    """The groups of an optimizer that were put into another order.
+    """The groups of an optimizer that were put into another order."""
 
-    Attributes:
-        path: Path of its dictionary in the state.
-        groups: For each group of the script, the number of its counterpart in the checkpoint.
-    """
-
-    path: str
-    groups: Sequence[int]
+    path: str  # of its dictionary in the state
+    groups: Sequence[int]  # for each group of the script, the number of its counterpart in the checkpoint
 
     @property
     def is_same(self) -> bool:
@@ -57,9 +46,7 @@ def reorder_schedulers(
     """Change the lists of all schedulers of the tree whose optimizer has its groups in another order.
 
     `live`: Result of `live_trees`. `tree`: The saved tree; is changed. `orders`: By `id()` of the optimizer.
-
-    Raises:
-        StateError: It cannot be told whether a list follows the groups, or which optimizer it is of; names it.
+    StateError: it is unknown whether a list follows the groups, or which optimizer it belongs to; names it.
     """
     moved = {key: order for key, order in orders.items() if not order.is_same}
     if not moved:
@@ -87,8 +74,7 @@ def reorder_schedulers(
 def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Refuse a list of dictionaries of several kinds, such as a SequentialLR has of its schedulers, in another order.
 
-    Raises:
-        StateError: The same kinds, by their keys, were saved in another order; names the first.
+    StateError: the same kinds, by their keys, were saved in another order; names the first.
     """
     for path, key, values in _lists(live):
         if key == "param_groups" or len(values) < 2 or not all(isinstance(one, dict) for one in values):

@@ -40,7 +40,7 @@ from trainer_side.restore.choice import (
     candidates,
     pass_over,
 )
-from trainer_side.tiers.tier import Keeps, Kept, NamesDamage, Nearness, Tier
+from trainer_side.tiers.tier import Keeps, Kept, Nearness, Tier
 from trainer_side.tiers.tier_inventory import ask_kept
 
 _log = logging.getLogger("holdfast.restore")
@@ -60,27 +60,20 @@ _NEARNESS = {
 
 @dataclass
 class TierListing:
-    """The slices that all ranks have found.
+    """The slices that all ranks have found."""
 
-    Attributes:
-        own: The slices of this rank, in the order that a holder's `number` counts.
-        lost: Tiers of all ranks that could not be listed, and damage in others, with the reasons.
-        missed: The entries of `lost` that may have, or had, slices of a whole checkpoint.
-        places: Where each rank is; empty if no rank has a tier.
-    """
-
-    own: list[tuple[Keeps, Kept]] = field(default_factory=list)
+    own: list[tuple[Keeps, Kept]] = field(default_factory=list)  # of this rank, as a holder's `number` counts
     holders: list[Holder] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)
-    places: list[RankPlace] = field(default_factory=list)
+    lost: list[str] = field(
+        default_factory=list
+    )  # tiers of all ranks that could not be listed, damage; with reasons
+    missed: list[str] = field(
+        default_factory=list
+    )  # entries of `lost` that may have slices of a whole checkpoint
+    places: list[RankPlace] = field(default_factory=list)  # where each rank is; empty if no rank has a tier
 
     def layout(self, candidate: Candidate, peers: Peers) -> Layout:
-        """The layout of a candidate's slices, from a rank that has one of them. Collective.
-
-        Raises:
-            DamageError: On every rank: the bytes that some rank got are not this layout.
-        """
+        """The layout of a candidate's slices, from a rank that has one. Collective. DamageError, on all: bad bytes."""
         first = min(
             (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
         )
@@ -115,9 +108,8 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
         except (HoldfastError, OSError) as error:
             lost.append((f"rank {peers.rank}: {tier.name} cannot say what it keeps: {error}", True))
             continue
-        if isinstance(tier, NamesDamage):
-            what = tier.damage()[:_DAMAGE_TOLD_MAX]
-            lost += [(f"rank {peers.rank}: {tier.name}: {reason}", True) for reason in what]
+        damage = tier.damage()[:_DAMAGE_TOLD_MAX]
+        lost += [(f"rank {peers.rank}: {tier.name}: {reason}", True) for reason in damage]
         for one in kept:
             try:
                 one.seal.check_layout(one.layout, source=f"{tier.name}: {one.place}")
@@ -153,24 +145,17 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
 
 
 class StoreListing:
-    """The checkpoints in the store, as rank 0 finds them: newest first, read on demand.
-
-    Attributes:
-        step: The only step that is listed; None: all are.
-        stored: The manifests read so far, newest first; the same on every rank.
-        unread: The newest manifest that was not read; None: all were.
-        newest: The newest of the current line, whichever step is wanted; None: the store has no checkpoint of it.
-        branches: The branches of the run; None if it was never rewound. Checkpoints of older ones are not read.
-        left: How many checkpoints of older branches the store has, of the steps that are wanted.
-    """
+    """The checkpoints in the store, as rank 0 finds them: newest first, read on demand."""
 
     def __init__(self, store: Store | None, seconds_max: float, step: int | None = None) -> None:
-        self.step = step
+        self.step = step  # the only step that is listed; None: all are
+        # The manifests read so far, newest first; the same on every rank.
         self.stored: list[StoreCandidate] = []
-        self.unread: CheckpointId | None = None
-        self.newest: CheckpointId | None = None
+        self.unread: CheckpointId | None = None  # the newest manifest that was not read; None: all were
+        self.newest: CheckpointId | None = None  # of the current line, whichever step is wanted
+        # None: never rewound. Checkpoints of older branches are not read.
         self.branches: Branches | None = None
-        self.left = 0
+        self.left = 0  # how many checkpoints of older branches the store has, of the steps that are wanted
         self._store, self._seconds_max = store, seconds_max
         self._look: CatalogLook | None = None  # on rank 0
         self._names: list[tuple[int, ListedManifest]] = []  # numbered, of those that were not read
@@ -190,13 +175,8 @@ class StoreListing:
         """List the store, on rank 0, and read the newest manifest. Collective.
 
         `step`: List only this step; None: all steps. `also`: Checkpoints that are read as well, the same on every rank.
-        `seconds_max`: Time for the reads that follow; the listing may take half of it.
-
-        Returns:
-            The listing, and the error if the store does not answer.
-
-        Raises:
-            HoldfastError: Any other failure on rank 0.
+        `seconds_max`: Time for the reads that follow; the listing may take half of it. Returns the listing, and the
+        error if the store does not answer. Any other failure on rank 0 is raised.
         """
         shelf = cls(store, seconds_max / 2, step)
 
@@ -329,14 +309,8 @@ def newest_attempt(
 ) -> int:
     """The highest attempt that any tier of any rank, or the store, knows of; 0 on a new run. Collective.
 
-    A job without a stager, which claims one, takes the next. Only rank 0 asks the store.
-
-    `without_store`: Whether the tiers alone may answer when the store does not. `seconds_max`: How long the store, and
-    each tier, may take to say it.
-
-    Raises:
-        StoreError: The store does not answer, and the tiers alone may not.
-        PeerLost: A rank is gone.
+    Only rank 0 asks the store. `without_store`: The tiers alone may answer when the store does not; else StoreError.
+    `seconds_max`: For the store, and for each tier.
     """
     found = find(tiers, peers, seconds_max=seconds_max)
     newest = max((holder.key.attempt for holder in found.holders), default=0)

@@ -34,17 +34,12 @@ LIKE_PARAMETERS = frozenset(
 
 
 class _Side(NamedTuple):
-    """The parameters of an optimizer in the script, or in the checkpoint.
-
-    Attributes:
-        paths: The paths that the whole state has on this side, without wrappers.
-        objects: Names at the top of the state.
-    """
+    """The parameters of an optimizer in the script, or in the checkpoint."""
 
     flat: list[Position]
     group_of: list[int]
-    paths: frozenset[str]
-    objects: frozenset[str]
+    paths: frozenset[str]  # of the whole state on this side, without wrappers
+    objects: frozenset[str]  # names at the top of the state
 
     @classmethod
     def of(cls, paths: frozenset[str], objects: Iterable[Any], groups: Sequence[Sequence[Position]]) -> _Side:
@@ -63,13 +58,9 @@ def join_by_name(
     """Put the parameters and groups of all optimizers of the tree into the order of the script.
 
     Optimizers with another number of parameters stay unchanged, and so does a file without names: both are refused
-    elsewhere.
-
-    `tree`: The saved tree; is changed. `names`: Names of the parameters in it, as far as the file has them.
-    `optimizers`: By the path of their dictionaries in `live`, the result of `live_trees`.
-
-    Raises:
-        StateError: Parameters, or groups, of the script have no counterpart; names both.
+    elsewhere. `tree`: The saved tree; is changed. `names`: Names of the parameters in it, as far as the file has them.
+    `optimizers`: By the path of their dictionaries in `live`, the result of `live_trees`. StateError: parameters, or
+    groups, of the script have no counterpart; names both.
     """
     if not isinstance(tree, dict):
         return
@@ -192,11 +183,7 @@ class _Join:
         self._by_order: list[int] = []
 
     def order(self) -> list[int]:
-        """For each parameter of the script, which of the checkpoint's it is.
-
-        Raises:
-            StateError: One has no counterpart.
-        """
+        """For each parameter of the script, which of the checkpoint's it is. StateError: one has no counterpart."""
         found: dict[int, int] = {}
         for level in (str, _unwrapped, _inside, _in_module):
             self._match(level, found)
@@ -270,11 +257,7 @@ class _Join:
         return ""
 
     def groups(self, order: Sequence[int], count: int) -> list[int]:
-        """For each group of the script, which of the checkpoint's it is.
-
-        Raises:
-            StateError: The parameters are grouped in another way.
-        """
+        """For each group of the script, which of the checkpoint's it is. StateError: the grouping differs."""
         found: dict[int, int] = {}
         for number, other in enumerate(order):
             own, its = self._here.group_of[number], self._there.group_of[other]
@@ -300,11 +283,7 @@ class _Join:
         saved: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Check that tensors that no name has joined have the saved shapes.
-
-        Raises:
-            StateError: It has others, so the order must be another one; names both.
-        """
+        """Check that tensors that no name has joined have the saved shapes; else StateError: another order."""
         numbers = numbers_of(saved)
         expected: dict[int, tuple[int, ...]] = {}
         guessed: dict[int, tuple[int, ...]] = {}
@@ -348,11 +327,7 @@ class _Join:
     def see_twice(
         self, order: Sequence[int], parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]
     ) -> None:
-        """Check that a parameter that the optimizer has twice has one state in the checkpoint.
-
-        Raises:
-            StateError: It has two, and the later one would win; names both.
-        """
+        """Check that a parameter that the optimizer has twice has one state in the checkpoint; else StateError."""
         numbers = numbers_of(saved)
         first: dict[int, int] = {}
         for number, parameter in enumerate(parameters):

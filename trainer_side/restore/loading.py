@@ -72,12 +72,8 @@ _REFILLED = (dict, list, set, deque)
 def refill(live: Any, saved: Any) -> bool:
     """Replace the content of the container `live` by that of `saved`, recursively. Training thread.
 
-    Tensors of equal shape and dtype are copied into those of `live`, which the script may hold elsewhere too.
-
-    A split tensor that was saved is the live one itself, filled already.
-
-    Returns:
-        False if `live` is no container, or not of the kind that was saved; it is then unchanged.
+    Tensors of equal shape and dtype are copied into those of `live`, which the script may hold elsewhere too. A split
+    tensor that was saved is the live one itself, filled already. False: `live`, unchanged, is another kind.
     """
     if live is saved:
         return True
@@ -174,11 +170,7 @@ _NAMED = 5  # at most this many problems of one kind are named
 
 
 def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Names to the trees whose tensors may be read over in place: those of objects and tensors.
-
-    Raises:
-        StateError: An object's `state_dict()` failed.
-    """
+    """Names to the trees of objects and tensors, whose tensors may be read over in place. StateError: a failure."""
     trees: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, PerRank):
@@ -208,11 +200,8 @@ def check(
     """Check that the checkpoint fits the state, before anything is changed.
 
     `live`: Result of `live_trees`. `parts`: The split tensors in it: their whole shapes count. `ranks`: Of this job.
-    `may_lack`: Names that the checkpoint need not have.
-
-    Raises:
-        StateError: A name is missing in the checkpoint, names, groups or shapes of an object are others, or an object
-            cannot be loaded.
+    `may_lack`: Names that the checkpoint need not have. StateError: a name is missing, names, groups or shapes of an
+    object are others, or an object cannot be loaded.
     """
     if not isinstance(tree, dict):
         raise StateError(
@@ -299,23 +288,13 @@ def may_refuse(state: Mapping[str, Any]) -> bool:
 
 
 def open_own(
-    state: Mapping[str, Any],
-    live: Mapping[str, Any],
-    tree: dict[str, Any],
-    names: Positions,
-    *,
-    rank: int,
+    state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, Any], names: Positions, *, rank: int
 ) -> None:
     """Put this rank's values into the tree in place of all ranks' blobs. Training thread, before `load`.
 
-    A value that the checkpoint does not have for this rank is taken out of the tree, and named in the log.
-
-    `live`: Result of `live_trees`. `tree`: The saved tree, with all bytes that this rank takes; is changed. `names`:
-    The names in the file.
-
-    Raises:
-        DamageError: A value in the file is not a blob.
-        StateError: A value does not fit, or parameters of an optimizer in it have no counterpart; names them.
+    A value that the checkpoint does not have for this rank is taken out of the tree, and named in the log. `live`:
+    Result of `live_trees`. `tree`: The saved tree, with all bytes that this rank takes; is changed. `names`: Those in
+    the file. DamageError: a value in the file is not a blob. StateError: a value, or a parameter in it, does not fit.
     """
     inner = unmarked(state)
     for name, value in state.items():
@@ -362,12 +341,8 @@ def load(
     The saved tree, with this rank's own values (`open_own`). `in_place`: Names whose live tensors were read into.
     `on_host`: Tensors of the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
 
-    Returns:
-        The plain values. Lists and dictionaries of the state have got their saved content in place; numbers, texts and
-        tuples cannot be changed in place, and those that differ are named in the log.
-
-    Raises:
-        StateError: An object's `load_state_dict` refused; names it, and says what is loaded already.
+    Returns the plain values. Lists and dictionaries have got their saved content in place; numbers, texts and tuples
+    cannot be changed in place, and those that differ are named in the log. StateError: an object refused its state.
     """
     values: dict[str, Any] = {}
     names = [name for name, value in sorted(state.items(), key=lambda item: _turn(item[1])) if name in tree]

@@ -28,10 +28,7 @@ _SIZES = 8  # up to this many groups, the message has the size of each
 
 
 def misfit(name: str, value: Any, saved: Any, *, ranks: int) -> str:
-    """Why the saved value cannot be loaded into `value`, and the remedy; empty if no reason is found.
-
-    `name`: The name of both in the state.
-    """
+    """Why the saved value under this name cannot be loaded into `value`, and the remedy; empty without a reason."""
     if isinstance(value, PerRank):
         return _other_ranks(name, value, saved, ranks)
     loading = loading_of(value)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,15 +30,8 @@ _Groups = Sequence[Sequence[Sequence[str]]]  # of an optimizer: group, parameter
 
 
 class StageNames(NamedTuple):
-    """The names in one rank's stage.
-
-    Attributes:
-        modules: Keys of each module's state.
-        parameters: Names of each optimizer's parameters; empty if they have no names.
-    """
-
-    modules: Mapping[str, Sequence[str]]
-    parameters: Mapping[str, _Groups]
+    modules: Mapping[str, Sequence[str]]  # keys of each module's state
+    parameters: Mapping[str, _Groups]  # of each optimizer; empty if they have no names
 
     @classmethod
     def of(cls, state: Mapping[str, Any], live: Mapping[str, Any]) -> StageNames:
@@ -72,13 +65,8 @@ def narrow(
     """Remove values from the tree that other ranks take and this rank does not.
 
     `tree`: The saved tree; is changed. `ranks`: The names of each rank. `names`: Names of parameters that have numbers
-    in the tree, as far as the file has them.
-
-    Returns:
-        The optimizers whose parameters now have the numbers of the script.
-
-    Raises:
-        StateError: Parameters of an optimizer do not fit those that were saved; names them.
+    in the tree, as far as the file has them. Returns the optimizers whose parameters now have the numbers of the
+    script. StateError: parameters of an optimizer do not fit those that were saved; names them.
     """
     own = ranks[rank]
     order = _order(own, tree)
@@ -152,10 +140,7 @@ def _names_of(
 
 
 def _by_name(
-    at: str,
-    saved: Mapping[str, Any],
-    every: Sequence[_Groups],
-    known: Sequence[Mapping[str, Any]] | None,
+    at: str, saved: Mapping[str, Any], every: Sequence[_Groups], known: Sequence[Mapping[str, Any]] | None
 ) -> list[list[list[Any]]]:
     """By rank and group, which of the saved parameters each parameter is; `known`: what `_names_of` gave."""
     groups = _same_groups(at, saved, every)
@@ -207,8 +192,11 @@ def _by_order(
             )
         key_of = dict(zip(places, numbers, strict=True))
         for place, key in key_of.items():
-            for kind, tensor in _tensors(saved["state"].get(key, {})):
-                if kind in LIKE_PARAMETERS and tuple(tensor.shape) != place.shape:
+            moments = saved["state"].get(key)
+            for kind, tensor in moments.items() if isinstance(moments, Mapping) else ():
+                if kind not in LIKE_PARAMETERS or not isinstance(tensor, torch.Tensor):
+                    continue
+                if tuple(tensor.shape) != place.shape:
                     raise StateError(
                         f"{at}: {kind} of parameter {key} has the shape {list(tensor.shape)}, and the parameter in its "
                         f"place {list(place.shape)}: the parameters were in another order; nothing was loaded"
@@ -277,8 +265,3 @@ def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
 
 def _is_by_name(saved: Mapping[str, Any]) -> bool:
     return any(isinstance(key, str) for key in numbers_of(saved))
-
-
-def _tensors(moments: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    if isinstance(moments, Mapping):
-        yield from ((kind, value) for kind, value in moments.items() if isinstance(value, torch.Tensor))

@@ -13,7 +13,6 @@ where a CRC covers all of it. Bytes that could not be read from one source are r
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections import Counter
@@ -34,30 +33,24 @@ from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure, ends_of
 from trainer_side.restore.targets import EntryTaker, EntryTarget, ScatterTarget, settle, whole_entry
 from trainer_side.tiers.first_touch import cores_of_rank
-from trainer_side.tiers.tier import Keeps, Kept, Nearness, OpensSlices
+from trainer_side.tiers.tier import Keeps, Kept, Nearness
 
 _SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """The targets of this rank. On every rank the same entries are shared, and the same ones are own.
+    """The targets of this rank. On every rank the same entries are shared, and the same ones are own."""
 
-    Attributes:
-        shared: Entries that every rank takes whole; an `EntryTarget` where they go to host memory.
-        unshared: Entries that are own, or that nobody takes.
-        mixed: Entries that are shared, of which this rank also takes parts: from the shared memory, which is then the
-            host's.
-    """
-
+    # Entries that every rank takes whole; an `EntryTarget` where they go to host memory.
     shared: dict[int, EntryTaker] = field(default_factory=dict)
     own: dict[int, ScatterTarget] = field(default_factory=dict)
-    unshared: frozenset[int] = frozenset()
+    unshared: frozenset[int] = frozenset()  # entries that are own, or that nobody takes
+    # Shared entries of which this rank also takes parts: from the shared memory, which is then the host's.
     mixed: dict[int, ScatterTarget] = field(default_factory=dict)
 
     @property
     def targets(self) -> Mapping[int, EntryTaker]:
-        """The targets of all entries of which any rank takes bytes."""
         return {**self.shared, **self.own}
 
     def settle(self) -> None:
@@ -71,10 +64,7 @@ class ReadPlan:
 
 
 def agree_on_plan(structure: Structure, placed: Placed, peers: Peers) -> ReadPlan:
-    """Agree on who takes what. Collective.
-
-    `structure`: After `take_to_device`; has the memory of entries that are read whole.
-    """
+    """Agree on who takes what. Collective. `structure`: after `take_to_device`; has memory for whole entries."""
     free: list[set[int]] = []
     wanted: set[int] = set()
     if not peers.all_agree(not placed.free and not placed.regions):
@@ -123,21 +113,14 @@ class FramePiece(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Bytes that one rank reads at once, checks by one CRC, and gives to the others.
+    """Bytes that one rank reads at once, checks by one CRC, and gives to the others."""
 
-    Attributes:
-        reader: The rank that reads it. `number`: the slice among those that it found, or `STORE`.
-        chunk: The chunk that the extents lie in. `frame`: the frame of the slice, if it is one.
-        extents: The bytes that are read; for a chunk in the store perhaps not all of it.
-        pieces: Numbers of the pieces that are read.
-    """
-
-    reader: int
-    number: int
-    chunk: int
-    frame: int
-    extents: tuple[Extent, ...]
-    pieces: tuple[int, ...]
+    reader: int  # the rank that reads it
+    number: int  # the slice among those that it found, or `STORE`
+    chunk: int  # that the extents lie in
+    frame: int  # of the slice; -1 in the store
+    extents: tuple[Extent, ...]  # the bytes that are read; for a chunk in the store perhaps not all of it
+    pieces: tuple[int, ...]  # numbers of the pieces that are read
 
 
 class FrameSource(NamedTuple):
@@ -179,13 +162,10 @@ def divide(
     failed: Collection[tuple[int, FrameSource]] = (),
     broken: Collection[FrameSource] = (),
 ) -> tuple[list[Unit], list[int]]:
-    """Give each piece a source and a reader.
+    """Give each piece a source and a reader: the units, chunks ascending, and the pieces that no source is left for.
 
     `ranks`: How many there are now. `failed`: Pieces with the source from which they could not be read. `broken`:
     Sources that give nothing any more.
-
-    Returns:
-        The units, chunks ascending; and the pieces that no source is left for.
     """
     units: list[Unit] = []
     lost: list[int] = []
@@ -238,8 +218,7 @@ def _nearest(
 def store_units(image: Manifest, ranks: int, without: Collection[int] = ()) -> list[Unit]:
     """The units of a portable file: each rank reads 1/R of it, whole chunks side by side.
 
-    `without`: Entries that are not shared: chunks that consist of such bytes, and of headers between them, are left
-    out.
+    `without`: Entries that are not shared: chunks of such bytes, and of headers between them, are left out.
     """
     chosen: Sequence[int] = range(-(-image.image_bytes // image.chunk_bytes))
     if without:
@@ -285,22 +264,18 @@ class Lying(NamedTuple):
 
 
 class StoredFile:
-    """A portable file. There is nothing behind it, so the time for restoring is the only limit. Any thread.
+    """A portable file. There is nothing behind it, so the time for restoring is the only limit. Any thread."""
 
-    Attributes:
-        tier: The store, for reports. `what`: the file, for messages.
-        request_bytes: How much to ask for at once.
-        seconds_share: The fraction of the restore's time limit after which a request counts as hanging.
-        in_memory: Whether reading is copying, so that each core makes it faster.
-    """
-
-    seconds_share, in_memory = math.inf, False
+    seconds_share = (
+        math.inf
+    )  # the fraction of the restore's time limit after which a request counts as hanging
+    in_memory = False  # whether reading is copying, so that each core makes it faster
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
-        self.tier = store.url
-        self.what = f"{store.url}/{manifest.file}"
-        self.request_bytes = store.request_bytes
+        self.tier = store.url  # for reports
+        self.what = f"{store.url}/{manifest.file}"  # for messages
+        self.request_bytes = store.request_bytes  # how much to ask for at once
 
     def lying(self, unit: Unit) -> Lying:
         """The whole chunk: that is what has a CRC."""
@@ -328,7 +303,6 @@ class KeptSlice:
         self._frames = frames_of(kept.layout, kept.seal.rank)
         seal = kept.seal
         self.tier, self.in_memory = tier.name, tier.nearness is Nearness.MEMORY
-        self._open = tier.opened if isinstance(tier, OpensSlices) else self._not_opened
         self._fill: Callable[[int, memoryview], None] | None = None
         self.seconds_share = HANGING_SHARE
         whose = f"rank {seal.rank}'s slice of step {seal.step} (attempt {seal.attempt})"
@@ -345,7 +319,7 @@ class KeptSlice:
             fill = self._fill
             if fill is None:
                 # Several threads may open it; each file that is not kept is closed after its read.
-                fill = self._fill = self._open(self._kept)
+                fill = self._fill = self._tier.opened(self._kept)
             fill(offset, view)
         except (DamageError, StoreError):
             raise
@@ -355,9 +329,6 @@ class KeptSlice:
     def close(self) -> None:
         """Keep nothing open: a file that is removed then gives its memory back. A later read opens it again."""
         self._fill = None
-
-    def _not_opened(self, kept: Kept) -> Callable[[int, memoryview], None]:
-        return functools.partial(self._tier.read_into, kept)
 
 
 Origin = StoredFile | KeptSlice

@@ -53,49 +53,37 @@ _PAGE_BYTES = 4096
 
 
 class Failure(NamedTuple):
-    """A unit that a tier could not give.
-
-    Attributes:
-        broken: That slice gives nothing at all any more. `hangs`: nor does any other slice in this tier of this rank.
-    """
+    """A unit that a tier could not give."""
 
     unit: Unit
     error: HoldfastError
-    broken: bool
-    hangs: bool = False
+    broken: bool  # that slice gives nothing at all any more
+    hangs: bool = False  # nor does any other slice in this tier of this rank
 
 
 @dataclass
 class Use:
-    """Count of the bytes that were read from one tier, or from the store.
-
-    Attributes:
-        seconds: From the first request to the end of the last one.
-    """
+    """Count of the bytes that were read from one tier, or from the store."""
 
     nbytes: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the first request to the end of the last one
 
 
 @dataclass
 class Reading:
-    """Result of one reading on this rank.
+    """Result of one reading on this rank."""
 
-    Attributes:
-        error: Why the bytes cannot be used; the targets are then undefined.
-        failures: Units that tiers could not give; their parts of the targets are undefined.
-        seconds: `read`: until this rank's own units were read; `exchange`: from then until those of all ranks had
-            arrived.
-        sums: CRC-32 and size of each part that this rank has read itself, by its place in the image: they need not be
-            computed again. `received`: the same for parts from other ranks that are no longer in one piece.
-    """
-
-    error: HoldfastError | None = None
-    failures: list[Failure] = field(default_factory=list)
+    error: HoldfastError | None = None  # why the bytes cannot be used; the targets are then undefined
+    failures: list[Failure] = field(default_factory=list)  # their parts of the targets are undefined
     bytes_read: int = 0
+    # `read`: until this rank's own units were read; `exchange`: from then until those of all ranks had arrived.
     seconds: dict[str, float] = field(default_factory=dict)
-    sums: dict[int, Sum] = field(default_factory=dict)
-    received: dict[int, Sum] = field(default_factory=dict)
+    sums: dict[int, Sum] = field(
+        default_factory=dict
+    )  # of each part that was read here, by its place in the image
+    received: dict[int, Sum] = field(
+        default_factory=dict
+    )  # of parts from others that are no longer in one piece
     uses: dict[str, Use] = field(default_factory=dict)
 
     def add(self, other: Reading) -> None:
@@ -112,16 +100,11 @@ class Reading:
 
 
 class Means(NamedTuple):
-    """How a rank reads.
+    """How a rank reads."""
 
-    Attributes:
-        threads: Requests in flight from this rank; None: as many as suit the origins.
-        seconds_max: For reading, and again for the exchange.
-        crossing: The way to the device that some of the targets are on; None: this rank has none there.
-    """
-
-    threads: int | None
-    seconds_max: float
+    threads: int | None  # requests in flight from this rank; None: as many as suit the origins
+    seconds_max: float  # for reading, and again for the exchange
+    # The way to the device that some of the targets are on; None: this rank has none there.
     crossing: DeviceSections | None = None
 
 
@@ -149,12 +132,8 @@ def read(
     entry's size, or the parts of it that this rank keeps; the same entries, with the same kind of target, on each rank;
     not overlapping. Bytes for a device may still be in flight when this returns (`DeviceSections.finish`).
 
-    Returns:
-        With `error` set to the first problem that another source would not fix: `DamageError` (a CRC of the store is
-        wrong, the file is short) or `StoreError`.
-
-    Raises:
-        PeerLost: A rank is gone.
+    `Reading.error` is the first problem that another source would not fix: a CRC of the store is wrong, the file is
+    short, or the store failed. PeerLost: a rank is gone.
     """
     threads, seconds_max, crossing = means
     exchange: Exchange | None = units if isinstance(units, Scatter) else None
@@ -247,12 +226,7 @@ class _Request(NamedTuple):
 
 
 class ReaderPool:
-    """The origins and targets that this rank's readers share. `read` may be called from several threads.
-
-    Attributes:
-        bytes_read: Size of the units that were read and whose CRC was right.
-        sums: The CRC-32 of each part in them, by its place in the image.
-    """
+    """The origins and targets that this rank's readers share. `read` may be called from several threads."""
 
     def __init__(
         self,
@@ -279,8 +253,8 @@ class ReaderPool:
         self._hanging: set[str] = set()  # tiers
         self._lost: set[Unit] = set()  # whose reader hangs
         self._spans: dict[str, tuple[float, float, int]] = {}
-        self.bytes_read = 0
-        self.sums: dict[int, Sum] = {}
+        self.bytes_read = 0  # of units whose CRC was right
+        self.sums: dict[int, Sum] = {}  # of each part in them, by its place in the image
 
     def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
         """Begin to read this rank's units, in order."""
@@ -332,11 +306,9 @@ class ReaderPool:
         return self._origins[unit.number].tier in self._hanging
 
     def stop(self) -> None:
-        """Let the readers find nothing more to do."""
         self._stopped.set()
 
     def name(self, unit: Unit) -> str:
-        """A unit, for messages."""
         origin = self._origins[unit.number]
         return f"{origin.what}: {origin.lying(unit).what}"
 
@@ -344,13 +316,9 @@ class ReaderPool:
         return {tier: Use(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
 
     def read(self, unit: Unit) -> None:
-        """Read one unit into its targets.
+        """Read one unit into its targets; once more if it differs, as its bytes may have changed on their way only.
 
-        One that differs is read once more: its bytes may have changed on their way here only.
-
-        Raises:
-            DamageError: Its CRC-32 is not the one that was written down for it, or the origin ends within it.
-            StoreError: Store or tier failed.
+        DamageError: its CRC-32 is wrong, or the origin ends within it. StoreError: store or tier failed.
         """
         origin = self._origins[unit.number]
         lying = origin.lying(unit)

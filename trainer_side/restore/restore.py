@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import DamageError, HoldfastError, StateError, StoreError, StoreMissing
@@ -23,44 +22,14 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.choice import Candidate, Passed, WantedBest, best_first
-from trainer_side.restore.device_sections import Locked
+from trainer_side.restore.choice import Candidate, Passed, best_first
 from trainer_side.restore.inventory import InTurn, StoreListing, find
-from trainer_side.restore.restore_attempt import RestoreAttempt, Restored, RestoreJob
+from trainer_side.restore.restore_attempt import RestoreAttempt, Restored, RestoreJob, RestoreOptions
 from trainer_side.restore.ring_slices import Fetch, look
 from trainer_side.tiers.tier import Tier
 
 _log = logging.getLogger("holdfast.restore")
-
-
-@dataclass(frozen=True)
-class RestoreOptions:
-    """The checkpoint that is wanted, and how long and how hard to look for it.
-
-    Attributes:
-        step: Restore only this step, and no other one if it is damaged.
-        best: Restore the best checkpoint of the store by this metric, and the next best if it is damaged.
-        seconds_max: Limit for reading one checkpoint, and again for its exchange. A request to a tier or the ring may
-            take a tenth of it; then the source counts as hanging, and the next one is asked.
-        without_store: If the store does not answer, take the newest checkpoint in the tiers, although the store may
-            have a newer one.
-        may_lack: Names of the state that the checkpoint need not have; they then stay as they are.
-        threads: Requests in flight from this rank; None: as many as suit what is read.
-        set_aside: Checkpoints to skip, each with all later ones of the same attempt.
-        can_skip: Whether an object of this rank's state can leave out batches, as `holdfast rewind` may demand.
-        locked: Makes page-locked host memory of a given size, through which bytes go to a device; None: loading brings
-            them there, tensor by tensor.
-    """
-
-    step: int | None = None
-    best: WantedBest | None = None
-    seconds_max: float = 600
-    without_store: bool = False
-    may_lack: frozenset[str] = frozenset()
-    threads: int | None = None
-    set_aside: Collection[CheckpointId] = ()
-    can_skip: bool = False
-    locked: Locked | None = None
+_NEWEST = RestoreOptions()
 
 
 def restore(
@@ -71,7 +40,7 @@ def restore(
     events: EventLog | None,
     tiers: Sequence[Tier] = (),
     fetch: Fetch | None = None,
-    options: RestoreOptions = RestoreOptions(),
+    options: RestoreOptions = _NEWEST,
 ) -> Restored | None:
     """Load the newest good checkpoint into the objects of `state`. Collective; training thread.
 
@@ -101,19 +70,8 @@ def restore(
     )
     ring = held.known(shelf.stored, peers) if held else None
     found = find([*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE)
-    job = RestoreJob(
-        state,
-        store,
-        peers,
-        events,
-        found,
-        shelf,
-        options.threads,
-        seconds_max,
-        options.may_lack,
-        ring is not None and ring.near_all,
-        locked=options.locked,
-    )
+    near = ring is not None and ring.near_all
+    job = RestoreJob(state, store, peers, events, found, shelf, options, near)
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     wanted = [one for one in found.holders if step in (None, one.key.step)]
     listed = InTurn(wanted, shelf, peers, options.set_aside, found.places)

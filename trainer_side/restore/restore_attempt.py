@@ -15,7 +15,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire.step_proof import ResumeProof
 from trainer_side.ranks.deadlines import HANGING_SHARE, within
 from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
-from trainer_side.restore.choice import STORE, Candidate
+from trainer_side.restore.choice import STORE, Candidate, WantedBest
 from trainer_side.restore.device_memory import take_to_device
 from trainer_side.restore.device_sections import DeviceSections, Locked
 from trainer_side.restore.exchange import check_received
@@ -61,7 +61,6 @@ from trainer_side.state.optimizer_places import located, optimizers_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import telling, tensor_paths
 from trainer_side.tiers.slot_proof import KeptProof
-from trainer_side.tiers.tier import KeepsProofs
 
 _log = logging.getLogger("holdfast.restore")
 
@@ -115,11 +114,30 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class RestoreJob:
-    """The parts of a restore that are the same for all candidates, and the tiers that `SliceReader` found hanging.
+class RestoreOptions:
+    """The checkpoint that is wanted, and how long and how hard to look for it."""
 
-    `ring_is_near`: every rank reads the stager's ring itself. `locked` makes host memory that a device copies from.
-    """
+    step: int | None = None  # restore only this step, and no other one if it is damaged
+    # Restore the best checkpoint of the store by this metric, or the next best.
+    best: WantedBest | None = None
+    # For reading one checkpoint, and again for its exchange. A request to a tier or the ring may take a tenth of it;
+    # then the source counts as hanging, and the next one is asked.
+    seconds_max: float = 600
+    # If the store does not answer, take the newest checkpoint in the tiers, although the store may have a newer one.
+    without_store: bool = False
+    may_lack: frozenset[str] = frozenset()  # names that need not be saved; they then stay as they are
+    threads: int | None = None  # requests in flight from this rank; None: as many as suit what is read
+    # Checkpoints to skip, each with all later ones of the same attempt.
+    set_aside: Collection[CheckpointId] = ()
+    # An object of this rank's state can leave out batches, as `holdfast rewind` may demand.
+    can_skip: bool = False
+    # Makes page-locked host memory, through which bytes go to a device; None: loading brings them, tensor by tensor.
+    locked: Locked | None = None
+
+
+@dataclass(frozen=True)
+class RestoreJob:
+    """The parts of a restore that are the same for all candidates, and the tiers that `SliceReader` found hanging."""
 
     state: Mapping[str, Any]
     store: Store | None
@@ -127,12 +145,9 @@ class RestoreJob:
     events: EventLog | None
     found: TierListing
     shelf: StoreListing
-    threads: int | None
-    seconds_max: float
-    may_lack: frozenset[str] = frozenset()
-    ring_is_near: bool = False
+    options: RestoreOptions
+    ring_is_near: bool = False  # every rank reads the stager's ring itself
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
-    locked: Locked | None = None
 
     @property
     def where(self) -> str:
@@ -197,15 +212,10 @@ class RestoreAttempt:
 
     def _read_all(self) -> None:
         assert self._structure is not None
-        if self._job.locked is not None:
+        job = self._job
+        if (locked := job.options.locked) is not None:
             self._crossing = take_to_device(
-                self._structure,
-                self._placed,
-                self._job.state,
-                self._live,
-                self._job.locked,
-                self._peers,
-                self._offloaded,
+                self._structure, self._placed, job.state, self._live, locked, self._peers, self._offloaded
             )
         self._plan = agree_on_plan(self._structure, self._placed, self._peers)
         try:
@@ -265,8 +275,7 @@ class RestoreAttempt:
             origins,
             self._manifest,
             self._peers,
-            job.threads,
-            job.seconds_max,
+            Means(job.options.threads, job.options.seconds_max),
             job.hanging,
             ring_is_near=job.ring_is_near,
         )
@@ -279,11 +288,12 @@ class RestoreAttempt:
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._plan.unshared)
-        means = Means(job.threads, job.seconds_max, self._crossing)
+        threads, seconds_max = job.options.threads, job.options.seconds_max
+        means = Means(threads, seconds_max, self._crossing)
         self._reading = read(manifest, units, origins, whole, self._peers, means)
         raise_agreed(self._peers, self._reading.error)
         if own:
-            left = job.seconds_max - self._reading.seconds["read"]
+            left = seconds_max - self._reading.seconds["read"]
             scatter = Scatter(manifest, own, self._peers, self._crossing)
             parts = read(manifest, scatter, origins, own, self._peers, means._replace(seconds_max=left))
             self._reading.add(parts)
@@ -293,9 +303,7 @@ class RestoreAttempt:
             return
         begun = time.monotonic()
         sums = {**self._reading.sums, **self._reading.received}
-        error = check_received(
-            manifest, units, whole, sums, self._peers, threads=job.threads or cores_to_use()
-        )
+        error = check_received(manifest, units, whole, sums, self._peers, threads=threads or cores_to_use())
         self._seconds["check"] = time.monotonic() - begun
         raise_agreed(self._peers, error)
 
@@ -355,12 +363,12 @@ class RestoreAttempt:
             if one.rank != rank or wanted is None or one.key[: len(wanted)] != wanted:
                 continue
             tier, kept = job.found.own[one.number]
-            if not isinstance(tier, KeepsProofs) or (rank, one.tier) in job.hanging:
+            if not tier.keeps_proofs or (rank, one.tier) in job.hanging:
                 continue
             look = functools.partial(tier.proof, kept)
             digest, problem = None, ""
             try:
-                digest = within(look, job.seconds_max * HANGING_SHARE, name="holdfast-tier-proof")
+                digest = within(look, job.options.seconds_max * HANGING_SHARE, name="holdfast-tier-proof")
             except (HoldfastError, OSError) as error:  # a device that hangs, too
                 problem = f"rank {rank}: tier {one.tier}: {error}"
             proof = KeptProof(one.slice_rank, one.key.ranks, digest, problem)
@@ -431,7 +439,6 @@ class RestoreAttempt:
         )
 
     def _guarded(self, work: Callable[[], None]) -> HoldfastError | None:
-        """Why a part of the preparation failed."""
         try:
             error = _error_of(work)
         except RecursionError as deep:
@@ -480,8 +487,8 @@ class RestoreAttempt:
         if not all(_has_names_only(job.state[name], live) for name, live in self._live.items()):
             join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
-        ranks_now = self._peers.ranks
-        check(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=job.may_lack)
+        may_lack, ranks_now = job.options.may_lack, self._peers.ranks
+        check(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=may_lack)
         self._suspects = suspects(
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )

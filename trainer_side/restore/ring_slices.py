@@ -31,20 +31,18 @@ from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked, HeldCheckpoint, read_
 from holdfast.wire.frames import to_json
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import RING, StoreCandidate
-from trainer_side.tiers.tier import Kept, Nearness
+from trainer_side.tiers.tier import Keeps, Kept, Nearness
 
 _log = logging.getLogger("holdfast.restore")
 _CHECKPOINTS_MAX = 4  # newest first; what is older comes from the store
 
 
 class Fetch(Protocol):
-    """The interface of `trainer_side.link.link.Link.fetch`. Safe for any thread."""
+    """The interface of `trainer_side.link.link.Link.fetch`: asks the stager; None if it is not there. Any thread."""
 
     def __call__(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
-    ) -> bytes | None:
-        """Ask the stager; None if it is not there."""
-        ...
+    ) -> bytes | None: ...
 
 
 class _Known(NamedTuple):
@@ -104,11 +102,7 @@ class RingContents:
 
 
 def look(fetch: Fetch | None, peers: Peers) -> RingContents:
-    """Ask the stager what the ring still has. Collective, where any rank has a stager to ask.
-
-    Raises:
-        PeerLost: A rank is gone. Not for the stager: without it there is nothing in the ring.
-    """
+    """Ask the stager what the ring still has, if any rank has a stager to ask. Collective. PeerLost: a rank is gone."""
     said = place = b""
     if peers.rank == 0 and fetch is not None:
         try:
@@ -125,12 +119,8 @@ def look(fetch: Fetch | None, peers: Peers) -> RingContents:
         return RingContents(None, [])
 
 
-class RingSlices:
-    """The ring's part of each saved rank's slice, in a tier's form. `read_into` is safe for any thread.
-
-    Attributes:
-        near_all: Whether every rank reads the ring itself; the same on every rank.
-    """
+class RingSlices(Keeps):
+    """The ring's part of each saved rank's slice, in a tier's form. `read_into` is safe for any thread."""
 
     name = "the stager's ring"
     nearness = Nearness.RING
@@ -143,6 +133,7 @@ class RingSlices:
         *,
         near_all: bool = False,
     ) -> None:
+        # `near_all`: every rank reads the ring itself; the same on every rank.
         self._fetch, self._known, self._near, self.near_all = fetch, known, near, near_all
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
@@ -156,9 +147,7 @@ class RingSlices:
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         """Fill `view` with a part of one frame; CRC fields are zero in it, as the ranks had sent them.
 
-        Raises:
-            DamageError: The chunk has gone from the ring: its slot was filled again.
-            StoreError: The stager is gone, or does not answer.
+        DamageError: the chunk has left the ring. StoreError: the stager is gone, or does not answer.
         """
         chunk, spans = self._spans(kept, offset, view.nbytes)
         base = chunk * kept.layout.chunk_bytes

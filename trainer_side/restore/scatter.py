@@ -59,10 +59,8 @@ class Scatter(Exchange):
     """Gives each rank its regions of the chunks that this rank reads, as parcels. Made by all ranks together.
 
     `targets`: The regions that this rank holds, by entry; the same entries on every rank. `crossing`: The path to the
-    device that some of the regions are on; None if no region of this rank is on one.
-
-    Attributes:
-        units: The chunks that any rank needs, each with its reader: the same on every rank.
+    device that some of the regions are on; None if no region of this rank is on one. `units`: The chunks that any rank
+    needs, each with its reader: the same on every rank.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class Scatter(Exchange):
                     copy_runs(wish.comb, part.inside - wish.base, source, parcel.memory[place:], first)
 
     def share(self, unit: Unit, peers: Peers) -> None:
-        """As `Exchange`."""
         if unit.reader == peers.rank:
             for parcel in self._parcels(unit.chunk):
                 end = sum(parcel.sizes)
@@ -127,7 +124,6 @@ class Scatter(Exchange):
 
     @property
     def is_full(self) -> bool:
-        """As `Exchange`; of this rank."""
         has_room = self._section is None or self._section_end + self._largest <= len(self._section.memory)
         return len(self._leaving) >= _PACKED or len(self._coming) >= _COMING or not has_room
 
@@ -161,7 +157,6 @@ class Scatter(Exchange):
             yield region, first, end
 
     def _coming_to(self, region: RegionTarget, first: int, end: int) -> np.ndarray:
-        """The memory in which bytes of a region are received."""
         if region.device is None or self._crossing is None:
             return region.memory[first:end]
         if self._section is None:
@@ -206,7 +201,9 @@ class Scatter(Exchange):
                     continue
                 name = json.dumps(row)
                 if name not in known:
-                    known[name] = _wish(row)
+                    entry, base, shape, item_bytes, start, size = row
+                    region = Region(tuple(start), tuple(size))
+                    known[name] = NeededRegion(entry, base, Comb(shape, item_bytes, region))
                 wish = known[name]
                 for chunk in spans[wish.entry]:
                     if chunk not in own:
@@ -274,11 +271,6 @@ def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
 def _row(region: RegionTarget) -> list[Any]:
     shape, item_bytes, (start, size) = region.whole
     return [region.entry, region.base, list(shape), item_bytes, list(start), list(size)]
-
-
-def _wish(row: Sequence[Any]) -> NeededRegion:
-    entry, base, shape, item_bytes, start, size = row
-    return NeededRegion(entry, base, Comb(shape, item_bytes, Region(tuple(start), tuple(size))))
 
 
 def _chunks(image: ImageMap, entry: int) -> range:

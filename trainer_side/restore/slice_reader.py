@@ -41,29 +41,21 @@ from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, En
 
 @dataclass
 class SliceReader:
-    """Reads one candidate from slices, and from the store where slices are missing. Training thread; collective.
-
-    Attributes:
-        origins: The sources that this rank reads from, by number.
-        manifest: The store's; None if it does not have this checkpoint.
-        ring_is_near: Every rank reads by itself what the ring has: it lies in memory that all of them see.
-        hanging: Tiers that get no more requests, by rank and name, with the reason; the same on every rank. Added to.
-        mended: Slices of all ranks that were damaged or missing and were read from elsewhere, each with its tier, place
-            and rank.
-        reading: Result of the last `read` on this rank, all rounds together.
-    """
+    """Reads one candidate from slices, and from the store where slices are missing. Training thread; collective."""
 
     candidate: Candidate
     layout: Layout
-    origins: Mapping[int, Origin]
-    manifest: Manifest | None
+    origins: Mapping[int, Origin]  # the sources that this rank reads from, by number
+    manifest: Manifest | None  # the store's; None if it does not have this checkpoint
     peers: Peers
-    threads: int | None
-    seconds_max: float
+    means: Means
+    # Tiers that get no more requests, by rank and name, with the reason; the same on every rank. Added to.
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
+    # Every rank reads by itself what the ring has: it lies in memory that all of them see.
     ring_is_near: bool = False
+    # Slices of all ranks that were damaged or missing and were read from elsewhere, each with tier, place and rank.
     mended: list[str] = field(default_factory=list)
-    reading: Reading = field(default_factory=Reading)
+    reading: Reading = field(default_factory=Reading)  # of the last `read` on this rank, all rounds together
     _failed: set[tuple[int, FrameSource]] = field(default_factory=set)
     _broken: set[FrameSource] = field(default_factory=set)
     _named: set[int | str] = field(default_factory=set)
@@ -86,7 +78,6 @@ class SliceReader:
 
     @property
     def _unusable(self) -> set[FrameSource]:
-        """Sources that give nothing any more."""
         return self._broken | {
             FrameSource(one.rank, one.number) for one in self._holders if (one.rank, one.tier) in self.hanging
         }
@@ -96,12 +87,7 @@ class SliceReader:
         return itertools.chain.from_iterable(self.candidate.slices.values())
 
     def ends(self) -> bytes:
-        """Head and tail of the image, back to back, checked.
-
-        Raises:
-            DamageError: As `read`; or they are larger than any state makes them.
-            HoldfastError: As `read`.
-        """
+        """Head and tail of the image, back to back, checked. Raises as `read`; DamageError also: they are too large."""
         head_bytes, tail_offset = ends_of(self.layout)
         ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
         data = torch.empty(ends.nbytes, dtype=torch.uint8, device="cpu")
@@ -115,10 +101,8 @@ class SliceReader:
     def read(self, targets: Mapping[int, EntryTaker], crossing: DeviceSections | None) -> None:
         """Fill every target on every rank.
 
-        Raises:
-            DamageError: On every rank: this candidate is no good, and the targets hold anything.
-            StoreError: The store failed, where nothing else has the bytes.
-            PeerLost: A rank is gone.
+        DamageError, on every rank: this candidate is no good, and the targets hold anything. StoreError: the store
+        failed, and nothing else has the bytes. PeerLost: a rank is gone.
         """
         told = self._read(self.layout, pieces_of(self.layout), targets, crossing)
         if self.manifest is not None:
@@ -151,20 +135,13 @@ class SliceReader:
                 raise self._hopeless(left[lost[0]])
             near, shared = self._near(units, left)
             failures: list[Failure] = []
-            for some, peers in ((near.values(), LonePeers()), (shared, self.peers)):
-                if not some:
-                    continue
-                reading = read(
-                    image,
-                    list(some),
-                    self.origins,
-                    targets,
-                    peers,
-                    Means(self.threads, self.seconds_max, crossing),
-                )
-                self.reading.add(reading)
-                raise_agreed(self.peers, reading.error)
-                failures += reading.failures
+            for some, peers in ((list(near.values()), LonePeers()), (shared, self.peers)):
+                if some:
+                    means = self.means._replace(crossing=crossing)
+                    reading = read(image, some, self.origins, targets, peers, means)
+                    self.reading.add(reading)
+                    raise_agreed(self.peers, reading.error)
+                    failures += reading.failures
             failed_units = self._failures(units, near, left, failures)
             numbers = {unit: number for number, unit in enumerate(units)}
             done += [unit for unit in shared if numbers[unit] not in failed_units]
@@ -179,14 +156,8 @@ class SliceReader:
         told = tell(image, done, targets, self.reading.sums, self.peers)
         for part in windows.parts([extent for unit in done_near for extent in unit.extents]):
             told[part.offset] = part, self.reading.sums[part.offset]
-        error = check_told(
-            image,
-            told,
-            targets,
-            self.reading.sums,
-            received=self.reading.received,
-            threads=self.threads or cores_to_use(),
-        )
+        threads, received = self.means.threads or cores_to_use(), self.reading.received
+        error = check_told(image, told, targets, self.reading.sums, received=received, threads=threads)
         raise_agreed(self.peers, error)
         return told
 
@@ -204,7 +175,6 @@ class SliceReader:
         return near, [unit for unit in units if unit not in near]
 
     def _in_ring(self, slice_rank: int) -> list[Holder]:
-        """The holders of a slice in the stager's ring."""
         holders = self.candidate.slices.get(slice_rank, ())
         return [one for one in holders if one.nearness == NEARNESS_OF_RING]
 
@@ -223,12 +193,8 @@ class SliceReader:
             return set()
         numbers = {near.get(unit, unit): number for number, unit in enumerate(units)}
         rows = [
-            (
-                numbers[failure.unit],
-                failure.broken,
-                self.origins[failure.unit.number].tier if failure.hangs else "",
-            )
-            for failure in mine
+            (numbers[one.unit], one.broken, self.origins[one.unit.number].tier if one.hangs else "")
+            for one in mine
         ]
         said = gather(self.peers, json.dumps([rows, self._texts(mine)]).encode())
         failed: set[int] = set()

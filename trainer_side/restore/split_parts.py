@@ -19,43 +19,29 @@ from trainer_side.restore.structure import Structure, entry_at, once
 from trainer_side.restore.targets import Claims, ScatterTarget
 from trainer_side.state.optimizer_places import at, matched
 from trainer_side.state.split_tensor import Held, held_at, is_dtensor, is_split
-from trainer_side.state.tree import children, containers, tensor_paths
+from trainer_side.state.tree import children, containers, replaced, tensor_paths
 
 
 class SplitPart(NamedTuple):
-    """A split tensor of this rank.
+    """A split tensor of this rank."""
 
-    Attributes:
-        value: The DTensor or `Split` that its object takes back. `held`: what is here of it.
-        live: Whether the object has it already.
-    """
-
-    value: Any
-    held: Held
-    live: bool = True
+    value: Any  # the DTensor or `Split` that its object takes back
+    held: Held  # what is here of it
+    live: bool = True  # the object has it already
 
 
 class Placed(NamedTuple):
-    """The result of `place`.
+    """The result of `place`."""
 
-    Attributes:
-        regions: Entry → this rank's parts of it.
-        free: Entries of which this rank takes nothing whole.
-        nbytes: To be read straight into live memory.
-    """
-
-    regions: dict[int, ScatterTarget]
-    free: frozenset[int]
-    nbytes: int
+    regions: dict[int, ScatterTarget]  # entry → this rank's parts of it
+    free: frozenset[int]  # entries of which this rank takes nothing whole
+    nbytes: int  # to be read straight into live memory
 
 
 def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, SplitPart]:
     """The split tensors in the state, by path; those whose path stands for another one too are left out.
 
-    `live`: Result of `live_trees`. FSDP2 reshards its parameters for that.
-
-    Raises:
-        StateError: A sharded tensor cannot be restored in place; the message names it.
+    `live`: Result of `live_trees`; FSDP2 reshards its parameters for that. StateError: one is not restorable in place.
     """
     trees = {
         name: live.get(name, value)
@@ -94,10 +80,7 @@ def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: An
 def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, SplitPart]:
     """Moments of split parameters, new ones, for optimizers that have none where the checkpoint has some.
 
-    They are as the optimizer itself would make them, in the dtype that was saved.
-
-    Raises:
-        StateError: A parameter cannot be restored into as it is; names it.
+    They are as the optimizer itself would make them, in the dtype that was saved. StateError: names the parameter.
     """
     parts: dict[str, SplitPart] = {}
     for name, value in state.items():
@@ -121,10 +104,8 @@ def place(
 
     `structure`: Its tensors have the shapes of the parts at their paths. `names`: Names of the state. If it is split,
     the memory of all other names is freed as well: no rank has room for bytes that it does not take. `left_out`:
-    Entries of tensors that other ranks take, and that are not in the tree any more.
-
-    Raises:
-        StateError: A saved tensor does not lie in one piece.
+    Entries of tensors that other ranks take, and that are not in the tree any more. StateError: a saved tensor does not
+    lie in one piece.
     """
     if not parts and not left_out:
         return Placed({}, frozenset(), 0)
@@ -150,7 +131,10 @@ def place(
         for _, tensor in tensor_paths([structure.tree.pop(name)]):
             entry = entry_at(tensor, entry_of)
             touched |= set() if entry is None else {entry}
-    structure.tree = _replaced(structure.tree, "", taken, {})
+    structure.tree = replaced(
+        structure.tree,
+        lambda path, value: taken.get(path, value) if isinstance(value, torch.Tensor) else value,
+    )
     free = touched - structure.entries
     for entry in free:
         del structure.storages[entry]
@@ -158,7 +142,6 @@ def place(
 
 
 def _like(path: str, tensor: torch.Tensor, dtype: torch.dtype) -> SplitPart:
-    """A new tensor, split like this one."""
     fresh = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
     here = held_at(path, fresh)
     assert here is not None
@@ -191,28 +174,3 @@ def _is_moment(key: Any, saved: Any, parameter: torch.Tensor) -> bool:
 def _fits(before: Any, saved: torch.Tensor) -> bool:
     """Whether the optimizer has it, in the dtype that was saved: that is kept, as for whole tensors."""
     return is_split(before) and before.dtype == saved.dtype
-
-
-def _replaced(node: Any, prefix: str, taken: Mapping[str, Any], done: dict[int, Any]) -> Any:
-    """The node with values in place of its tensors; dicts and lists are changed in place."""
-    if id(node) in done:
-        return done[id(node)]
-    done[id(node)] = node
-    if isinstance(node, tuple):
-        items = [_replaced_at(f"{prefix}{key}", value, taken, done) for key, value in children(node)]
-        if any(new is not old for new, old in zip(items, node, strict=True)):
-            done[id(node)] = tuple(items)
-        return done[id(node)]
-    for key, value in list(children(node)):
-        new = _replaced_at(f"{prefix}{key}", value, taken, done)
-        if new is not value:
-            node[key] = new
-    return node
-
-
-def _replaced_at(path: str, value: Any, taken: Mapping[str, Any], done: dict[int, Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return taken.get(path, value)
-    if isinstance(value, dict | list | tuple):
-        return _replaced(value, f"{path}/", taken, done)
-    return value

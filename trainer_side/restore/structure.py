@@ -46,11 +46,7 @@ _ENDS_BYTES_MAX = 1 << 30  # about three million tensors, as for a layout
 
 @dataclass(frozen=True)
 class ImageEnds:
-    """The begin and the end of an image as its two entries: all that is needed to make the tree.
-
-    Raises:
-        DamageError: They are larger than any state makes them.
-    """
+    """The begin and the end of an image as its two entries: all that is needed to make the tree."""
 
     image_bytes: int
     chunk_bytes: int
@@ -66,7 +62,6 @@ class ImageEnds:
 
     @property
     def nbytes(self) -> int:
-        """Size of head and tail together."""
         return self.head_bytes + self.image_bytes - self.tail_offset
 
     @property
@@ -104,12 +99,7 @@ _Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 def read_structure_bytes(store: Store, manifest: Manifest) -> bytes:
-    """Head and tail of the file, back to back. Any thread.
-
-    Raises:
-        DamageError: The file is short, or its pickle is not what was written.
-        StoreError: The store failed.
-    """
+    """Head and tail of the file, back to back. Any thread. DamageError: it is short, or its pickle has changed."""
     head_bytes, tail_offset = ends_of(manifest)
     data = bytearray(head_bytes + manifest.image_bytes - tail_offset)
     view = memoryview(data)
@@ -127,14 +117,10 @@ def read_structure_bytes(store: Store, manifest: Manifest) -> bytes:
 
 
 def check_structure_chunks(store: Store, manifest: Manifest) -> None:
-    """Read the chunks that head and tail lie in, whole, and compare their CRCs.
+    """Read the chunks that head and tail lie in, whole, and compare their CRCs. DamageError: one differs.
 
     For when a structure does not fit: it was parsed before any chunk was checked, and only if its bytes are those that
     were written is it the state that is wrong, and not the file.
-
-    Raises:
-        DamageError: One of them differs from the bytes that were written.
-        StoreError: The store failed.
     """
     head_bytes, tail_offset = ends_of(manifest)
     chunk_bytes, chunks = manifest.chunk_bytes, len(manifest.chunk_crc32s)
@@ -160,16 +146,8 @@ class Structure:
     """The tree, and which storage belongs to which entry.
 
     `data`: Head and tail of the image, back to back. `store`: Asked for bytes that are in neither; None where there is
-    no portable file.
-
-    Attributes:
-        tree: The tree, with tensors in untouched memory.
-        names: Names of the parameters and tensors that the tree only numbers.
-        on_host: Paths of optimizer state that was in host memory while its parameter was on a device.
-
-    Raises:
-        DamageError: Not a file that torch reads, or it contradicts its manifest.
-        StateError: It is whole, but holds what `torch.load(weights_only=True)` does not allow.
+    no portable file. DamageError: torch does not read the file, or it contradicts its manifest. StateError: it is
+    whole, but holds what `torch.load(weights_only=True)` does not allow.
     """
 
     def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None = None) -> None:
@@ -206,11 +184,11 @@ class Structure:
             raise DamageError(f"{self._what}: not a file that torch reads: {error}") from error
         self.storages = self._assign(created)
         self._check_paths()
+        # Names of what the tree only numbers; paths of optimizer state that was on the host, its parameter on a device.
         self.names, self.on_host = self._said(data)
 
     @property
     def tensors(self) -> list[Named]:
-        """Path and tensor, in the order of the tree."""
         return tensor_paths(self.tree)
 
     @property
@@ -230,9 +208,7 @@ class Structure:
         They may if all tensors of a storage, here and there, are at the same paths with the same dtype, shape, strides
         and offset, and the live storage is CPU memory of exactly the entry's size. Tensors that are tied on one side
         only therefore keep memory of their own. `live`: Names to trees, such as `{"model": model.state_dict()}`.
-
-        Returns:
-            Number of bytes that will be read straight into live memory.
+        Returns how many bytes will be read straight into live memory.
         """
         there, here = tensor_paths(live), self.tensors
         # Two tensors at one path (`{"a/b": …}` beside `{"a": {"b": …}}`) cannot be told apart.
@@ -322,18 +298,14 @@ class _Nowhere:
 
 
 class _StructureFile(RangedFile):
-    """The whole file, of which head and tail need no request.
-
-    Attributes:
-        failure: The store's exception, which torch's reader turns into other errors.
-    """
+    """The whole file, of which head and tail need no request."""
 
     def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None) -> None:
         super().__init__(cast(Store, _Nowhere(file)) if store is None else store, file, image.image_bytes)
         self._data = memoryview(data)
         self._head_bytes, self._tail_offset = ends_of(image)
         self._end = image.image_bytes
-        self.failure: HoldfastError | None = None
+        self.failure: HoldfastError | None = None  # the store's, which torch's reader turns into other errors
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         view = memoryview(buffer).cast("B")
@@ -341,9 +313,8 @@ class _StructureFile(RangedFile):
         end = min(begin + view.nbytes, self._end)
         if begin >= end:
             return 0
-        if (
-            end <= self._head_bytes or self._head_bytes == self._tail_offset
-        ):  # a small image is nothing but ends
+        # A small image is nothing but ends.
+        if end <= self._head_bytes or self._head_bytes == self._tail_offset:
             shift = 0
         elif begin >= self._tail_offset:
             shift = self._head_bytes - self._tail_offset

@@ -33,27 +33,19 @@ from trainer_side.state.split_tensor import Held
 
 @dataclass(frozen=True)
 class RegionTarget:
-    """Memory for one region of one saved tensor.
+    """Memory for one region of one saved tensor."""
 
-    Attributes:
-        entry: Index of the entry that holds the tensor.
-        base: Where in the entry the tensor begins.
-        comb: Where the region's bytes lie in the tensor.
-        whole: Shape of the tensor, bytes of an element, and the region: what the comb is made of.
-        memory: Host memory of the region's size, as bytes. Empty if the region is read into a device.
-        copies: The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live
-            tensor's own.
-        device: Device memory of the region, as bytes.
-        is_fresh: The tensor itself can take the bytes on its device: it is not in use yet and has their memory order.
-    """
-
-    entry: int
-    base: int
-    comb: Comb
-    whole: tuple[tuple[int, ...], int, Region]
-    memory: np.ndarray
+    entry: int  # that holds the tensor
+    base: int  # where in the entry the tensor begins
+    comb: Comb  # where the region's bytes lie in the tensor
+    whole: tuple[tuple[int, ...], int, Region]  # what the comb is made of: shape, bytes of an element, region
+    memory: (
+        np.ndarray
+    )  # of the host, of the region's size, as bytes. Empty if the region is read into a device
+    # The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live tensor's.
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
-    device: torch.Tensor | None = None
+    device: torch.Tensor | None = None  # memory of the region, as bytes
+    # The tensor itself can take the bytes on its device: it is not in use yet and has their memory order.
     is_fresh: bool = False
 
     def put(self, inside: int, source: np.ndarray) -> None:
@@ -133,10 +125,8 @@ class Claims:
     """The live memory that regions are read into: no two of them into the same.
 
     Tied tensors are one memory at several paths. If what was saved for them is one tensor as well, it is read once; if
-    not, the others are read beside it, and copied over it in their order.
-
-    Args:
-        live: Whether the script has the tensors already.
+    not, the others are read beside it, and copied over it in their order. `live`: Whether the script has the tensors
+    already.
     """
 
     def __init__(self, *, live: bool) -> None:
@@ -149,9 +139,7 @@ class Claims:
         """The target of one part; None if it is empty, or is filled by another one.
 
         `saved`: The whole tensor as the file describes it; its memory is not touched. `held`: What this rank has of it.
-
-        Raises:
-            StateError: It does not lie in one piece in the file.
+        StateError: it does not lie in one piece in the file.
         """
         local, item_bytes = held.local, saved.element_size()
         if not local.numel():
@@ -334,16 +322,10 @@ class ChunkWindows:
         self._ends = [image.entries[index].offset + image.entries[index].nbytes for index in self._order]
 
     def parts(self, extents: Sequence[Extent]) -> list[EntryPart]:
-        """The parts of entries in these extents of the image, in order."""
         return [part for extent in extents for part in self._between(extent.offset, extent.end)]
 
     def runs(
-        self,
-        lying: Sequence[Extent],
-        offset: int,
-        run_bytes: int,
-        *,
-        wanted: Sequence[Extent] | None = None,
+        self, lying: Sequence[Extent], offset: int, run_bytes: int, *, wanted: Sequence[Extent] | None = None
     ) -> Iterator[ReadRun]:
         """The requests of at most `run_bytes` that read extents of the image: in order, without gaps.
 

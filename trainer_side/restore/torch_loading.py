@@ -36,18 +36,14 @@ _OLD_NAME_HOOKS = "torch.nn.utils.parametrizations:weight_norm."  # they rename 
 
 
 class Loading(enum.Enum):
-    """How an object of the state is loaded.
-
-    `ADAPTED`: by torch, which completes or renames what an older version of a layer has saved.
-    """
+    """How an object of the state is loaded."""
 
     TORCH = enum.auto()
-    ADAPTED = enum.auto()
+    ADAPTED = enum.auto()  # by torch, which completes or renames what an older version of a layer has saved
     OWN = enum.auto()
 
 
 def loading_of(value: Any) -> Loading:
-    """How the value of a state is loaded."""
     if isinstance(value, nn.Module):
         return _of_module(value)
     if isinstance(value, torch.optim.Optimizer):
@@ -56,10 +52,7 @@ def loading_of(value: Any) -> Loading:
 
 
 def is_loaded_by_torch(value: Any, saved: Any) -> bool:
-    """Whether torch puts the bytes of `saved` into the value as they are, without code of others that may object.
-
-    `saved`: The checkpoint's; only its names count.
-    """
+    """Whether torch puts the bytes of `saved` into the value as they are, without code of others that may object."""
     loading = loading_of(value)
     if loading is Loading.ADAPTED:
         return isinstance(saved, Mapping) and set(saved) == set(places_of(value))
@@ -89,10 +82,7 @@ def places_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def read_in_place(
     state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Names to the tensors that may be read into, as trees of the same paths as the checkpoint's.
-
-    `live`: Result of `live_trees`. `tree`: The saved tree.
-    """
+    """Names to the tensors that may be read into, as trees of the checkpoint's paths. `live`: from `live_trees`."""
     return {
         name: places_of(state[name]) if isinstance(state[name], nn.Module) else live[name]
         for name in live
@@ -185,10 +175,7 @@ WRAPPERS = {
 
 
 def rewrap(state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, Any]) -> None:
-    """Rename the saved state of modules, and of optimizers by name, to the names of this job.
-
-    `live`: Result of `live_trees`. `tree`: The saved tree; is changed.
-    """
+    """Rename the saved state in `tree` of modules, and of optimizers by name, to the names of this job. In place."""
     moved: dict[str, str] = {}
     parameters: set[str] = set()
     for name, value in state.items():
@@ -206,10 +193,7 @@ def rewrap(state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, An
 
 
 def new_names(saved: Collection[str], here: Collection[str]) -> dict[str, str]:
-    """Each saved name that has another one here, and that one.
-
-    A name that is not here follows the module in which it would be.
-    """
+    """Each saved name that has another one here, and that one. Names that are not here follow their module."""
     if set(saved) <= set(here) or set(here) <= set(saved):
         return {}
     there, own = _Tree(saved), _Tree(here)
@@ -279,9 +263,8 @@ def _renamed(saved: Mapping[str, Any], here: Mapping[str, Any], new: Mapping[str
     if not isinstance(saved, OrderedDict):
         return dict(pairs)
     renamed = OrderedDict(pairs)
-    metadata = getattr(
-        saved, "_metadata", None
-    )  # by name of the module, with the version that its code asks for
+    # By name of the module, with the version that its code asks for.
+    metadata = getattr(saved, "_metadata", None)
     if isinstance(metadata, Mapping):
         there, own = _Tree(saved), _Tree(here)
         # A wrapper and what is in it have one bare name: the module inside comes later, and counts.

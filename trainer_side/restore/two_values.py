@@ -41,11 +41,7 @@ Suspects = Sequence[Sequence[_LiveView]]
 
 
 def see_suspects(groups: Suspects, tree: Any, step: int) -> None:
-    """Compare the bytes of each group after the reading. Training thread.
-
-    Raises:
-        StateError: Two tensors of a group have different values; names both.
-    """
+    """Compare the bytes of each group after the reading. Training thread. StateError: two values differ; names both."""
     if not groups:
         return
     saved = {path: local_of(tensor) for path, tensor in tensor_paths(tree)}
@@ -65,10 +61,8 @@ def suspects(
     """Find the groups that only their bytes can show to agree, before a byte is read.
 
     `live`: Result of `live_trees`. `tree`: The saved tree, as it is in the file. `image`: Has the CRC-32 of each entry,
-    if it is a manifest. `entry_of`: Address of a storage of the tree to its entry.
-
-    Raises:
-        StateError: By their CRC-32, two of them have different values; names both.
+    if it is a manifest. `entry_of`: Address of a storage of the tree to its entry. StateError: by their CRC-32, two of
+    them have different values; names both.
     """
     there = tensor_paths(tree)
     clear = once(path for path, _ in there)

@@ -62,12 +62,9 @@ def uncasting(
 ) -> Iterator[list[torch.optim.Optimizer]]:
     """Inside the block, these optimizers load their state with the saved dtypes and devices. Training thread.
 
-    `on_host`: Saved tensors that they keep in host memory (`uncast.offloaded`), by `id()`.
-
-    The repair precedes hooks that run after the loading, and all that a class does with what torch has loaded.
-
-    Yields:
-        The optimizers that have loaded state so far; one with a loading of its own is never among them.
+    `on_host`: Saved tensors that they keep in host memory (`uncast.offloaded`), by `id()`. The repair precedes hooks
+    that run after the loading, and all that a class does with what torch has loaded. Yields the optimizers that have
+    loaded state so far; one with a loading of its own is never among them.
     """
     hooks: list[Any] = []
     done: list[torch.optim.Optimizer] = []
@@ -84,8 +81,6 @@ def uncasting(
 
 
 class _Repair:
-    """The repair of one optimizer."""
-
     def __init__(self, done: list[torch.optim.Optimizer], on_host: Collection[int]) -> None:
         self._saved: Any = None
         self._done, self._on_host = done, on_host

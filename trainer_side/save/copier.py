@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.background_thread import BackgroundThread, ThreadDied
@@ -49,8 +48,6 @@ _log = logging.getLogger("holdfast.trainer")
 
 @dataclass(frozen=True)
 class CopyJob:
-    """One copy."""
-
     transfer: Transfer
     staging: Staging
     router: Router
@@ -59,12 +56,13 @@ class CopyJob:
     fingerprints: Fingerprints | None  # None if they are not wanted
     keeping: TierWrite | None = None  # None without local tiers
     instant: SavedInstant | None = None  # None if nothing is copied behind the gate
-    # Set when an update has stopped waiting for the copy, or when the copy is torn.
-    abandoned: threading.Event = field(default_factory=threading.Event)
-    # Set when an update begins. From then on, tensors that were copied and released may change.
-    updating: threading.Event = field(default_factory=threading.Event)
-    # Set when every live tensor has been copied.
-    whole: threading.Event = field(default_factory=threading.Event)
+    abandoned: threading.Event = field(
+        default_factory=threading.Event
+    )  # an update waits no longer, or it is torn
+    updating: threading.Event = field(
+        default_factory=threading.Event
+    )  # an update has begun: what is free may change
+    whole: threading.Event = field(default_factory=threading.Event)  # every live tensor has been copied
     inside: bool = False  # `save()` waits for the whole copy
     compares: bool = False  # and compares it with the live bytes then
     device: torch.device | None = None
@@ -350,9 +348,14 @@ class Copier:
             job.staging.fill(job.taken.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
             # The fingerprints need every replica, so they come before the first one is released.
-            _fingerprint(job, job.fingerprints, record)
+            fingerprint_begun = time.monotonic()
+            job.fingerprints.take_gated(job.taken.sources)
+            job.transfer.fingerprints = job.fingerprints.text()
+            record.replicas_digest = job.fingerprints.digest()
+            record.fingerprint_seconds = time.monotonic() - fingerprint_begun
             self.look_at_all(job)  # what differs between ranks because it was changed is no drift
-            self._compare(job)
+            if job.keeping is not None and not self._link.job.lives and not job.abandoned.is_set():
+                job.keeping.compare(job.transfer.fingerprints)  # no stager does it
         route = job.route or job.router.route(
             job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
@@ -372,11 +375,6 @@ class Copier:
         assert record.cst_seconds is not None, "copy_gated has called `copied`"
         self._ledger.stalled(record.cst_seconds)
         self._events.emit("save", record.to_json(), step=job.transfer.step)
-
-    def _compare(self, job: CopyJob) -> None:
-        """Have the ranks compare their replicas themselves, where there is no stager to do it."""
-        if job.keeping is not None and not self._link.job.lives and not job.abandoned.is_set():
-            job.keeping.compare(job.transfer.fingerprints)
 
     def look_at_all(self, job: CopyJob) -> None:
         """See whether anything is not as it was at `save()`, as long as no update may have changed it."""
@@ -415,11 +413,3 @@ class _BatchWatch:
             return
         if path := instant.copied_wrong(batch, self._job.staging.memory):
             self._copier.withdraw(self._job, path)
-
-
-def _fingerprint(job: CopyJob, fingerprints: Fingerprints, record: SaveRecord) -> None:
-    begun = time.monotonic()
-    fingerprints.take_gated(job.taken.sources)
-    job.transfer.fingerprints = fingerprints.text()
-    record.replicas_digest = fingerprints.digest()
-    record.fingerprint_seconds = time.monotonic() - begun

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import Sources, StorageSource
 
 # A layer is given free, and a frame to the sender, at most so much later than it could be.
 BATCH_BYTES_MAX = 1 << 20
@@ -97,11 +97,10 @@ class SliceSources:
 
     plan: SlicePlan
     # By entry; None where its bytes are made, or another rank has them.
-    sources: Sequence[StorageSource | None]
+    sources: Sources
 
     @cached_property
     def host_entries(self) -> frozenset[int]:
-        """Entries that lie in host memory."""
         return frozenset(
             entry
             for entry, source in enumerate(self.sources)
@@ -147,11 +146,7 @@ class Router:
         self._route: Route | None = None
 
     def route(
-        self,
-        sources: Sequence[StorageSource | None],
-        update_order: Callable[[], Mapping[int, int]],
-        *,
-        order_changed: bool,
+        self, sources: Sources, update_order: Callable[[], Mapping[int, int]], *, order_changed: bool
     ) -> Route:
         """The route for these sources.
 
@@ -172,7 +167,7 @@ class Router:
 
 def batches(
     pieces: Iterable[CopyPiece],
-    sources: Sequence[StorageSource | None],
+    sources: Sources,
     *,
     pieces_max: int = _BATCH_PIECES_MAX,
     bytes_max: int = BATCH_BYTES_MAX,
@@ -192,10 +187,7 @@ def batches(
     return tuple(batches_of(groups, sources))
 
 
-def batches_of(
-    groups: Sequence[Sequence[CopyPiece]], sources: Sequence[StorageSource | None]
-) -> Iterator[Batch]:
-    """The batches of these groups of pieces, which are copied in this order."""
+def batches_of(groups: Sequence[Sequence[CopyPiece]], sources: Sources) -> Iterator[Batch]:
     reads_left = Counter(_storage(sources, piece) for group in groups for piece in group)
     for group in groups:
         read = []
@@ -215,9 +207,7 @@ def batches_of(
         )
 
 
-def _route(
-    pieces: Sequence[CopyPiece], sources: Sequence[StorageSource | None], order: Mapping[int, int]
-) -> Route:
+def _route(pieces: Sequence[CopyPiece], sources: Sources, order: Mapping[int, int]) -> Route:
     last = len(order)
     ordered = sorted(pieces, key=lambda piece: order.get(_storage(sources, piece), last))
     host = [piece for piece in ordered if source_of(sources, piece).device.type == "cpu"]
@@ -235,19 +225,17 @@ def _pieces_max(pieces: int, most: int) -> int:
     return min(most, max(1, pieces // _BATCHES_MIN))
 
 
-def source_of(sources: Sequence[StorageSource | None], piece: CopyPiece) -> StorageSource:
-    """The storage of a piece that lies in a tensor."""
+def source_of(sources: Sources, piece: CopyPiece) -> StorageSource:
     source = sources[piece.entry]
     assert source is not None, "what is gated, or on a device, lies in a tensor"
     return source
 
 
-def address_of(sources: Sequence[StorageSource | None], piece: CopyPiece) -> int:
-    """The address of a piece's first byte."""
+def address_of(sources: Sources, piece: CopyPiece) -> int:
     return source_of(sources, piece).data_ptr + piece.entry_offset
 
 
-def _storage(sources: Sequence[StorageSource | None], piece: CopyPiece) -> int:
+def _storage(sources: Sources, piece: CopyPiece) -> int:
     """Address of the storage under it: its name for the gate, also where only a part of it is saved."""
     source = source_of(sources, piece)
     return source.data_ptr - source.start_bytes

@@ -82,7 +82,6 @@ class MirrorRoom:
         return fits
 
     def lent(self, nbytes: int) -> None:
-        """Count `nbytes` as taken for this copy."""
         self._lent_bytes += nbytes
 
     def over(self, memory: DeviceMemory | None) -> None:
@@ -167,7 +166,6 @@ class Mirror:
         packing.queue(stream)
 
     def sections(self) -> Iterator[Crossing]:
-        """In order."""
         yield from map(Crossing, self.batches, self._parcels, self._memory)
 
     def drop(self) -> None:
@@ -241,12 +239,7 @@ class DeviceCopy:
         return mirror
 
     def capture(
-        self,
-        now: Sequence[Batch],
-        slice_: SliceSources,
-        area: torch.Tensor,
-        *,
-        behind: Sequence[Batch] = (),
+        self, now: Sequence[Batch], slice_: SliceSources, area: torch.Tensor, *, behind: Sequence[Batch] = ()
     ) -> Callable[[], None]:
         """Queue copies of `now` into `area` on the current stream; work that is queued there later runs after them.
 

@@ -26,7 +26,7 @@ import torch
 from holdfast.image.layout import Layout
 from trainer_side.save.copy_plan import CopyPiece
 from trainer_side.state.accelerator import StreamEvent, brought
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import Sources
 
 _NBYTES_MIN = 256 << 10  # a hash takes a few calls of torch: for less, the copy is as cheap
 _PROVEN = 2
@@ -65,7 +65,6 @@ class Steadiness:
     changes: int = 0
 
     def saw(self, hashes: tuple[int, ...]) -> None:
-        """Count a save with these hashes."""
         if hashes == self.hashes:
             self.alike += 1
         else:
@@ -90,10 +89,7 @@ class DeviceDedup:
     """
 
     def __init__(
-        self,
-        pieces: Iterable[CopyPiece],
-        layout: Layout,
-        seen: dict[tuple[str, int, int], Steadiness],
+        self, pieces: Iterable[CopyPiece], layout: Layout, seen: dict[tuple[str, int, int], Steadiness]
     ) -> None:
         begins: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -130,7 +126,7 @@ class DeviceDedup:
             counted[entry] = counted.get(entry, 0) + (0 if tensor.is_inference() else tensor._version)
         return counted
 
-    def look(self, sources: Sequence[StorageSource | None], versions: Mapping[int, int]) -> frozenset[int]:
+    def look(self, sources: Sources, versions: Mapping[int, int]) -> frozenset[int]:
         """Queue the hashes on the current stream; returns the entries that need not be copied into the area.
 
         `versions`: Result of `versions`; entries that are missing in it are copied.

@@ -106,8 +106,6 @@ def device_runtime() -> DeviceRuntime | None:
 
 
 class DeviceMemory(NamedTuple):
-    """The memory of a device, in bytes."""
-
     free: int  # torch may still allocate these
     total: int
     reserved: int  # by torch's allocator in this process, in use or cached, copies included
@@ -144,7 +142,7 @@ class DeviceStream:
         the own stream must be finished. OutOfMemoryError: the device has too little memory left.
         """
         with self.beside(None):
-            return self._memory(nbytes)
+            return self.on_current_stream(nbytes)
 
     def fill(self, emptied: Sequence[torch.Tensor]) -> None:
         """As `on_device`, for tensors whose memory was given back by `empty`: they and their views are as before.
@@ -156,9 +154,6 @@ class DeviceStream:
 
     def on_current_stream(self, nbytes: int) -> torch.Tensor:
         """As `on_device`, for the current stream alone."""
-        return self._memory(nbytes)
-
-    def _memory(self, nbytes: int) -> torch.Tensor:
         # Not torch.empty(nbytes): under torch.use_deterministic_algorithms(True) it queues a fill with NaNs on the own
         # stream, which may run after the training's stream has copied the state there.
         with torch.inference_mode(mode=False):

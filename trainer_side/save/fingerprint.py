@@ -18,9 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.crc import crc32, crc32_of_each
@@ -29,14 +30,9 @@ from trainer_side.save.device_stream import stream_of
 from trainer_side.save.process_memory import PROCESS_BEGIN, PROCESS_MEMORY
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent, brought
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import Sources, StorageSource
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    _Numbers = npt.NDArray[np.int64]
-
-
+_Numbers = npt.NDArray[np.int64]
 Span = Callable[[int, int], torch.Tensor | None]  # bytes of the device, from an address on
 
 
@@ -66,8 +62,6 @@ class _Plan(NamedTuple):
 
 
 class DeviceRows(NamedTuple):
-    """Rows on their way from a device."""
-
     entries: list[int]
     plan: _Plan
     step: int
@@ -156,7 +150,6 @@ class DeviceSamples:
 
 
 def _firsts(apart: _Numbers, step: int) -> _Numbers:
-    """The first sampled row of each tensor at this step."""
     values, places = np.unique(apart, return_inverse=True)
     return np.array([first_row(step, one) for one in values.tolist()], np.int64)[places.reshape(-1)]
 
@@ -188,12 +181,9 @@ class _Gathered:
 class Fingerprints:
     """The fingerprints of one checkpoint. The training thread makes and begins them, the copy thread ends them.
 
-    Args:
-        entries: The watched entries (`holdfast.image.replicas.watched`).
-        gated: Per entry, whether it is copied behind the gate.
-        step: The checkpoint's step, which selects the sampled rows.
-        shared: Sharded entries of which several ranks hold the same region.
-        samples: Samples by device; reused by all checkpoints of one plan.
+    `entries`: The watched ones (`holdfast.image.replicas.watched`). `gated`: Per entry, whether it is copied behind the
+    gate. `step` selects the sampled rows. `shared`: Sharded entries of which several ranks hold the same region.
+    `samples`: By device; reused by all checkpoints of one plan.
     """
 
     def __init__(
@@ -211,7 +201,7 @@ class Fingerprints:
         self._gathered: list[_Gathered | DeviceRows] = []
         self._left: list[int] = []
 
-    def take_now(self, sources: Sequence[StorageSource | None], *, also_gated: bool = False) -> None:
+    def take_now(self, sources: Sources, *, also_gated: bool = False) -> None:
         """Sample what may change as soon as `save()` has returned, and all that is on a device. Training thread.
 
         With `also_gated` all of it may change.
@@ -227,7 +217,7 @@ class Fingerprints:
         self._left = [*compress(self._watched, held_back)]
         self._take([*compress(self._watched, map(not_, held_back))], sources)
 
-    def take_gated(self, sources: Sequence[StorageSource | None]) -> None:
+    def take_gated(self, sources: Sources) -> None:
         """Sample the rest. Behind the gate; copy thread."""
         self._take(self._left, sources)
 
@@ -244,7 +234,7 @@ class Fingerprints:
         )
         return digest(encode([*map(self._crcs.__getitem__, same)]))
 
-    def _take(self, entries: Sequence[int], sources: Sequence[StorageSource | None]) -> None:
+    def _take(self, entries: Sequence[int], sources: Sources) -> None:
         self._crcs.update(dict.fromkeys(entries, 0))  # of a tensor that is split, nothing may be here
         there = [*filter(None, map(sources.__getitem__, entries))]
         if accelerator.kind() is None:

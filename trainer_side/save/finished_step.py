@@ -64,7 +64,6 @@ class FinishedStep:
         return -1 if self._noted is None else self._noted.step
 
     def note(self, step: int) -> None:
-        """The script has finished `step`."""
         if self._listed_in <= 0:
             self._tensors, self._listed_in = list(_tensors(self._state)), _LISTED_AGAIN_STEPS
         self._listed_in -= 1
@@ -101,7 +100,7 @@ class FinishedStep:
         assert self._noted is not None
         for name, tree in self._noted.values.items():
             value = self._state[name]
-            found = _filled(tree)
+            found = _mapped(tree, lambda leaf: leaf.tensor if isinstance(leaf, _Live) else leaf)
             if isinstance(value, PerRank):
                 self._state[name] = PerRank(_AsItWas(found), same_ranks=value.same_ranks)
             else:
@@ -153,10 +152,6 @@ def _version(tensor: torch.Tensor) -> int:
 def _kept(tree: Any) -> Any:
     """The tree with containers of its own; tensors with how often they were changed."""
     return _mapped(tree, lambda leaf: _Live(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf)
-
-
-def _filled(tree: Any) -> Any:
-    return _mapped(tree, lambda leaf: leaf.tensor if isinstance(leaf, _Live) else leaf)
 
 
 def _mapped(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:

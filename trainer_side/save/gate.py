@@ -41,14 +41,10 @@ class Gate:
     """Holds back updates of tensors that are being copied.
 
     Made and closed by the training thread; passed and opened by the copy thread. A storage is named by its address
-    (`storage_address`): tensors that share one are held together.
-
-    Args:
-        optimizers: Optimizers whose parameters and state are copied behind the gate, and the optimizers that they wrap.
-            hook_coverage.py finds out whether their hooks are called.
-        seconds_max: How long an update is held back.
-        on_late: Called after this time, before the update goes ahead: the copy must not be used any more.
-        on_hook: Called with the optimizer at the start of each hook.
+    (`storage_address`): tensors that share one are held together. `optimizers`: Those whose parameters and state are
+    copied behind the gate, and those that they wrap; hook_coverage.py finds out whether their hooks are called.
+    `seconds_max`: How long an update is held back; then `on_late` is called, and the update goes ahead: the copy must
+    not be used any more. `on_hook`: Called with the optimizer at the start of each hook.
     """
 
     def __init__(
@@ -137,7 +133,6 @@ class Gate:
         return order
 
     def remove(self) -> None:
-        """Take the hooks off the optimizers."""
         for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -189,7 +184,6 @@ class Gate:
         return arguments if rest is None and computed else rest
 
     def _say(self, reason: str) -> None:
-        """Once."""
         if reason not in self._said:
             self._said.add(reason)
             _log.warning("%s", reason)

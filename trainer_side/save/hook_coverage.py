@@ -21,7 +21,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from holdfast.wire.doubt import Doubt
 from trainer_side.ledger import Ledger
 from trainer_side.save.gate import storage_address
 from trainer_side.save.tearing import SavedInstant, TearCheck
+from trainer_side.state.optimizer_places import parameters_of
 from trainer_side.state.tree import tensor_paths
 
 if TYPE_CHECKING:
@@ -139,16 +140,9 @@ class HookCoverage:
 
 
 def _storages_of(optimizer: Optimizer) -> set[int]:
-    """Addresses of what an optimizer changes: its parameters and its state."""
-    return {storage_address(tensor) for tensor in _tensors_of(optimizer)}
-
-
-def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for _, tensor in tensor_paths(list(optimizer.state.values())):
-        if tensor.layout is torch.strided:
-            yield tensor
+    state = [tensor for _, tensor in tensor_paths(list(optimizer.state.values()))]
+    strided = [tensor for tensor in state if tensor.layout is torch.strided]
+    return {storage_address(tensor) for tensor in (*parameters_of(optimizer), *strided)}
 
 
 _COMPARED_EVERY = 50  # saves, on average
@@ -224,7 +218,6 @@ class Quietness:
 
     @property
     def expects(self) -> bool:
-        """Whether `compare` has something to do."""
         return self._awaited is not None
 
     def excused(self) -> None:

@@ -92,7 +92,6 @@ def _unlock(runtime: DeviceRuntime, address: int, process: int) -> None:
 
 
 def _refusal(code: int, address: int) -> str:
-    """The cause of a refused lock, with its error number, and what to do."""
     if code == _INVALID_VALUE and (file := _file_at(address)) is not None:
         return (
             f"error {code}: it is the mapped file {file} on {file_system_of(file)}, and only files in memory can be "

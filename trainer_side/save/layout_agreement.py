@@ -69,11 +69,9 @@ class LayoutAgreement:
 
         `beside_bytes` is the room that data.pkl needs beside the pickle. `step` is -1 if it is unknown.
 
-        Raises:
-            ConfigError: The first save of a rank was refused (`FreshRunCheck`).
-            StateError: It cannot be saved, here or on another rank; or the ranks hold different tensors, or different
-                bytes in tensors of which one copy is saved; or this rank's state alone has changed.
-            PeerLost: A rank did not answer in time.
+        ConfigError: the first save of a rank was refused (`FreshRunCheck`). StateError: the state cannot be saved, here
+        or on another rank; or the ranks hold different tensors, or different bytes in tensors of which one copy is
+        saved; or this rank's state alone has changed. PeerLost: a rank did not answer in time.
         """
         self._names, self._step = {}, step
         proposed, agreement = self._propose(

@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.telemetry.events import EventLog
 from trainer_side.save.optimizer_steps import OptimizerSteps
+from trainer_side.state.optimizer_places import module_parameters
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import children, tensor_paths, with_inner
+from trainer_side.state.tree import children, containers, tensor_paths, with_inner
 
 _SAMPLE_BYTES = 64  # at the begin and at the end of a tensor
 
@@ -41,7 +42,8 @@ class RestoredTensors:
     def remember(self) -> None:
         """`restore()` has just come to its end."""
         self._filled = {
-            path: _Filled(weakref.ref(tensor), _sample(tensor)) for path, tensor in _parameters(self._state)
+            path: _Filled(weakref.ref(tensor), _sample(tensor))
+            for path, tensor in module_parameters(self._state)
         }
 
     def strays(self) -> list[str]:
@@ -50,7 +52,7 @@ class RestoredTensors:
         Call it before the first step after `remember`: a parameter that was made again from the restored one is
         recognised by its bytes. Parameters on a device, and those that have become DTensors, are not read.
         """
-        now = dict(_parameters(self._state))
+        now = dict(module_parameters(self._state))
         path_of = {id(tensor): path for path, tensor in reversed([*now.items()])}
         said = []
         for path, filled in self._filled.items():
@@ -64,7 +66,9 @@ class RestoredTensors:
             elif local_of(current) is not current or (filled.sample and _sample(current) == filled.sample):
                 continue
             elif path_of[id(current)] != path or self._was_filled(current):
-                said.append(f"{path} is now the same tensor as {self._first_path(current, path_of)}")
+                filled_paths = (other for other, one in self._filled.items() if one.tensor() is current)
+                first = next(filled_paths, path_of[id(current)])
+                said.append(f"{path} is now the same tensor as {first}")
             else:
                 said.append(f"{path} is another tensor now, with the script's own values")
         self._filled.clear()
@@ -72,17 +76,6 @@ class RestoredTensors:
 
     def _was_filled(self, tensor: torch.Tensor) -> bool:
         return any(filled.tensor() is tensor for filled in self._filled.values())
-
-    def _first_path(self, tensor: torch.Tensor, path_of: Mapping[int, str]) -> str:
-        filled = (path for path, one in self._filled.items() if one.tensor() is tensor)
-        return next(filled, path_of[id(tensor)])
-
-
-def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in state.items():
-        if isinstance(value, torch.nn.Module):
-            for path, parameter in value.named_parameters(remove_duplicate=False):
-                yield f"{name}/{path}", parameter
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -102,6 +95,7 @@ _log = logging.getLogger("holdfast.trainer")
 _LOOKS = 2  # saves of each layout
 _DEPTH_MAX = 4  # of attributes of a script's own object
 _OBJECTS_MAX = 2000
+_OF_SCHEDULERS = {"last_epoch", "_last_lr", "base_lrs"}  # in the state of one of torch's
 _T = TypeVar("_T")
 
 
@@ -118,7 +112,6 @@ class LeftOut:
         self._steps.watch()
 
     def restored(self) -> None:
-        """`restore()` has filled the state."""
         self._restored.remember()
         self._say(_frozen_with_moments(self._state))
 
@@ -137,7 +130,6 @@ class LeftOut:
             self._steps.unwatch()
 
     def close(self) -> None:
-        """Take the hooks off all optimizers."""
         self._steps.unwatch()
 
     def _look_at_restored(self) -> None:
@@ -180,7 +172,9 @@ class LeftOut:
         if not unused:
             return
         self._unused_gradients += 1
-        if self._unused_gradients == 1 and _has_scaler(self._state):
+        if self._unused_gradients == 1 and any(
+            _reachable(value, torch.amp.GradScaler) for value in self._state.values()
+        ):
             return  # the scaler may have skipped this step, which it does not do at each save
         optimizer, (group, place) = unused[0]
         yield (
@@ -199,8 +193,6 @@ class LeftOut:
 
 
 class _Held:
-    """The tensors that the next checkpoint has."""
-
     def __init__(self, state: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
         whole = {name: _inside(value) for name, value in tree.items()}
         self._named = [(path, tensor) for path, tensor in tensor_paths(whole) if _is_plain(tensor)]
@@ -230,7 +222,6 @@ class _Held:
         return bool(moments) and self.has(moments[0])
 
     def twin(self, tensor: torch.Tensor) -> str | None:
-        """A tensor of the same shape and another dtype."""
         found = (path for path, one in self._named if one.shape == tensor.shape and one.dtype != tensor.dtype)
         return next(found, None)
 
@@ -285,15 +276,16 @@ def _schedulers(
                 f"{name}: {type(value).__name__} drives a {type(own).__name__} that is not in the state. Make the "
                 "scheduler for the optimizer that is"
             )
-    if any(_is_scheduler(node) for node in _dictionaries(tree)):
+    if any(isinstance(node, dict) and not _OF_SCHEDULERS.isdisjoint(node) for _, node in containers(tree)):
         return
     # Schedulers that are not torch's, as timm's, say nothing in their state that tells them.
     others = [value for value in state.values() if not hasattr(value, "param_groups")]
     driven = {id(getattr(value, "optimizer", None)) for value in others}
     for optimizer in optimizers:
         if id(optimizer) not in driven and any("initial_lr" in group for group in optimizer.param_groups):
+            name = next(name for one, name in _optimizers(state) if one is optimizer)
             yield (
-                f"{_name_of(state, optimizer)}: its groups have initial_lr, as a learning rate scheduler leaves it, "
+                f"{name}: its groups have initial_lr, as a learning rate scheduler leaves it, "
                 "and the state has no scheduler: a resume would begin its schedule from the start. Put the "
                 "scheduler into the state"
             )
@@ -312,8 +304,10 @@ def _frozen_with_moments(state: Mapping[str, Any]) -> Iterator[str]:
         ]
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            path = _path_of(state, value.param_groups[found[0][0]]["params"][found[0][1]])
-            what = path or _parameter_name(value, *found[0])
+            group, place = found[0]
+            parameter = value.param_groups[group]["params"][place]
+            path = next((path for path, one in module_parameters(state) if one is parameter), None)
+            what = path or _parameter_name(value, group, place)
             yield (
                 f"{what}{more}: the checkpoint has moments of {name} for it, and requires_grad is False now: it was "
                 "trained when it was saved, and is frozen. If that is not meant, set requires_grad before restore()"
@@ -334,10 +328,6 @@ def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:
             found = with_inner(_reachable(value, Optimizer)) if hasattr(value, "state_dict") else []
         for optimizer in found:
             yield optimizer, name
-
-
-def _name_of(state: Mapping[str, Any], optimizer: Optimizer) -> str:
-    return next(name for one, name in _optimizers(state) if one is optimizer)
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -370,14 +360,6 @@ def _parameter_name(optimizer: Optimizer, group: int, place: int) -> str:
     return f"parameter {place} of group {group} (shape {shape})"
 
 
-def _path_of(state: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
-    return next((path for path, one in _parameters(state) if one is parameter), None)
-
-
-def _has_scaler(state: Mapping[str, Any]) -> bool:
-    return any(_reachable(value, torch.amp.GradScaler) for value in state.values())
-
-
 def _groups(value: Any) -> list[dict[str, Any]] | None:
     groups = getattr(value, "param_groups", None)
     return groups if isinstance(groups, list) and all(isinstance(one, dict) for one in groups) else None
@@ -395,22 +377,6 @@ def _inside(value: Any) -> Any:
     if isinstance(inner, torch.nn.Module | Optimizer):
         return inner.state_dict()
     return inner if isinstance(inner, dict | list | tuple | torch.Tensor) else None
-
-
-def _dictionaries(tree: Any) -> Iterator[dict[Any, Any]]:
-    pending, seen = [tree], set[int]()
-    while pending:
-        node = pending.pop()
-        if isinstance(node, dict):
-            yield node
-        for _, child in children(node):
-            if isinstance(child, dict | list | tuple) and id(child) not in seen:
-                seen.add(id(child))
-                pending.append(child)
-
-
-def _is_scheduler(node: Mapping[Any, Any]) -> bool:
-    return "last_epoch" in node or "_last_lr" in node or "base_lrs" in node
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -42,13 +42,11 @@ class OptimizerSteps:
             self._unwatch = weakref.finalize(self, _remove, hooks)
 
     def unwatch(self) -> None:
-        """Remove the hooks."""
         if self._unwatch is not None:
             self._unwatch()
 
     @property
     def stepped(self) -> list[Optimizer]:
-        """The optimizers that have stepped, and are still there."""
         return list(self._stepped)
 
     def unused_gradient(self, optimizer: Optimizer) -> tuple[int, int] | None:
@@ -57,14 +55,9 @@ class OptimizerSteps:
         A gradient on a device counts only if it is another tensor than at the last step: its value would have to be
         waited for.
         """
-        for number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if self._is_unused(parameter, gradient):
-                    return number, place
-                break
+        for number, place, parameter, gradient in _first_gradients(optimizer):
+            if self._is_unused(parameter, gradient):
+                return number, place
         return None
 
     def _is_unused(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -84,8 +77,9 @@ class OptimizerSteps:
         self._stepped.add(optimizer)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        for parameter, gradient in _first_gradients(optimizer):
-            self._used[id(parameter)] = weakref.ref(gradient), gradient._version
+        for _, _, parameter, gradient in _first_gradients(optimizer):
+            if not gradient.is_inference():
+                self._used[id(parameter)] = weakref.ref(gradient), gradient._version
 
 
 def _call(method: weakref.WeakMethod[Callable[..., None]], *step: Any) -> None:
@@ -98,11 +92,10 @@ def _remove(hooks: list[Any]) -> None:
         hook.remove()
 
 
-def _first_gradients(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first parameter with a gradient of each group, and this gradient."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+def _first_gradients(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """The first parameter with a gradient of each group, after their numbers; and this gradient."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
             if (gradient := parameter.grad) is not None:
-                if not gradient.is_inference():
-                    yield parameter, gradient
+                yield number, place, parameter, gradient
                 break

@@ -28,7 +28,7 @@ import torch
 from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, address_of, source_of
 from trainer_side.save.device_stream import DeviceStream, empty
 from trainer_side.state.accelerator import StreamEvent
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import Sources
 
 _WIDEST_BYTES = 8  # of the widest element; not more, or the first address may be nobody's
 
@@ -36,9 +36,7 @@ _WIDEST_BYTES = 8  # of the widest element; not more, or the first address may b
 class LiveTensors:
     """The tensors of some batches, while they live."""
 
-    def __init__(
-        self, stream: DeviceStream, sources: Sequence[StorageSource | None], batches: Iterable[Batch]
-    ) -> None:
+    def __init__(self, stream: DeviceStream, sources: Sources, batches: Iterable[Batch]) -> None:
         begins: list[int] = []
         ends: list[int] = []
         for batch in batches:
@@ -159,13 +157,7 @@ class Packing:
         self._small: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._large: list[_LargeCopy] = []
 
-    def add(
-        self,
-        runs: Iterable[Run],
-        memory: torch.Tensor,
-        live: LiveTensors,
-        sources: Sequence[StorageSource | None],
-    ) -> None:
+    def add(self, runs: Iterable[Run], memory: torch.Tensor, live: LiveTensors, sources: Sources) -> None:
         """The pieces of one parcel, too.
 
         `memory`: Its memory, bytes; it is there. Later its storage may be emptied and filled again.
@@ -184,7 +176,6 @@ class Packing:
                 of.append(view)
 
     def queue(self, stream: DeviceStream) -> None:
-        """Queue the copies on the current stream."""
         if not stream.copy(
             [(one.memory.data_ptr() + one.at, one.address, one.nbytes) for one in self._large]
         ):
@@ -293,18 +284,12 @@ class LiveBatches:
             self._views.clear()
 
     def crossing(self, number: int) -> Crossing:
-        """The way of one batch."""
         parcel = self._parcels[number] if self.is_there else None
         memory = None if parcel is None else self.slots[number % self._count]
         return Crossing(self.batches[number], parcel, memory)
 
     def queue(
-        self,
-        number: int,
-        crossing: Crossing,
-        area: torch.Tensor,
-        stream: DeviceStream,
-        sources: Sequence[StorageSource | None],
+        self, number: int, crossing: Crossing, area: torch.Tensor, stream: DeviceStream, sources: Sources
     ) -> None:
         """Queue one batch on the current stream."""
         with torch.inference_mode(mode=False):  # views that are made in it could not be written outside of it
@@ -322,7 +307,7 @@ class LiveBatches:
             crossing.parcel.send(crossing.memory, area)
 
     def _views_of(
-        self, number: int, live: LiveTensors, sources: Sequence[StorageSource | None]
+        self, number: int, live: LiveTensors, sources: Sources
     ) -> list[tuple[CopyPiece, int, torch.Tensor]]:
         if number not in self._views:
             self._views[number] = [

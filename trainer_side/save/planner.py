@@ -81,13 +81,10 @@ class Planner:
 
         By `step` the ranks notice that one of them has changed its state alone; -1 if it is unknown.
 
-        Raises:
-            Outgrown: A plain value, or one of `PerRank`, does not fit its room.
-            StateError: The state cannot be saved: what and where; or the ranks' states differ.
-            ConfigError: `host_bytes_max` is too small for one staging area; or the run has checkpoints, and the script
-                has neither called `restore()` nor set `fresh=True`.
-            StoreError: The store cannot be listed, so it is unknown whether the run has checkpoints.
-            PeerLost: A rank did not answer during the agreement.
+        Outgrown: a plain value, or one of `PerRank`, does not fit its room. StateError: the state cannot be saved, or
+        the ranks' states differ. ConfigError: `host_bytes_max` is too small for one staging area; or the run has
+        checkpoints, and the script has neither called `restore()` nor set `fresh=True`. StoreError: the store cannot be
+        listed. PeerLost: a rank did not answer during the agreement.
         """
         # The first time all ranks wait for each other.
         if self._plan is None:
@@ -181,9 +178,7 @@ class Planner:
         layout = skeleton.layout
         slice_plan = SlicePlan.of(layout, skeleton.rank, skeleton.gated)
         count_max = areas_max(
-            layout,
-            in_flight_max=self._config.in_flight_max,
-            host_bytes_max=self._config.host_bytes_max,
+            layout, in_flight_max=self._config.in_flight_max, host_bytes_max=self._config.host_bytes_max
         )
         pinned = accelerator.kind() is not None
 

@@ -6,12 +6,10 @@ Making these touches nothing, and they are read only where tensors lie that are 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+import numpy.typing as npt
 
 WORD_BYTES = 8
 PROCESS_BEGIN = 64

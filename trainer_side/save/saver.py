@@ -26,7 +26,7 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ from trainer_side.save.tearing import SavedInstant
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import Sources
 from trainer_side.transfer import Transfer
 
 
@@ -108,8 +108,7 @@ class Saver:
     def save_late(self, seconds_max: float) -> int:
         """The block ends: save the last step if it found no room, and wait for that. Raises as `Checkpointer.save`.
 
-        Returns:
-            The step, if a save of it was begun; else -1.
+        Returns the step, if a save of it was begun; else -1.
         """
         step = self._late_step
         if self._late_reason is None:
@@ -240,7 +239,7 @@ class Saver:
             self._decline(step, transfer.reason or nowhere, tell=False)
             return None
         record.save_seconds = time.monotonic() - begun
-        area.tell(_nobody if place.keeping is None else place.keeping.nudge)
+        area.tell((lambda: None) if place.keeping is None else place.keeping.nudge)
         self._pool.send(place, transfer)
         job = CopyJob(
             transfer,
@@ -297,7 +296,6 @@ class Saver:
         self._pool.give_back(place, reason)
 
     def _refusal(self) -> Reason | None:
-        """Why no save can begin now."""
         if (problem := self._link.job.problem) is not None and not self._tiers.takes_steps:
             return DeclineCause.STAGER_LOST.because(problem)
         if (died := self._copier.problem) is not None:
@@ -327,10 +325,6 @@ class Saver:
         return False
 
 
-def _nobody() -> None:
-    """No tier waits for frames."""
-
-
 class _Taken(NamedTuple):
     """A save, after what must be taken at once."""
 
@@ -342,7 +336,7 @@ class _Taken(NamedTuple):
     route: Route | None
 
 
-def _device(sources: Sequence[StorageSource | None]) -> torch.device | None:
+def _device(sources: Sources) -> torch.device | None:
     """The device that tensors of the state lie on; None: all are in host memory."""
     if accelerator.kind() is None:
         return None

@@ -20,20 +20,8 @@ _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _INDEPENDENT = (
-    "ASGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-    "SparseAdam",
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam"),
+    *("RMSprop", "Rprop", "SGD", "SparseAdam"),
 )
 # These look at a whole tensor at once: of one that is split among ranks, together with the other ranks.
 _OF_WHOLE_TENSORS = ("Adafactor", "Muon")
@@ -116,15 +104,11 @@ def split_step(
     """Update what is free, as it becomes free; leave the last piece to the step that called the hook.
 
     To be called as the last of the optimizer's step-pre-hooks: hooks after it would see some parameters updated.
+    `optimizer`: One for which `why_not_split` says nothing. `arguments`: Those of `step()`, as a pre-hook gets them;
+    the first is the optimizer. `held`: Whether a parameter, or a tensor of its state, is still being copied; never true
+    again once false. `wait_for_more`: Returns when a parameter that was held may be free; called only when one is.
 
-    Args:
-        optimizer: One for which `why_not_split` says nothing.
-        arguments: Arguments of `step()`, as a pre-hook gets them; the first is the optimizer.
-        held: Whether a parameter, or a tensor of its state, is still being copied. Never true again once false.
-        wait_for_more: Returns when a parameter that was held may be free; called only when one is held.
-
-    Returns:
-        Arguments for the rest of the step, as a pre-hook gives them back; None: nothing was held, step as usual.
+    Returns arguments for the rest of the step, as a pre-hook gives them back; None: nothing was held, step as usual.
     """
     args, kwargs = arguments
     groups = optimizer.param_groups
@@ -137,7 +121,10 @@ def split_step(
         while any(map(held, left)):
             wait_for_more()
         return None
-    step = _plain_step(optimizer)
+    step: Any = type(optimizer).step
+    step = (
+        step.__wrapped__ if getattr(step, "hooked", False) else step
+    )  # below the wrapper that calls the hooks
     while True:
         blocked = {id(parameter) for parameter in left if held(parameter)}
         free = {id(parameter) for parameter in left} - blocked
@@ -177,12 +164,6 @@ def with_gradients(arguments: StepArguments) -> tuple[StepArguments, bool]:
     if len(args) > 1:
         return ((args[0], lambda: loss, *args[2:]), kwargs), True
     return (args, {**kwargs, "closure": lambda: loss}), True
-
-
-def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """The step below the wrapper that calls the hooks."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def _view(optimizer: _Optimizer, wanted: Collection[int]) -> _Optimizer:

@@ -28,7 +28,7 @@ from trainer_side.save.device_stream import stream_of
 from trainer_side.save.host_memory import in_slot, locked_buffer
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Skeleton
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import Sources
 from trainer_side.tiers.first_touch import huge_buffer
 
 _SPARED_SETS_MAX = 8  # each area may leave out other tensors
@@ -47,7 +47,7 @@ class NowBatches:
         self._found: dict[frozenset[int], tuple[tuple[Batch, ...], tuple[Batch, ...]]] = {}
 
     def of(
-        self, sources: Sequence[StorageSource | None], contents: Collection[int], spared: frozenset[int]
+        self, sources: Sources, contents: Collection[int], spared: frozenset[int]
     ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
         """In host memory, and on a device; the same objects as long as nothing has moved.
 
@@ -156,14 +156,10 @@ _HOST_BYTES_AT_ONCE = 1 << 20
 class Staging:
     """One staging area of one rank for one layout. One checkpoint at a time is in it.
 
-    `copy_now` belongs to the training thread, `copy_gated` to the copy thread, `view` and `is_ready` to any.
-
-    Args:
-        engine: All areas of a rank share one.
-        pinned: Page-locked memory, for copies from a CUDA device that do not stop the CPU.
-        slot: Memory of a local tier that is to be the area itself (strategy D); None: it takes its own.
-        memory: The same, or any other memory, prepared already.
-        move: How bytes are best put into that; as `ctypes.memmove`.
+    `copy_now` belongs to the training thread, `copy_gated` to the copy thread, `view` and `is_ready` to any. `engine`:
+    All areas of a rank share one. `pinned`: Page-locked memory, for copies from a CUDA device that do not stop the CPU.
+    `slot`: Memory of a local tier that is to be the area itself (strategy D); None: it takes its own. `memory`: The
+    same, or any other memory, prepared already. `move`: How bytes are best put into that; as `ctypes.memmove`.
     """
 
     def __init__(
@@ -229,7 +225,7 @@ class Staging:
 
     def copy_now(
         self,
-        sources: Sequence[StorageSource | None],
+        sources: Sources,
         contents: Mapping[int, bytes | memoryview],
         route: Route | None = None,
         versions: Mapping[int, int] | None = None,
@@ -237,17 +233,10 @@ class Staging:
         """Copy the bytes that must be captured before `save()` returns. Training thread; the area must be released.
 
         Device tensors are captured in the order of the current stream and arrive later: updates that are queued after
-        this call run after the capture, and this call does not wait.
-
-        Args:
-            sources: Storage of each entry; None where `contents` has the bytes.
-            contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
-            route: The route through the gated tensors, if some of them are on a device.
-            versions: As `counted` gave them; None: everything is copied.
-
-        Returns:
-            Whether every device tensor is captured, so that `copy_gated` reads no device tensor and needs no gate for
-            it.
+        this call run after the capture, and this call does not wait. `contents`: Entries whose bytes are made, not
+        copied from a tensor (data.pkl, `PerRank` values). `route`: The route through the gated tensors, if some of them
+        are on a device. `versions`: As `counted` gave them; None: everything is copied. Returns whether every device
+        tensor is captured, so that `copy_gated` reads none and needs no gate for it.
         """
         self._copies_left = [*self._copies_at_first]
         self._took_host = False
@@ -314,7 +303,7 @@ class Staging:
 
     def copy_gated(
         self,
-        sources: Sequence[StorageSource | None],
+        sources: Sources,
         route: Route,
         *,
         after: StreamEvent | None,
@@ -326,19 +315,13 @@ class Staging:
     ) -> None:
         """Copy the gated tensors in the order of the route, and bring a mirror to the host. Copy thread only.
 
-        Args:
-            sources: Storage of each entry.
-            route: The route through them.
-            after: Recorded on the compute stream at `save()`; device tensors are copied after it.
-            cancelled: Asked between batches; once True, the remaining batches are skipped.
-            passed: Called with the addresses of storages that are no longer read.
-            copied: Called when no tensor is read any more, before the last frame goes to the sender.
-            was_read: Called with each batch that was read, before its storages are passed; it may cancel.
-            was_copied: Called with each batch whose bytes are in the area, before its frames may go; it may cancel.
+        `after`: Recorded on the compute stream at `save()`; device tensors are copied after it. `cancelled`: Asked
+        between batches; once True, the remaining ones are skipped. `passed`: Called with the addresses of storages that
+        are no longer read. `copied`: Called when no tensor is read any more, before the last frame goes to the sender.
+        `was_read`: Called with each batch that was read, before its storages are passed. `was_copied`: Called with each
+        batch whose bytes are in the area, before its frames may go. Both may cancel.
 
-        Raises:
-            Outdated: A tensor that `copy_now` left out has changed without torch counting it. No frame went to the
-                sender.
+        Outdated: a tensor that `copy_now` left out has changed without torch counting it. No frame went to the sender.
         """
         route = self.live(route)
         mirror = self._mirror

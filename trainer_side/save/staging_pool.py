@@ -75,7 +75,6 @@ class _All:
         return all(event.is_set() for event in self._events)
 
     def wait(self, seconds_max: float) -> bool:
-        """Wait until all are set, or no longer."""
         deadline = time.monotonic() + seconds_max
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in self._events)
 
@@ -152,7 +151,6 @@ class Areas:
         return area
 
     def has_room(self) -> bool:
-        """Whether one more step may be in flight."""
         return len(self.in_flight()) <= self.count_max
 
     def take_slot(self, writer: SliceWriter) -> Staging:
@@ -248,11 +246,8 @@ class StagingPool:
         """Make room for slices of a new plan. The pool is clear.
 
         `make` makes an area, over memory that is ready where it is given some. `count_max` is that of `areas_max`. With
-        `pinned` a device copies into the areas.
-
-        Raises:
-            ConfigError: A local tier is too small for its first layout.
-            StoreError: A tier's device refused.
+        `pinned` a device copies into the areas. ConfigError: a local tier is too small for its first layout.
+        StoreError: a tier's device refused.
         """
         numbers = itertools.count()
 
@@ -296,16 +291,11 @@ class StagingPool:
     def wait(self, step: int, seconds_max: float | None = None) -> float:
         """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
 
-        With `seconds_max`, wait for this long regardless of the settings.
+        With `seconds_max`, wait for this long regardless of the settings. If all areas are taken, that is until the
+        oldest is staged, or has ended: every rank has sent it then, and the stager has room. Also ends when another
+        rank has declined the step. PoolFull: not within `full_seconds_max`, or `seconds_max`.
 
-        If all areas are taken, that is until the oldest is staged, or has ended: every rank has sent it then, and the
-        stager has room. Also ends when another rank has declined the step.
-
-        Returns:
-            How long training stood still; 0 with `seconds_max`, when training is over.
-
-        Raises:
-            PoolFull: Not within `full_seconds_max`, or `seconds_max`.
+        Returns how long training stood still; 0 with `seconds_max`, when training is over.
         """
         if seconds_max is None and self._config.on_full == "skip":
             return 0.0

@@ -19,9 +19,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.image.layout import Layout
@@ -32,15 +33,11 @@ from trainer_side.state import accelerator
 from trainer_side.state.accelerator import brought
 from trainer_side.state.skeleton import Capture
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import Sources, StorageSource
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    _Places = npt.NDArray[np.int64]
-    _Words = npt.NDArray[np.uint64]
-    _Mask = npt.NDArray[np.bool_]
-
+_Places = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+_Mask = npt.NDArray[np.bool_]
 _WORDS = 4  # of one piece
 _DRAWN_OF = 1 << 24
 _LOOKS_MAX = 4096  # batches; they hold no tensor
@@ -55,12 +52,10 @@ compare_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class TearCheck:
-    """The checks in each save of one plan. Training thread.
+    """The checks in each save of one plan. Training thread. `gated`: Per entry, whether it is copied behind the gate.
 
-    Args:
-        gated: Per entry, whether it is copied behind the gate.
-        watched: Entry of which a fingerprint is made → its bytes on this rank: they must be of the saved instant,
-            whoever sends them.
+    `watched`: Entry of which a fingerprint is made → its bytes on this rank: they must be of the saved instant, whoever
+    sends them.
     """
 
     def __init__(
@@ -122,7 +117,7 @@ class TearCheck:
                     device_words = DeviceWords(chosen.tolist(), self, sources, within)
         return SavedInstant(self, step, tensors, sources, within, readable, device_words)
 
-    def on_host(self, sources: Sequence[StorageSource | None]) -> TearCheck:
+    def on_host(self, sources: Sources) -> TearCheck:
         """The checks of what is in host memory, where all that is on a device is copied already."""
         layout, slice_plan, gated, watched = self._made_of
         here = [
@@ -308,7 +303,6 @@ class DeviceWords:
 
 
 def _is_same(piece: CopyPiece, source: StorageSource, area: torch.Tensor) -> bool:
-    """Whether the live bytes of a piece are those in the staging area."""
     copy = area.data_ptr() + piece.offset
     if source.device.type == "cpu":
         return bool(compare_bytes(source.data_ptr + piece.entry_offset, copy, piece.nbytes) == 0)
@@ -346,11 +340,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     try:
         return [*map(_version, tensors)]
     except RuntimeError:  # one was made in inference mode, where torch counts nothing
-        return [*map(_version_of, tensors)]
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _read(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:

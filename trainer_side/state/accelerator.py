@@ -44,15 +44,13 @@ def own_device() -> torch.device | None:
 
 
 class StreamEvent(Protocol):
-    """A place in a stream."""
+    """A place in a stream, which the device comes to."""
 
     def synchronize(self) -> None:
         """Wait until the device has come there."""
-        ...
 
     def query(self) -> bool:
         """Whether the device has come there."""
-        ...
 
 
 def record(device: torch.device) -> StreamEvent:

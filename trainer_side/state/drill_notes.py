@@ -74,7 +74,6 @@ class SeenBatches:
 
 # A function of this module and no method: modules are copied and pickled together with their hooks.
 def note_call(module: torch.nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Count one call of a module."""
     if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
         return
     crc = _calls.pop() if len(_calls) == _CALLS_MAX else 0

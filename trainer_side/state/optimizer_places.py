@@ -121,7 +121,6 @@ def matched(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, tor
 
 
 def sizes(groups: Any) -> list[int]:
-    """The number of parameters of each group."""
     return [len(group["params"]) for group in groups]
 
 
@@ -157,20 +156,25 @@ def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimi
     return found
 
 
+def module_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of the modules in the state, by path; a tied one comes with each of its names."""
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            for path, parameter in value.named_parameters(remove_duplicate=False):
+                yield f"{name}/{path}", parameter
+
+
 _LISTED = ("params", "param_names")
 
 
 def parameter_names(state: Mapping[str, Any]) -> dict[str, list[list[list[str]]]]:
     """The names of each parameter, by optimizer and group; the first name is the one that is used.
 
-    Raises:
-        StateError: A parameter is in no module of the state, or two of one optimizer have the same name.
+    StateError: a parameter is in no module of the state, or two of one optimizer have the same name.
     """
     names: dict[int, list[str]] = {}
-    for value in state.values():
-        if isinstance(value, torch.nn.Module):
-            for name, parameter in value.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append(name)
+    for path, parameter in module_parameters(state):
+        names.setdefault(id(parameter), []).append(path.partition("/")[2])
     found: dict[str, list[list[list[str]]]] = {}
     for at, value in state.items():
         if not isinstance(value, torch.optim.Optimizer):

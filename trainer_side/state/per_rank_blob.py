@@ -33,12 +33,9 @@ def reserve_bytes(used_bytes: int) -> int:
 
 
 def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
-    """The blob of `value`, the result of `PerRank.snapshot`, without padding.
+    """The blob of `value`, the result of `PerRank.snapshot`, without padding. StateError: `torch.save` cannot save it.
 
     `name`: Name of the value in the state, for messages. `beside`: `PerRank.names`; does not end with a zero.
-
-    Raises:
-        StateError: `torch.save` cannot save the value.
     """
     out = io.BytesIO()
     out.write(bytes(_LENGTH.size))
@@ -55,10 +52,7 @@ def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
 def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "PerRank value") -> Any:
     """Read the value back from a blob, padded or not; its tensors are on the CPU. No code in the blob is ever run.
 
-    `blob`: A 1-D uint8 tensor on the CPU, or its bytes. `name`: Name of the value in the checkpoint, for messages.
-
-    Raises:
-        DamageError: The bytes are not a blob that `encode` has written.
+    `blob`: A 1-D uint8 tensor on the CPU, or its bytes. `name`: For messages. DamageError: it is not a blob.
     """
     raw = _raw(blob)
     if raw.itemsize != 1 or raw.ndim != 1 or raw.nbytes < _LENGTH.size:
@@ -85,9 +79,7 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
 
 
 def beside_of(blob: torch.Tensor | bytes | bytearray | memoryview) -> bytes:
-    """The bytes that `encode` put beside the value; empty in a blob of an earlier version. `decode` has checked the
-    blob.
-    """
+    """The bytes that `encode` put beside the value; empty in a blob of an earlier version. Call `decode` first."""
     raw = _raw(blob)
     (length,) = _LENGTH.unpack_from(raw)
     return bytes(raw[_LENGTH.size + length :]).rstrip(b"\0")

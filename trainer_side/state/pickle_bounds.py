@@ -27,21 +27,11 @@ from holdfast.pickle_cost import check_pickle
 _DEPTH_MAX = 1000  # as `tensor_paths`; Python's own pickle goes no deeper either
 _RECORD = "data.pkl"
 
+# Exceptions that torch's reader and unpickler raise on malformed bytes, beside their own UnpicklingError.
 NOT_READABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError),
+    *(NotImplementedError, OSError, RuntimeError, TypeError, ValueError, struct.error),
 )
-"""Exceptions that torch's reader and unpickler raise on malformed bytes, beside their own UnpicklingError."""
 
 
 def unpickler_cause(error: BaseException) -> str:
@@ -52,12 +42,8 @@ def unpickler_cause(error: BaseException) -> str:
 def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
     """Look at the pickle of a file in torch's zip format, by torch's own reader of it. Leaves the file at its begin.
 
-    `what`: Its name, for the message.
-
-    Raises:
-        StateError: A tuple in it is nested deeper than 1000 levels.
-        DamageError: It claims more than the file has, or makes more than it is worth.
-        RuntimeError: torch does not read it; neither will `torch.load`.
+    `what`: Its name, for the message. StateError: a tuple in it is nested deeper than 1000 levels. DamageError: it
+    claims more than the file has, or makes more than it is worth. RuntimeError: torch does not read it.
     """
     file.seek(0)
     reader = torch._C.PyTorchFileReader(file)
@@ -82,8 +68,7 @@ def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
 def refuse_packed(file: IO[bytes], what: str) -> None:
     """Check that a file in torch's zip format has all the bytes that its entries claim. Leaves the file at its begin.
 
-    Raises:
-        DamageError: An entry is packed, or they share bytes; or it is no such file.
+    DamageError: an entry is packed, or they share bytes; or it is no such file.
     """
     file_bytes = file.seek(0, os.SEEK_END)
     try:

@@ -154,18 +154,8 @@ class ReadablePickler(pickle.Pickler):
 
 # Exceptions of saving or loading a value that torch refuses, from pickle, torch, or the value's own code.
 REFUSED = (
-    pickle.PickleError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    RecursionError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(pickle.PickleError, ArithmeticError, AssertionError, AttributeError, EOFError, ImportError),
+    *(LookupError, NotImplementedError, RecursionError, RuntimeError, TypeError, ValueError),
 )
 
 
@@ -177,22 +167,18 @@ class _HeadOnly(Exception):
 
 
 class Pickling:
-    """One pickling of a tree, or of a part of it.
-
-    Attributes:
-        kinds: Classes of the values met, other than tensors and what every pickle may hold. Whether torch.load takes a
-            pickle back depends on them alone.
-        reduced: How each tensor was pickled, by `id()`; the tensor is kept with it, else another object could come by
-            the same one. `persistent_ids`: what torch wrote for each storage.
-    """
+    """One pickling of a tree, or of a part of it."""
 
     def __init__(self, found: Survey) -> None:
+        # Classes of the values met, other than tensors and what every pickle may hold. Whether torch.load takes a
+        # pickle back depends on them alone.
         self.kinds: set[Any] = set()
         self._found = found
         self._path = "the state"
         self._stand_ins: dict[int, tuple[torch.UntypedStorage, torch.dtype, str]] = {}
+        # How each tensor was pickled, by `id()`; it is kept with it, else another object could come by the same one.
         self.reduced: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
-        self.persistent_ids: dict[int, tuple[Any, Any]] = {}
+        self.persistent_ids: dict[int, tuple[Any, Any]] = {}  # what torch wrote for each storage
 
     def save(self, value: Any, file: SparseFile, finish: Callable[[bytes], bytes]) -> None:
         """Write the zip of `value`; `finish` gives the bytes of data.pkl from the pickle."""
@@ -205,7 +191,6 @@ class Pickling:
             jobs.clear()  # a class lives until the garbage is collected, and so would all tensors
 
     def head(self, value: Any) -> bytes:
-        """The pickle of `value` alone."""
         taken: list[bytes] = []
 
         def stop(pickled: bytes) -> bytes:
@@ -223,7 +208,6 @@ class Pickling:
         return reduction
 
     def note_persistent_ids(self, persistent_id: Callable[[Any], Any]) -> None:
-        """Keep what torch wrote for each storage."""
         for _, reduction in self.reduced.values():
             typed = reduction[1][0]
             if isinstance(typed, torch.storage.TypedStorage):
@@ -252,7 +236,8 @@ class Pickling:
         dtype = tensor.dtype if function is _rebuild_tensor_v2 else torch.uint8
         part = self._found.parts[number]
         if number not in self._stand_ins:
-            self._stand_ins[number] = (_stand_in(part.nbytes), dtype, self._path)
+            meta = torch.UntypedStorage(part.nbytes, device="meta")  # type: ignore[no-untyped-call]
+            self._stand_ins[number] = meta, dtype, self._path
         stand_in, known_dtype, known_path = self._stand_ins[number]
         if dtype != known_dtype:
             raise StateError(
@@ -266,10 +251,6 @@ class Pickling:
         typed._fake_device = torch.device("cpu")
         offset = tensor.storage_offset() - part.start_bytes // tensor.itemsize if tensor.numel() else 0
         return (typed, offset, *arguments[2:])
-
-
-def _stand_in(nbytes: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
 
 
 def _pickler(jobs: list[Pickling], finish: Callable[[bytes], bytes]) -> type[pickle.Pickler]:

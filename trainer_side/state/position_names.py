@@ -29,6 +29,7 @@ from holdfast.errors import DamageError, StateError
 from trainer_side.state.optimizer_places import (
     is_form,
     located,
+    module_parameters,
     on_host,
     optimizers_of,
     reachable,
@@ -43,15 +44,11 @@ _END = struct.Struct(f"<I{len(_MAGIC)}s")
 
 
 class Position(NamedTuple):
-    """One parameter of an optimizer.
+    """One parameter of an optimizer."""
 
-    Attributes:
-        names: Its paths in the state; tied ones have several, and what no part of the state holds has none.
-        shape: Its shape; None: it is that of the tensor at its paths.
-    """
-
+    # Its paths in the state: several if it is tied, none if no part of the state holds it.
     names: tuple[str, ...]
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None  # None: it is that of the tensor at its paths
 
 
 Positions = Mapping[str, Sequence[Sequence[Position]]]
@@ -66,10 +63,8 @@ def positions(
     `tree`: Has live tensors. `optimizers`: By the path of their dictionaries in the tree.
     """
     names: dict[int, list[str]] = {}
-    for at, value in unmarked(state).items():
-        if isinstance(value, torch.nn.Module):
-            for name, parameter in value.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append(f"{at}/{name}")
+    for path, parameter in module_parameters(unmarked(state)):
+        names.setdefault(id(parameter), []).append(path)
     places: dict[Any, list[str]] | None = None
     inner: dict[int, list[str]] | None = None
     found: dict[str, list[list[Position]]] = {}
@@ -99,9 +94,8 @@ def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
     """
     names: dict[int, list[str]] = {}
     for path, value in with_paths(unmarked(state)):
-        if "/" in path and isinstance(value, torch.nn.Module):
-            for name, parameter in value.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append(f"{path}/{name}")
+        for name, parameter in module_parameters({path: value} if "/" in path else {}):
+            names.setdefault(id(parameter), []).append(name)
     return names
 
 
@@ -174,16 +168,13 @@ class SavedNames:
     """The names in the files of one rank, made again when its optimizers get other parameters. Training thread.
 
     `is_writer`: Whether this rank writes data.pkl; others have no names to make.
-
-    Attributes:
-        trailer: The bytes at the end of data.pkl; empty where the state has no optimizer.
     """
 
     def __init__(self, state: Mapping[str, Any], *, is_writer: bool) -> None:
         self._state, self._is_writer = state, is_writer
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parameters: Parameters | None = None
-        self.trailer = b""
+        self.trailer = b""  # the end of data.pkl; empty where the state has no optimizer
 
     def telling(self) -> AbstractContextManager[Given]:
         """See `optimizer_places.telling`; the state is to be collected within it."""
@@ -215,27 +206,23 @@ class SavedNames:
 
 
 class Parameters:
-    """The parameters of some optimizers, as they are in their groups now."""
-
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._groups = [
-            [[weakref.ref(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-            for optimizer in optimizers
-        ]
+        self._sizes, parameters = self._now()
+        self._known = [*map(weakref.ref, parameters)]
 
     def have_changed(self) -> bool:
         """Whether an optimizer has others by now, or has them in another order."""
-        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            if len(groups) != len(optimizer.param_groups):
-                return True
-            for group, known in zip(optimizer.param_groups, groups, strict=True):
-                own = group["params"]
-                if len(own) != len(known) or not all(
-                    ref() is one for ref, one in zip(known, own, strict=True)
-                ):
-                    return True
-        return False
+        sizes, now = self._now()
+        if sizes != self._sizes:
+            return True
+        return not all(ref() is parameter for ref, parameter in zip(self._known, now, strict=True))
+
+    def _now(self) -> tuple[list[list[int]], list[torch.Tensor]]:
+        """The sizes of the groups of each optimizer, and all parameters in order."""
+        groups = [[group["params"] for group in one.param_groups] for one in self._optimizers]
+        parameters = [parameter for one in groups for group in one for parameter in group]
+        return [[*map(len, one)] for one in groups], parameters
 
 
 def to_trailer(found: Positions, of_host: Sequence[str] = ()) -> bytes:
@@ -254,11 +241,7 @@ def laid(pickled: bytes, trailer: bytes, room_bytes: int) -> bytes:
 
 
 def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]]:
-    """The names behind the pickle of data.pkl; none in a file that other tools or earlier versions have written.
-
-    Raises:
-        DamageError: They are not as holdfast writes them.
-    """
+    """The names behind the pickle of data.pkl; none in a file of other tools. DamageError: they cannot be read."""
     try:
         return from_rows(_said(record).get("names", {}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -284,16 +267,11 @@ def _said(record: bytes) -> dict[str, Any]:
 
 
 def to_rows(found: Positions) -> dict[str, Any]:
-    """The names as values for JSON."""
     return {at: [[_row(position) for position in group] for group in groups] for at, groups in found.items()}
 
 
 def from_rows(rows: Any) -> dict[str, list[list[Position]]]:
-    """The inverse of `to_rows`.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: The rows were not made by `to_rows`.
-    """
+    """The inverse of `to_rows`. Raises AttributeError, KeyError, TypeError or ValueError for other rows."""
     return {str(at): [[_position(row) for row in group] for group in groups] for at, groups in rows.items()}
 
 
@@ -321,10 +299,7 @@ class PerRankNames:
         self._known: dict[str, tuple[Parameters, bytes]] = {}
 
     def look(self, tree: Mapping[str, Any], *, is_new: bool = False) -> None:
-        """Make the names of those values again whose optimizers have other parameters, or another order of them.
-
-        `is_new`: The state has other tensors than before, so all names are made again.
-        """
+        """Make the names of values again whose optimizers have other parameters or another order; all if `is_new`."""
         for name, value in self._state.items():
             if not isinstance(value, PerRank):
                 continue

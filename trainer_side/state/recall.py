@@ -37,9 +37,8 @@ from trainer_side.state.pickling import (
 from trainer_side.state.survey import Outline, StorageSource, Survey, TensorFacts, Walked
 from trainer_side.state.tree import Arriving, settle
 
-_KEPT = frozenset(
-    {bool, int, float, type(None), Arriving}
-)  # and str: all that is pickled without naming a class
+# And str: all that is pickled without naming a class.
+_KEPT = frozenset({bool, int, float, type(None), Arriving})
 
 
 class Snapshot(NamedTuple):
@@ -47,14 +46,10 @@ class Snapshot(NamedTuple):
 
     Tensors are replaced by what stands for them in the pickle (`pickling.StandIn`), so a copy keeps none alive.
     Containers that hold only tensors, all the way down, are the same at every save: they are copied once.
-
-    Attributes:
-        tree: The copy. A container that occurs several times is still one object.
-        text_length: Length of all its strings together; keys do not count.
     """
 
-    tree: Any
-    text_length: int
+    tree: Any  # the copy; a container that occurs several times is still one object
+    text_length: int  # of all its strings together; keys do not count
 
 
 class _UnknownError(ValueError):
@@ -62,7 +57,7 @@ class _UnknownError(ValueError):
 
 
 def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
-    """Copy the containers of `tree`; None if it holds anything of a class that is not known, or itself.
+    """Copy the containers of `tree`; None if it holds a class that is not known, or itself.
 
     `known`: By id(): what takes the place of a tensor, or of a container.
     """
@@ -105,25 +100,19 @@ class _Copying:
 
 
 class _Constant(NamedTuple):
-    """A container that holds only tensors, number `place` of a tree; `copied` takes its place in every snapshot.
-
-    `attributes`: It must have these for that; None for a class without any.
-    """
+    """A container that holds only tensors, number `place` of a tree; `copied` takes its place in every snapshot."""
 
     place: int
     copied: Any
-    attributes: dict[str, Any] | None
+    attributes: dict[str, Any] | None  # that it must have for that; None for a class without any
 
 
 class Constants:
-    """The containers that hold only tensors in trees of one outline, and their copies. It keeps nothing of a tree but
-    keys.
+    """The containers that hold only tensors in trees of one outline, and their copies.
 
-    `containers`: Containers of one such tree, outer ones before inner ones; none contains itself. `known`: By id(): the
-    value that takes the place of each tensor.
-
-    Raises:
-        ValueError: One of them has attributes of a class that is not known.
+    It keeps only the keys of a tree. `containers`: Containers of one such tree, outer ones before inner ones; none
+    contains itself. `known`: By id(): the value that takes the place of each tensor. ValueError: a container has
+    attributes of a class that is not known.
     """
 
     def __init__(self, containers: Sequence[Any], known: Mapping[int, Any]) -> None:
@@ -218,10 +207,8 @@ class Ready:
     def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
         """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors. Any thread.
 
-        `value`: A tree, with tensors or their stand-ins. `stand_ins`: Those of the tensors in it, by id().
-
-        Raises:
-            One of `REFUSED`: `Pickling.head` would raise, too, and say why.
+        `value`: A tree, with tensors or their stand-ins. `stand_ins`: Those of the tensors in it, by id(). It raises
+        one of `REFUSED` where `Pickling.head` would, too, and say why.
         """
         try:
             out, kinds = self._dumped(value, stand_ins)
@@ -308,8 +295,6 @@ class Last(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of the bytes of one entry."""
-
     entry: int
     storage: int  # among those of `RecognisedTree`
     start_bytes: int
@@ -318,12 +303,7 @@ class _Place(NamedTuple):
 
 
 class Recall:
-    """The recall of one tree. Training thread, except `pickle_snapshot`. It keeps no tensor and no storage alive.
-
-    Attributes:
-        holds: False once it is invalid, and recognises no tree any more. Any thread.
-        entries: The entry of the layout for each tensor of `RecognisedTree.walked`.
-    """
+    """The recall of one tree. Training thread, except `pickle_snapshot`. It keeps no tensor and no storage alive."""
 
     def __init__(
         self,
@@ -338,10 +318,10 @@ class Recall:
         self._columns = tuple(zip(*places, strict=True)) or ((),) * len(_Place._fields)
         self._empty = [number for number, place in enumerate(places) if not place.nbytes]
         self._asked = asked  # places of all tensors but stand-ins
-        self.entries = entries
+        self.entries = entries  # of the layout, for each tensor of `RecognisedTree.walked`
         self._constants: Constants | None = None
         self.last = Last(0, 0)
-        self.holds = True
+        self.holds = True  # False once it is invalid, and recognises no tree any more. Any thread
 
     @classmethod
     def of(

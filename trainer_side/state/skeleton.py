@@ -40,38 +40,27 @@ from trainer_side.state.tree import Ownership, settle, tensor_paths
 
 
 class Outgrown(StateError):
-    """A value no longer fits the room that was agreed for it.
-
-    Attributes:
-        name: Empty for data.pkl, otherwise the name of the `PerRank` value.
-        needed_bytes: Its size now, without slack.
-    """
+    """A value no longer fits the room that was agreed for it."""
 
     def __init__(self, name: str, needed_bytes: int, reserve: int) -> None:
         what = f"{name}: the PerRank value takes" if name else "the plain values of the state take"
         then = "keep its size bounded, or restart" if name else "the next checkpoint gets more room"
         super().__init__(f"{what} {needed_bytes} bytes, {reserve} were set aside; {then}")
-        self.name = name
-        self.needed_bytes = needed_bytes
+        self.name = name  # empty for data.pkl, otherwise that of the `PerRank` value
+        self.needed_bytes = needed_bytes  # its size now, without slack
 
 
 @dataclass(frozen=True)
 class Skeleton:
     """A plan for all checkpoints with the same tensors, made by `plan`. Immutable and readable from any thread, except
     for the recalls of `capture`, which belong to the training thread.
-
-    Attributes:
-        layout: The same on every rank.
-        literals: All bytes of the image outside the entries, CRC fields as zeros; the same on every rank.
-        gated: Per entry of the layout, whether it is copied behind the gate.
-        signature: Identifies the tensors that the plan is for.
     """
 
-    layout: Layout
-    literals: Literals
-    gated: tuple[bool, ...]
+    layout: Layout  # the same on every rank, as the literals are
+    literals: Literals  # all bytes of the image outside the entries, CRC fields as zeros
+    gated: tuple[bool, ...]  # per entry of the layout, whether it is copied behind the gate
     rank: int
-    signature: tuple[Any, ...]
+    signature: tuple[Any, ...]  # of the tensors that the plan is for
     zip_parts: ZipParts
     _blobs: PerRankStandIns
     _stages: Stages | None
@@ -83,7 +72,6 @@ class Skeleton:
 
     @property
     def pickle_reserve_bytes(self) -> int:
-        """Room for data.pkl."""
         return self.layout.entries[self.zip_parts.pickle_entry].nbytes
 
     def write_literals(self, extent: Extent, out: memoryview) -> None:
@@ -112,9 +100,7 @@ class Deferred:
     def contents(self) -> dict[int, bytes]:
         """Make the data.pkl that `Capture.contents` lacks.
 
-        Raises:
-            Outgrown: It does not fit into its room.
-            StateError: The snapshot cannot be pickled; a full capture says why.
+        Outgrown: it does not fit into its room. StateError: the snapshot cannot be pickled; a full capture says why.
         """
         recall, skeleton = self._recall, self._skeleton
         pickled = recall.pickle_snapshot(self._snapshot)
@@ -132,23 +118,17 @@ class Deferred:
 
 
 class Capture(NamedTuple):
-    """One checkpoint's contents. `sources` are live: copy gated ones before the gate opens, the others at once.
+    """One checkpoint's contents. `sources` are live: copy gated ones before the gate opens, the others at once."""
 
-    Attributes:
-        sources: Per entry of the layout the storage to copy; None where `contents` has the bytes, or another rank does.
-        contents: Bytes of data.pkl and the serialization id (rank 0), and of this rank's `PerRank` values; by entry.
-        deferred: Makes the bytes of data.pkl if `contents` lacks them.
-        tensors: All tensors of the tree; torch counts in-place changes in each, or in the tensor that it was detached
-            from.
-        tensor_entries: The entry of the layout for each of them.
-    """
-
+    # Per entry of the layout; None: `contents` or another rank has the bytes.
     sources: list[StorageSource | None]
+    # By entry: data.pkl and the serialization id (rank 0), this rank's `PerRank` values.
     contents: dict[int, bytes]
-    deferred: Deferred | None
+    deferred: Deferred | None  # makes the bytes of data.pkl if `contents` lacks them
     signature: tuple[Any, ...]
+    # All of the tree; torch counts in-place changes in each, or in the tensor that it was detached from.
     tensors: list[torch.Tensor]
-    tensor_entries: Sequence[int]
+    tensor_entries: Sequence[int]  # the entry of the layout for each of them
 
 
 def plan(
@@ -163,14 +143,10 @@ def plan(
 ) -> Skeleton:
     """Lay out the image. The layout and the literals come out the same on every rank that holds the same tensors.
 
-    Training thread; moves no tensor bytes, so its cost grows with the number of tensors, not with their size.
-
-    `agreed`: The room for data.pkl and for each `PerRank` value, and how tensors are split.
-
-    Raises:
-        Outgrown: On rank 0, data.pkl does not fit its reserve.
-        StateError: Something in the state cannot be saved, or not be loaded again with `weights_only=True`; names its
-            path.
+    Training thread; moves no tensor bytes, so its cost grows with the number of tensors, not with their size. `agreed`:
+    The room for data.pkl and for each `PerRank` value, and how tensors are split. Outgrown: on rank 0, data.pkl does
+    not fit its reserve. StateError: something in the state cannot be saved, or not be loaded again with
+    `weights_only=True`; names its path.
     """
     per_rank_reserve_bytes, pickle_reserve_bytes = agreed.per_rank_reserve_bytes, agreed.pickle_reserve_bytes
     marked = sorted(name for name, value in tree.items() if isinstance(value, PerRank))
@@ -249,16 +225,10 @@ def capture(
 ) -> Capture | None:
     """The cheap step of every save: what is small is made, what is large is pointed to. Training thread.
 
-    `defer`: Whether data.pkl may be left to be made later. It is where the tree is recalled, holds nothing but what a
-    snapshot keeps as it is, and has nothing in it that might make the pickle much longer than the last one. `trailer`:
-    The last bytes of data.pkl (`position_names.py`); on rank 0.
-
-    Returns:
-        None if the tensors are not those of the plan any more: make a new one.
-
-    Raises:
-        Outgrown: A plain or `PerRank` value no longer fits the room set aside for it.
-        StateError: A plain value is of a kind that cannot be saved; names its path.
+    None if the tensors are not those of the plan any more: make a new one. `defer`: data.pkl may be made later, where
+    the tree is recalled, holds nothing but what a snapshot keeps as it is, and has nothing in it that might make the
+    pickle much longer than the last one. `trailer`: The last bytes of data.pkl (`position_names.py`); on rank 0.
+    Outgrown: a value no longer fits the room set aside for it. StateError: a plain value cannot be saved; names it.
     """
     blobs, parts = skeleton._blobs, skeleton.zip_parts
     per_rank = {name: value for name, value in tree.items() if isinstance(value, PerRank)}

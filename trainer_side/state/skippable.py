@@ -14,16 +14,12 @@ _log = logging.getLogger("holdfast.restore")
 
 
 class Skippable:
-    """Values of the state with a method `skip_batches(after, steps)`. False where there are none. Training thread.
-
-    Attributes:
-        told: Their methods that want the number of each step that is done.
-    """
+    """Values of the state with a method `skip_batches(after, steps)`. False where there are none. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         values = unmarked(state).items()
         self._found = {name: value for name, value in values if hasattr(type(value), "skip_batches")}
-        # A loader of the script's own may know by itself what a step takes.
+        # The methods that want the number of each step. A loader may know by itself what a step takes.
         self.told: list[Callable[[int], None]] = [
             value.stepped for value in self._found.values() if hasattr(type(value), "stepped")
         ]
@@ -32,11 +28,7 @@ class Skippable:
         return bool(self._found)
 
     def skip(self, rewound: Rewound, events: EventLog, *, rank: int) -> None:
-        """Leave out what is to be left out, and have rank 0 say that the run was rewound.
-
-        Raises:
-            StateError: A sampler does not know how many samples a step takes.
-        """
+        """Leave out the skipped batches, and let rank 0 say so. StateError: a sampler does not know a step's size."""
         for first, last in rewound.skipped:
             for value in self._found.values():
                 value.skip_batches(first - 1 - rewound.to_step, last - first + 1)

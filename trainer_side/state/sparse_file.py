@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # signature … name length, extra length
-_DIRECTORY_RECORD = struct.Struct(
-    "<4s6H3I5H2I"
-)  # signature … name, extra, comment lengths … local header offset
+# Signature … name length, extra length; signature … name, extra, comment lengths … local header offset.
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_DIRECTORY_RECORD = struct.Struct("<4s6H3I5H2I")
 _HAS_DESCRIPTOR = 1 << 3
 _DESCRIPTOR_CRC_OFFSET = 4  # after 'PK\x07\x08'; the same in a zip64 descriptor
 _DIRECTORY_CRC_OFFSET = 16
@@ -159,7 +158,6 @@ class SparseFile(io.RawIOBase):
         return len(out)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` bytes from `offset` on."""
         self._position = offset
         return self.read(nbytes) or b""
 
@@ -194,22 +192,15 @@ _STORAGE_PREFIX = "archive/data/"
 
 @dataclass(frozen=True)
 class ZipParts:
-    """The records of the zip and their places.
-
-    Attributes:
-        gated: Per entry, whether it is copied behind the gate.
-        serialization_id: With it torch tells files apart; written when the plan was made.
-        storage_entries: Storage number to entry index.
-        constant_crcs: CRC fields of records that never change.
-    """
+    """The records of the zip and their places."""
 
     entries: tuple[Entry, ...]
-    gated: tuple[bool, ...]
+    gated: tuple[bool, ...]  # per entry, whether it is copied behind the gate
     pickle_entry: int
     serialization_id_entry: int
-    serialization_id: bytes
-    storage_entries: tuple[int, ...]
-    constant_crcs: Mapping[int, int]
+    serialization_id: bytes  # with it torch tells files apart; written when the plan was made
+    storage_entries: tuple[int, ...]  # storage number to entry index
+    constant_crcs: Mapping[int, int]  # CRC fields of records that never change
 
     @classmethod
     def of(cls, image: SparseFile, found: Survey, owned: Mapping[int, Ownership]) -> ZipParts:
@@ -248,7 +239,6 @@ class ZipParts:
         )
 
     def tensors(self, found: Survey) -> tuple[TensorInfo, ...]:
-        """The tensors, with the entry in which each lies."""
         return tuple(
             TensorInfo(slot.path, slot.dtype, slot.shape, self.storage_entries[slot.storage])
             for slot in found.slots

@@ -65,11 +65,8 @@ _QUANTISED = ("torchao.", "bitsandbytes.", "optimum.quanto.", "hqq.", "quanto.")
 
 
 def refuse_split_objects(state: Mapping[str, Any]) -> None:
-    """In a job of several ranks, refuse objects whose class splits them among the ranks: before training begins, and by
-    the same rule on every rank.
-
-    Raises:
-        StateError: The state has such an object; the message has its class, its path and the remedy.
+    """In a job of several ranks, refuse objects whose class splits them among the ranks, before training begins and by
+    the same rule on every rank. StateError: has the class, the path and the remedy.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return

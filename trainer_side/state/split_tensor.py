@@ -81,29 +81,19 @@ def _numbers(values: Any, name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """A tensor that not every rank has (pipeline stages), as it stands in the tree that all ranks have together.
+    """A tensor that not every rank has (pipeline stages), as it stands in the tree that all ranks have together."""
 
-    Attributes:
-        value: The tensor, DTensor or `Split`; an empty tensor where this rank does not have it.
-        is_here: Whether this rank has it.
-    """
-
-    value: Any
+    value: Any  # the tensor, DTensor or `Split`; an empty tensor where this rank does not have it
     shape: tuple[int, ...]
-    is_here: bool
+    is_here: bool  # this rank has it
 
 
 class Held(NamedTuple):
-    """The part of a tensor that this rank holds.
-
-    Attributes:
-        region: The region of the whole; empty if this rank holds no part.
-        local: Its elements: a plain tensor of the region's size.
-    """
+    """The part of a tensor that this rank holds."""
 
     shape: tuple[int, ...]
-    region: Region
-    local: torch.Tensor
+    region: Region  # of the whole; empty if this rank holds no part
+    local: torch.Tensor  # its elements: a plain tensor of the region's size
 
     @property
     def whole_numel(self) -> int:
@@ -118,9 +108,8 @@ def is_split(value: object) -> bool:
 def hand_split(value: object) -> Split | None:
     """A tensor that is split by hand, as a `Split`; None for DTensors and tensors that are not split.
 
-    Raises:
-        StateError: An object that says its part to torch.distributed.checkpoint does not have it in one piece of its
-            own memory; the message lacks the path.
+    StateError: an object that says its part to torch.distributed.checkpoint does not have it in one piece of its own
+    memory; the message lacks the path.
     """
     if isinstance(value, Split):
         return value
@@ -130,8 +119,7 @@ def hand_split(value: object) -> Split | None:
 def held(value: object) -> Held | None:
     """The part of a split tensor on this rank; None for anything else. Training thread.
 
-    Raises:
-        StateError: It cannot be saved, or restored into, as it is; the message lacks the path.
+    StateError: it cannot be saved, or restored into, as it is; the message lacks the path.
     """
     if isinstance(value, StagePart):
         if not value.is_here:

@@ -27,8 +27,7 @@ _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, 
 def outline(tree: Any) -> Any:
     """The containers of a tree of which all tensors are plain: JSON, see `state_union`. A container counts once.
 
-    Raises:
-        StateError: A key is neither text nor a whole number, or it is nested too deep; names the place.
+    StateError: a key is neither text nor a whole number, or it is nested too deep; names the place.
     """
     numbers = iter(range(1 << 62))
     seen: set[int] = set()

@@ -9,7 +9,7 @@ keeps them, so that a later save finds the same ones in its tree; what this rank
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from trainer_side.state.split_tensor import (
     local_of,
 )
 from trainer_side.state.survey import StorageSource, parts_of
-from trainer_side.state.tree import Ownership, children, containers, with_changes
+from trainer_side.state.tree import Ownership, children, containers, replaced, with_changes
 
 _DICTS = frozenset({dict, OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}
@@ -44,21 +44,12 @@ _shape = attrgetter("shape")
 
 
 class _Row(NamedTuple):
-    """One container.
-
-    Attributes:
-        keys: Keys of its values; None for a list or a tuple.
-        dtensors, containers: Places of the DTensors and of the containers in it.
-        stand_ins: Key → the stand-in of the DTensor there.
-        changed: Key → row number of a container in which a value is replaced, at any depth.
-    """
-
-    keys: tuple[Any, ...] | None
+    keys: tuple[Any, ...] | None  # of its values; None for a list or a tuple
     types: tuple[type, ...]
-    dtensors: tuple[int, ...]
-    containers: tuple[int, ...]
-    stand_ins: Mapping[Any, torch.Tensor]
-    changed: dict[Any, int]
+    dtensors: tuple[int, ...]  # places of the DTensors in it
+    containers: tuple[int, ...]  # places of the containers in it
+    stand_ins: Mapping[Any, torch.Tensor]  # key → the stand-in of the DTensor there
+    changed: dict[Any, int]  # key → row of a container in which a value is replaced, at any depth
 
 
 class FoundAgain(NamedTuple):
@@ -88,13 +79,10 @@ class DTensorPlaces:
 
     @classmethod
     def of(cls, tree: Any, stand_ins: Mapping[str, torch.Tensor]) -> DTensorPlaces | None:
-        """The places in a tree that was expanded.
+        """The places in a tree that was expanded. `stand_ins`: Path → what came in the place of a split tensor.
 
-        `stand_ins`: Path → what came in the place of a split tensor.
-
-        Returns:
-            None if something in it is split in another way, or a container is at two places or of an unusual class:
-            such a tree is looked at tensor by tensor.
+        None if something in it is split in another way, or a container is at two places or of an unusual class: such a
+        tree is looked at tensor by tensor.
         """
         rows: list[_Row] = []
         paths: list[str] = []
@@ -197,17 +185,11 @@ class _KnownShard:
 
 
 class Expanded(NamedTuple):
-    """A tree with whole tensors in place of the split ones.
+    """A tree with whole tensors in place of the split ones."""
 
-    Attributes:
-        tree: Containers without split tensors in them are those of the tree before.
-        held: Path → what this rank holds.
-        live: Path → the tensor of the state, in which torch counts the changes in place: of a DTensor, not in the one
-            that is inside it.
-    """
-
-    tree: Any
-    held: dict[str, Held]
+    tree: Any  # containers without split tensors in them are those of the tree before
+    held: dict[str, Held]  # path → what this rank holds
+    # Path → the tensor of the state, in which torch counts the changes in place: of a DTensor, not the one inside.
     live: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -231,16 +213,14 @@ class SplitStandIns:
         return any(is_split(value) for _, node in containers(tree) for _, value in children(node))
 
     def expand(self, tree: Any) -> Expanded:
-        """Put stand-ins in place of all split tensors; for a plan, so they are new.
-
-        Raises:
-            StateError: One cannot be saved; names its path.
-        """
+        """Put new stand-ins in place of all split tensors. StateError: one cannot be saved; names its path."""
         found: dict[str, Held] = {}
         live: dict[str, torch.Tensor] = {}
         by_memory: dict[tuple[object, ...], torch.Tensor] = {}
 
-        def replace(path: str, value: Any) -> torch.Tensor:
+        def replace(path: str, value: Any) -> Any:
+            if not is_split(value):
+                return value
             part = held_at(path, value)
             assert part is not None, "it is split"
             found[path], live[path] = part, live_of(value)
@@ -258,7 +238,7 @@ class SplitStandIns:
             self._known[path] = _KnownShard(_Mark.of(value), part.region, whole)
             return whole
 
-        expanded = Expanded(_replaced(tree, replace), found, live)
+        expanded = Expanded(replaced(tree, replace), found, live)
         self._remember(tree)
         return expanded
 
@@ -285,7 +265,9 @@ class SplitStandIns:
         found: dict[str, Held] = {}
         live: dict[str, torch.Tensor] = {}
 
-        def replace(path: str, value: Any) -> torch.Tensor:
+        def replace(path: str, value: Any) -> Any:
+            if not is_split(value):
+                return value
             known = self._known.get(path)
             if known is None or _Mark.of(value) != known.mark:
                 raise StateError(f"{path} is another part than planned")
@@ -297,16 +279,13 @@ class SplitStandIns:
             return known.stand_in
 
         try:
-            expanded = Expanded(_replaced(tree, replace), found, live)
+            expanded = Expanded(replaced(tree, replace), found, live)
         except StateError:
             return None  # the new plan says what is wrong, if anything is
         return expanded if found.keys() == self._known.keys() else None
 
     def own(
-        self,
-        classes: Mapping[int, Ownership],
-        expanded: Expanded,
-        patterns: Mapping[str, int],
+        self, classes: Mapping[int, Ownership], expanded: Expanded, patterns: Mapping[str, int]
     ) -> dict[int, Ownership]:
         """As `classes`, with the stand-ins: split, and copied behind the gate where their local tensor is.
 
@@ -327,10 +306,7 @@ class SplitStandIns:
     def sources(
         self, expanded: Expanded, storage_entries: Mapping[int, int]
     ) -> dict[int, StorageSource | None]:
-        """Entry of the layout → where what this rank holds of it lies.
-
-        `storage_entries`: Address of a stand-in's storage → entry.
-        """
+        """Entry of the layout → where its bytes on this rank lie. `storage_entries`: stand-in storage → entry."""
         found: dict[int, StorageSource | None] = {}
         new = tuple.__new__  # as in `again`
         for address, path in self._path_of.items():
@@ -346,38 +322,11 @@ class SplitStandIns:
         return [live.get(id(tensor), tensor) for tensor in tensors]
 
 
-def _replaced(tree: Any, replace: Callable[[str, Any], torch.Tensor]) -> Any:
-    """`tree` with other values in place of split tensors; containers in which nothing changes are kept."""
-    done: dict[int, Any] = {}
-
-    def of(node: Any, prefix: str) -> Any:
-        if id(node) in done:
-            return done[id(node)]
-        done[id(node)] = node  # one that holds itself is found, and refused, elsewhere
-        changed: dict[Any, Any] = {}
-        for key, value in children(node):
-            at = f"{prefix}{key}"
-            if is_split(value):
-                changed[key] = replace(at, value)
-            elif isinstance(value, dict | list | tuple):
-                other = of(value, f"{at}/")
-                if other is not value:
-                    changed[key] = other
-        if changed:
-            done[id(node)] = with_changes(node, changed)
-        return done[id(node)]
-
-    return of(tree, "")
-
-
 @dataclass(frozen=True)
 class PerRankStandIns:
     """Stand-ins for the blobs of `PerRank` values: one tensor for each value and rank, of the size agreed on.
 
-        state["rng"] = PerRank(…)  ─►  expanded["rng"] = [rank 0's blob, rank 1's blob, …]
-
-    Attributes:
-        by_name: Name in the state → one tensor for each rank.
+    state["rng"] = PerRank(…)  ─►  expanded["rng"] = [rank 0's blob, rank 1's blob, …]
     """
 
     by_name: Mapping[str, list[torch.Tensor]]
@@ -410,10 +359,7 @@ class PerRankStandIns:
         return owned
 
     def entries(self, numbers: Mapping[int, int], storage_entries: tuple[int, ...]) -> dict[str, list[int]]:
-        """Name → the layout's entry of each rank.
-
-        `numbers`: Address of a storage → its number, as the survey gave it.
-        """
+        """Name → the layout's entry of each rank. `numbers`: Address of a storage → its number in the survey."""
         return {
             name: [storage_entries[numbers[tensor.untyped_storage()._cdata]] for tensor in tensors]
             for name, tensors in self.by_name.items()

@@ -25,16 +25,11 @@ from trainer_side.state.tree import Arriving, Named, children, refusal, tensor_p
 
 
 class StorageSource(NamedTuple):
-    """The used part of one storage, where it lies now. Keeps the storage alive.
+    """The used part of one storage, where it lies now. Keeps the storage alive."""
 
-    Attributes:
-        entry: Its entry in the layout.
-        start_bytes: Where the used part begins in the storage.
-    """
-
-    entry: int
+    entry: int  # of the layout
     storage: torch.UntypedStorage
-    start_bytes: int
+    start_bytes: int  # where the used part begins in the storage
     nbytes: int
     data_ptr: int
     device: torch.device
@@ -43,6 +38,10 @@ class StorageSource(NamedTuple):
         """The used part as a one-dimensional uint8 tensor that shares its memory."""
         alias = torch.empty(0, dtype=torch.uint8, device=self.device)
         return alias.set_(self.storage, self.start_bytes, (self.nbytes,), (1,))
+
+
+Sources = Sequence[StorageSource | None]
+"""Per entry of a layout, where its bytes lie; None where they are made, or another rank has them."""
 
 
 class Slot(NamedTuple):
@@ -60,8 +59,6 @@ class Slot(NamedTuple):
 
 
 class StoragePart(NamedTuple):
-    """The used part of a storage."""
-
     storage: torch.UntypedStorage
     start_bytes: int
     nbytes: int
@@ -73,19 +70,13 @@ class StoragePart(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """Result of `survey`.
-
-    Attributes:
-        numbers: `UntypedStorage._cdata` to the storage's number.
-        paths: `id()` of each tensor object to its path.
-        signature: Equal for two trees if one plan fits both.
-    """
+    """Result of `survey`."""
 
     slots: tuple[Slot, ...]
     parts: tuple[StoragePart, ...]
-    numbers: dict[int, int]
-    paths: dict[int, str]
-    signature: tuple[Any, ...]
+    numbers: dict[int, int]  # `UntypedStorage._cdata` to the storage's number
+    paths: dict[int, str]  # `id()` of each tensor object to its path
+    signature: tuple[Any, ...]  # equal for two trees if one plan fits both
 
     @cached_property
     def first_slots(self) -> dict[int, Slot]:
@@ -108,11 +99,7 @@ class Survey:
 
 
 def survey(tree: Any) -> Survey:
-    """Find all tensors of `tree` and the used parts of their storages. Training thread.
-
-    Raises:
-        StateError: A tensor is of a kind that cannot be saved; names its path and what to do.
-    """
+    """Find all tensors of `tree` and the used parts of their storages. Training thread. StateError: names a tensor."""
     found = tensor_paths(tree)
     numbers: dict[int, int] = {}
     used: list[_Used] = []
@@ -202,20 +189,12 @@ _NOT_PLAIN = (RuntimeError, AttributeError)  # what sparse, nested and other ten
 
 
 class _ContainerRow(NamedTuple):
-    """One container.
-
-    Attributes:
-        keys: Keys of its values; None for a list or a tuple.
-        tensors, containers: Places of the tensors and of the containers in it.
-        again: Places of containers in it that occurred before.
-    """
-
-    keys: tuple[Any, ...] | None
+    keys: tuple[Any, ...] | None  # of its values; None for a list or a tuple
     types: tuple[type, ...]
     kinds: tuple[_Kind, ...]
-    tensors: tuple[int, ...]
-    containers: tuple[int, ...]
-    again: tuple[int, ...]
+    tensors: tuple[int, ...]  # places of the tensors in it
+    containers: tuple[int, ...]  # places of the containers in it
+    again: tuple[int, ...]  # places of containers in it that occurred before
 
 
 class _Kinds(dict[type, _Kind]):
@@ -235,17 +214,11 @@ _KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None), 
 
 
 class Walked(NamedTuple):
-    """The values that were met in a tree that has the outline.
+    """The values that were met in a tree that has the outline."""
 
-    Attributes:
-        tensors: All of them; those of one container together.
-        containers: All of them, breadth first.
-        is_exact: Whether its tensors and containers are of the very classes, too, and not only of their kinds.
-    """
-
-    tensors: list[torch.Tensor]
-    containers: list[Any]
-    is_exact: bool
+    tensors: list[torch.Tensor]  # all of them; those of one container together
+    containers: list[Any]  # all of them, breadth first
+    is_exact: bool  # tensors and containers are of the very classes, too, and not only of their kinds
 
 
 class Outline:
@@ -256,10 +229,8 @@ class Outline:
 
     @classmethod
     def of(cls, tree: Any) -> tuple[Self, Walked] | None:
-        """The outline of a dict, and what is in it.
-
-        Returns:
-            None if it holds what only `tensor_paths` judges: tensor subclasses, storages; or keys of unknown classes.
+        """The outline of a dict, and what is in it; None if only `tensor_paths` judges it: tensor subclasses, storages,
+        keys of unknown classes.
         """
         rows: list[_ContainerRow] = []
         tensors: list[torch.Tensor] = []

@@ -102,7 +102,6 @@ def _host_crc(memory: torch.Tensor | tuple[int, int]) -> int:
 
 
 def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
-    """The CRC-32 of each of these tensors on one device, in order."""
     small = [memory for memory in memories if memory.numel() <= _SMALL_BYTES]
     crcs = _together(small)
     buffers = None
@@ -160,24 +159,17 @@ def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class TensorTable(NamedTuple):
-    """The table that the ranks compare before they plan.
+    """The table that the ranks compare before they plan."""
 
-    Attributes:
-        rows: `[path, dtype, shape, owner]` of each tensor, in order. Where strides, or a storage shared with another
-            tensor, matter, the dtype column says so: replicas are only interchangeable if these agree, too.
-        pickle_bytes: Size of data.pkl, without slack; 0 on ranks other than 0, which do not send theirs.
-        per_rank_bytes: Size of each `PerRank` value on this rank, with slack.
-        sums: For each row the CRC-32 of all bytes of the tensor; empty in a job of one rank.
-        held: For each row that is split, the region that this rank holds; in a stage also for each tensor that can be
-            sent as it lies.
-    """
-
+    # `[path, dtype, shape, owner]` of each tensor, in order. Where strides, or a storage shared with another tensor,
+    # matter, the dtype column says so: replicas are only interchangeable if these agree, too.
     rows: list[list[Any]]
     digest: str
-    pickle_bytes: int
-    per_rank_bytes: dict[str, int]
-    sums: tuple[int, ...]
+    pickle_bytes: int  # of data.pkl, without slack; 0 on ranks other than 0, which do not send theirs
+    per_rank_bytes: dict[str, int]  # of each `PerRank` value on this rank, with slack
+    sums: tuple[int, ...]  # for each row the CRC-32 of all bytes of the tensor; empty in a job of one rank
     sum_seconds: float
+    # For each row that is split, the region that this rank holds; in a stage also for each that lies in one piece.
     held: HeldRegions
     stage: Stage | None = None
 
@@ -196,10 +188,7 @@ def table(
 
     `names`: Parameter names by optimizer, if the ranks have different tensors; a stage is proposed then. `sums`:
     Checksums of a table of the same tensors; computed if empty. `beside_bytes`: Room that data.pkl needs beside the
-    pickle.
-
-    Raises:
-        StateError: A tensor, or a plain value, is of a kind that cannot be saved; names its path.
+    pickle. StateError: a tensor, or a plain value, is of a kind that cannot be saved; names its path.
     """
     needed = {
         name: reserve_bytes(len(encode(value.snapshot(), name=name, beside=value.names)))

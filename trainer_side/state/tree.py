@@ -68,6 +68,28 @@ def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
     return other
 
 
+def replaced(tree: Any, replace: Callable[[str, Any], Any]) -> Any:
+    """`tree` with what `replace` gives for a path and its value; containers in which nothing changes are kept."""
+    done: dict[int, Any] = {}
+
+    def of(node: Any, prefix: str) -> Any:
+        if id(node) in done:
+            return done[id(node)]
+        done[id(node)] = node  # one that holds itself is found, and refused, elsewhere
+        changed: dict[Any, Any] = {}
+        for key, value in children(node):
+            other = replace(f"{prefix}{key}", value)
+            if other is value and isinstance(value, dict | list | tuple):
+                other = of(value, f"{prefix}{key}/")
+            if other is not value:
+                changed[key] = other
+        if changed:
+            done[id(node)] = with_changes(node, changed)
+        return done[id(node)]
+
+    return of(tree, "")
+
+
 class Arriving:
     """A number on its way from a device, as it is at this point of the current stream: `save()` does not wait for it.
 
@@ -118,20 +140,16 @@ def settle(tree: Mapping[str, Any]) -> None:
 class GivenState:
     """Keeps what a checkpoint holds in step with the script's dictionary, which the script may still change.
 
-    All methods belong to the training thread.
-
-    Attributes:
-        held: The values that the next checkpoint takes. It stays the same dictionary.
-
-    Raises:
-        StateError: A name is empty, is not a string, or has a slash.
+    Training thread. StateError: a name is empty, is not a string, or has a slash.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
         for name in list[object](given):
             _refuse_name(name)
-        self.held: dict[str, Any] = dict(given)
+        self.held: dict[str, Any] = dict(
+            given
+        )  # what the next checkpoint takes; it stays the same dictionary
         # Others may put a stand-in into `held`: only what the script changes is taken.
         self._seen: dict[str, Any] = dict(given)
 
@@ -147,10 +165,7 @@ class GivenState:
         """Take the values that the script has put into its dictionary since the last call.
 
         Tensors, plain values and `PerRank` values are taken. An object with a `state_dict()` is refused: `restore()`
-        did not load it, and the gate does not know its optimizer.
-
-        Raises:
-            StateError: Names the object, and says what to do.
+        did not load it, and the gate does not know its optimizer. StateError: names the object, and says what to do.
         """
         for name, value in self._given.items():
             before = self._seen.get(name, self)
@@ -243,10 +258,8 @@ def telling(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Given]:
 def tensor_paths(tree: Any) -> list[Named]:
     """All tensors in dicts, lists and tuples of `tree`, in the order in which pickle meets them.
 
-    The same tensor at two places is listed twice; a container at two places once.
-
-    Raises:
-        StateError: The tree holds a bare storage, or a `PerRank` below the top level, or is nested too deep.
+    The same tensor at two places is listed twice; a container at two places once. StateError: the tree holds a bare
+    storage, or a `PerRank` below the top level, or is nested too deep.
     """
     found: list[Named] = []
     seen: set[int] = {id(tree)}
@@ -307,12 +320,8 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     """The sender of each storage of `tree`, and whether its copy may wait behind the gate.
 
     A storage that several tensors share is replicated, or gated, only if all of them are. A DTensor has that
-    of its local tensor.
-
-    `state`: The state from which `collect` made `tree`; its modules and optimizers tell the roles.
-
-    Returns:
-        `UntypedStorage._cdata` of each storage to its ownership.
+    of its local tensor. `state`: Made `tree` by `collect`; its modules and optimizers tell the roles. By
+    `UntypedStorage._cdata`.
     """
     replicated, gated = _roles(state)
     owned: dict[int, Ownership] = {}
@@ -334,20 +343,11 @@ def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.
         optimizer = pending.pop(0)
         if not any(optimizer is other for other in found):
             found.append(optimizer)
-            pending += _inner_of(optimizer)
+            # Among its attributes, and in lists, tuples and dicts that are attributes.
+            for value in vars(optimizer).values():
+                among = [value, *(one for _, one in children(value))]
+                pending += [one for one in among if isinstance(one, torch.optim.Optimizer)]
     return found
-
-
-def _inner_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers among the attributes of this one, and in lists, tuples and dicts that are attributes."""
-    inner: list[torch.optim.Optimizer] = []
-    for value in vars(optimizer).values():
-        if isinstance(value, torch.optim.Optimizer):
-            inner.append(value)
-        elif isinstance(value, list | tuple | dict):
-            among = value.values() if isinstance(value, dict) else value
-            inner += [one for one in among if isinstance(one, torch.optim.Optimizer)]
-    return inner
 
 
 def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:

@@ -75,7 +75,6 @@ class ValueCrc:
 
     @property
     def ready(self) -> bool:
-        """Whether `value` need not wait for a device."""
         return self._there is None or self._there.query()
 
     def value(self) -> int:
@@ -102,7 +101,6 @@ class LaterNumber:
 
     @property
     def ready(self) -> bool:
-        """Whether `value` need not wait for a device."""
         return self._there is None or self._there.query()
 
     def value(self) -> float | None:

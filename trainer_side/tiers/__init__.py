@@ -14,12 +14,11 @@ rank0_preemption         rank 0 coordinates the save after a preemption notice, 
 slot_tier, slot_writer   a tier of slot files; one slice on its way into a slot
 slot_files, slot_file    all slot files of a rank; one file, and which of its slots are sealed
 slot_pages               pages of a slot file in memory, made beside training
-huge_pages               whether a tmpfs has them
 slot_format              the bytes of a slot file
 slot_proof               the file that proves a resume from one slot
 file_slots               which slot is next, and which slices must stay (pure)
 medium, first_touch      how bytes get into a slot file; first touch of its pages by several threads
-tier_directory           where slot files lie, and the lock of a rank
+tier_directory           where slot files lie, and the lock of a rank; what a tmpfs gives
 
 open_tiers               from the setting `tiers` to tiers
 tier_inventory           the steps that the tiers of all ranks hold at the start

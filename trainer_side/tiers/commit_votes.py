@@ -81,7 +81,6 @@ class Voter:
 
     @property
     def is_asking(self) -> bool:
-        """Whether the training thread waits for an answer."""
         return self._question is not None
 
     def sealed(self, tier: int, order: Order, now: float) -> None:
@@ -160,11 +159,9 @@ class Voter:
 class CommitVotes(RankCouncil):
     """One rank's votes on slices, its questions to the other ranks, and the thread that carries both. Any thread.
 
-    Args:
-        on_verdict: Called with every verdict, in the thread of the votes. `on_turn`: called there again and again, also
-            when nothing is decided any more.
-        appointments: At which step this rank acts on a notice; only in a job without a stager.
-        rank0: Decides; on rank 0 only. None there: neither preemption nor replicas are dealt with.
+    `on_verdict` is called with every verdict, in the thread of the votes; `on_turn` there again and again, also when
+    nothing is decided any more. `appointments`: At which step this rank acts on a notice; only in a job without a
+    stager. `rank0`: Decides; on rank 0 only. None there: neither preemption nor replicas are dealt with.
     """
 
     def __init__(

@@ -63,7 +63,6 @@ class FileSlots:
                 self._complete = max(self._complete, entry.order)
 
     def made(self, number: int) -> None:
-        """The memory of a slot is there now."""
         assert self._slots[number].state is _State.MISSING, f"slot {number} was there"
         self._slots[number] = _Slot()
 

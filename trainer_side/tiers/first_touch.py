@@ -71,17 +71,13 @@ def can_populate() -> bool:
     return _madvise()(mmap.PAGESIZE, 0, _POPULATE_WRITE) == 0
 
 
-def _never() -> bool:
-    return False
-
-
 def populate(
     address: int,
     nbytes: int,
     *,
     write: bool = True,
     beside: bool = False,
-    stopped: Callable[[], bool] = _never,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Have the kernel map all pages of a mapping, by as many threads as this rank has cores. Any thread.
 
@@ -125,19 +121,13 @@ def fill_file(descriptor: int, path: Path, nbytes: int) -> None:
     if file_system_of(path) not in IN_MEMORY or not can_populate():
         return
     os.ftruncate(descriptor, nbytes)
-    with mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED) as mapped:
-        with contextlib.suppress(OSError):  # a tmpfs without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        place = ctypes.c_ubyte.from_buffer(mapped)
-        try:
-            with contextlib.suppress(OSError):  # said by `reserve`, in its own words
-                populate(ctypes.addressof(place), nbytes)
-        finally:
-            del place  # else the mapping cannot be closed
+    # An error is said by `reserve`, in its own words.
+    with mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED) as mapped, contextlib.suppress(OSError):
+        make_pages(mapped, 0, nbytes, beside=False)
 
 
 def make_pages(
-    mapped: mmap.mmap, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool] = _never
+    mapped: mmap.mmap, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool] = lambda: False
 ) -> None:
     """Make the missing pages in a part of a mapped file in memory; `beside` and `stopped` as for `populate`.
 

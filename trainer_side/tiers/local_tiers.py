@@ -34,16 +34,7 @@ from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
 from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaWatch, VoteLimits
 from trainer_side.tiers.slot_proof import StepProof
-from trainer_side.tiers.tier import (
-    KeepsProofs,
-    KeptSteps,
-    MakesSlots,
-    Nearness,
-    Order,
-    SliceWriter,
-    StepVerdict,
-    Tier,
-)
+from trainer_side.tiers.tier import KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.tiers.tier_write import TierWrite
@@ -106,7 +97,6 @@ class TierReport:
             _log.error("rank %d: tier %s gives no slot for step %d: %s", self._rank, tier.name, step, error)
 
     def judged(self, tier: Tier, verdict: StepVerdict) -> None:
-        """A step is complete in this tier on every rank, or void."""
         (_, step), why = verdict.order, verdict.why
         if why.cause == STATES_DIFFER:
             self._ledger.refused(step, why)
@@ -125,10 +115,8 @@ class TierReport:
 class LocalTiers(TierSet):
     """The tiers of a rank that has some: slots for each step, the threads that write them, and the ranks' votes.
 
-    Args:
-        tiers: The tiers of this rank as they are set, nearest first; opened.
-        inventory: The steps that were found in the tiers.
-        appointments: At which step this rank acts on a notice; only in a job without a stager.
+    `tiers`: Opened, as they are set, nearest first. `inventory`: The steps that were found in them.
+    `appointments`: At which step this rank acts on a notice; only in a job without a stager.
     """
 
     def __init__(
@@ -144,7 +132,7 @@ class LocalTiers(TierSet):
     ) -> None:
         assert tiers
         self.tiers, self.names = tuple(tiers), ", ".join(tier.name for tier in tiers)
-        self.keeps_proofs = any(isinstance(tier, KeepsProofs) for tier in tiers)
+        self.keeps_proofs = any(tier.keeps_proofs for tier in tiers)
         self.attempt, self._job = job
         self._rank, self._report, self._inventory = port.rank, report, inventory
         self._writers_per_tier, self._call_seconds_max = config.tier_writers, config.tier_seconds_max
@@ -172,12 +160,7 @@ class LocalTiers(TierSet):
             self._watch = ReplicaWatch(port.ranks, report.events, refuses=config.on_divergence == "refuse")
             rank0 = Rank0Votes(port.ranks, limits, self._preemption, self._watch)
         self._votes = CommitVotes(
-            port,
-            limits,
-            on_verdict=self._judge,
-            on_turn=self._look,
-            appointments=appointments,
-            rank0=rank0,
+            port, limits, on_verdict=self._judge, on_turn=self._look, appointments=appointments, rank0=rank0
         )
         super().__init__(self._votes)
 
@@ -271,13 +254,11 @@ class LocalTiers(TierSet):
         return self.tiers[0].memories() if self.is_direct else ()
 
     def await_slot(self, number: int) -> bool:
-        first = self.tiers[0]
-        return not isinstance(first, MakesSlots) or first.await_slot(number)
+        return self.tiers[0].await_slot(number)
 
     def stop_making(self) -> None:
         for tier in self.tiers:
-            if isinstance(tier, MakesSlots):
-                tier.stop_making()
+            tier.stop_making()
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -316,15 +297,12 @@ class LocalTiers(TierSet):
         """Why this tier is not asked for a slot; None if it is."""
         if (problem := self._votes.problem) is not None:
             return DeclineCause.LOST.because(problem)
-        if (reason := self._left_out.get(threads.number) or threads.calls.hangs) is not None:
-            return reason
-        return None
+        return self._left_out.get(threads.number) or threads.calls.hangs
 
     def _take(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
-        """A slot, or the reason for not having one."""
         try:
             while True:
-                making = isinstance(threads.tier, MakesSlots) and threads.tier.is_making
+                making = threads.tier.is_making
                 hopeless = (not making and self._is_idle_in(threads)) or time.monotonic() >= wait_until
                 writer = self._ask(threads, order)
                 if writer is not None:
@@ -365,7 +343,7 @@ class LocalTiers(TierSet):
 
     def prove(self, order: Order, digest: Digest) -> None:
         for threads in self._threads:
-            if isinstance(threads.tier, KeepsProofs):
+            if threads.tier.keeps_proofs:
                 threads.prove(StepProof(order, digest))
 
     def skip(self, step: int, reason: Reason) -> None:

@@ -117,32 +117,22 @@ class DirectFile(CachedFile):
     def write(self, offset: int, view: memoryview) -> None:
         # Only whole pages from page-aligned memory can go past the cache.
         if self._direct >= 0 and not view.nbytes % mmap.PAGESIZE and is_aligned([view], offset):
-            try:
-                with translated("write", self.path, needed_bytes=view.nbytes):
-                    self._write_direct(offset, view)
-                return
-            except _RefusedError:
-                self.how = _REFUSED
+            with translated("write", self.path, needed_bytes=view.nbytes):
+                try:
+                    write_all(self._direct, view, offset)
+                    return
+                except OSError as error:
+                    # Some file systems open with O_DIRECT and refuse the write, or want a larger alignment.
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self.how = _REFUSED
         super().write(offset, view)
-
-    def _write_direct(self, offset: int, view: memoryview) -> None:
-        try:
-            write_all(self._direct, view, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # Some file systems open with O_DIRECT and refuse the write, or want a larger alignment.
-            raise _RefusedError from error
 
     def close(self) -> None:
         super().close()
         direct, self._direct = self._direct, -1
         if direct >= 0:
             os.close(direct)
-
-
-class _RefusedError(Exception):
-    pass
 
 
 class MappedFile:
@@ -177,7 +167,6 @@ class MappedFile:
             populate(self._address, len(self._view), write=False)
 
     def make(self, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool]) -> None:
-        """As `make_pages`."""
         make_pages(self._map, offset, nbytes, beside=beside, stopped=stopped)
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:

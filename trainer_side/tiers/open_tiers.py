@@ -78,7 +78,6 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
 
 
 def memory_directory(spec: str) -> Path | None:
-    """The directory of a memory tier; None for any other tier."""
     kind, colon, directory = spec.partition(":")
     if kind != Nearness.MEMORY:
         return None

@@ -105,7 +105,6 @@ class Rank0PreemptionCoordinator:
         return self._do(self._emergency.ended(step, verdict.why.text, now))
 
     def left(self, rank: int, why: str) -> list[bytes]:
-        """A rank has ended or died."""
         return self._do(self._emergency.rank_left(rank, f"rank {rank} {why}", self._clock()))
 
     def tick(self) -> list[bytes]:

@@ -169,7 +169,6 @@ class VoteCount:
 
     @property
     def undecided(self) -> int:
-        """Number of undecided steps, over all tiers."""
         return sum(ballot.void is None for ballot in self._ballots.values())
 
     @property
@@ -233,7 +232,6 @@ class VoteCount:
         return found
 
     def overdue(self, now: float) -> list[StepVerdict]:
-        """Steps that some rank has not sealed in time."""
         found = []
         for (tier, order), ballot in list(self._ballots.items()):
             if not ballot.void and now - ballot.since > self._seconds_max:

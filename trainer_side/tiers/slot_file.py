@@ -115,10 +115,8 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
 
     `layouts` holds known layouts, by digest; the layout of the file is added.
 
-    Raises:
-        ConfigError: The file is not ours, or of another run or rank.
-        DamageError, ProtocolError: The file is no slot file that this version can read.
-        StoreError: The device refused.
+    ConfigError: the file is not ours, or of another run or rank. DamageError, ProtocolError: it is no slot file that
+    this version can read. StoreError: the device refused.
     """
     source = str(path)
     with translated("open", path):
@@ -208,30 +206,19 @@ class SlotFile:
         self.medium, self.superblock, self.source = medium, superblock, source
         current, sector = newest_sector(medium.read, superblock, source=source)
         self._current, self._sequence = current, sector.sequence
-        self._committed: Table = sector.slots
+        self.committed: Table = sector.slots  # the slices that the durable record names
         self._doubtful: list[Table] = []
-        self._failed_flushes = 0
+        self.failed_flushes = 0  # bytes that any thread wrote before the last one may be lost
         # The last write of an earlier process may never have been flushed. The other sector is written next, so this
         # one must be durable by then: it is written once more as it is.
         self._write_page(SECTOR_OFFSETS[current], sector.to_bytes())
         self.flush()
 
-    @property
-    def committed(self) -> Table:
-        """The slices that the durable record names, per slot."""
-        return self._committed
-
-    @property
-    def failed_flushes(self) -> int:
-        """Number of failed flushes. Bytes that any thread wrote before the last failure may be lost."""
-        return self._failed_flushes
-
     def names(self, slot: int) -> bool:
         """Whether a reader may find this slot sealed after a loss of power now."""
-        return any(table[slot] is not None for table in (self._committed, *self._doubtful))
+        return any(table[slot] is not None for table in (self.committed, *self._doubtful))
 
     def write(self, slot: int, offset: int, view: memoryview) -> None:
-        """Write into the area of a slot."""
         self.medium.write(self.superblock.slot_offset(slot) + offset, view)
 
     def write_seal(self, slot: int, seal: SliceSeal) -> Commitment:
@@ -249,11 +236,10 @@ class SlotFile:
         return Commitment(seal.attempt, seal.step, False, len(data), crc32(data))
 
     def flush(self) -> None:
-        """Make every byte that was written durable."""
         try:
             self.medium.flush()
         except BaseException:
-            self._failed_flushes += 1
+            self.failed_flushes += 1
             raise
 
     def commit(self, table: Table) -> None:
@@ -267,7 +253,7 @@ class SlotFile:
         self._write_page(SECTOR_OFFSETS[target], CommitSector(self._sequence, table).to_bytes())
         reach(Point.SLOT_RECORDED)
         self.flush()
-        self._current, self._committed = target, table
+        self._current, self.committed = target, table
         self._doubtful = []
 
     def close(self) -> None:

@@ -31,10 +31,10 @@ from holdfast.store.posix_errors import free_bytes, translated
 from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.first_touch import can_populate, fill_file, has_hole, missing_bytes
-from trainer_side.tiers.medium import Medium
+from trainer_side.tiers.medium import MappedFile, Medium
 from trainer_side.tiers.slot_file import Examined, SlotFile, examine, first_pages
 from trainer_side.tiers.slot_format import Superblock
-from trainer_side.tiers.slot_pages import MakesPages, SlotPages
+from trainer_side.tiers.slot_pages import SlotPages
 from trainer_side.tiers.slot_proof import proofs_of
 from trainer_side.tiers.slot_writer import OpenSlots
 from trainer_side.tiers.tier import Order
@@ -79,7 +79,7 @@ class SlotFiles:
         self._place.remove_unfinished(rank)
         profile = self._measured(layout, rank)
         slots = self._slots if self._slots is not None else profile.in_flight + SLOTS_MIN - 1
-        path = self._free_path(layout, rank, slots)
+        path = next(path for path in self._paths(layout, rank, slots) if not os.path.lexists(path))
         self._make(path, layout, rank, slots, profile.writers)
         try:
             opened = self._open_found(layout, rank, slots, layouts)
@@ -142,9 +142,6 @@ class SlotFiles:
             f"tier {self._name}: {_BESIDE_MAX} files in {self._place.directory} cannot be used; see the log, and "
             "remove them"
         )
-
-    def _free_path(self, layout: Layout, rank: int, slots: int) -> Path:
-        return next(path for path in self._paths(layout, rank, slots) if not os.path.lexists(path))
 
     def _paths(self, layout: Layout, rank: int, slots: int) -> list[Path]:
         return [
@@ -231,7 +228,7 @@ class SlotFiles:
         beside: bool,
         stopped: Callable[[], bool],
     ) -> None:
-        assert isinstance(medium, MakesPages)
+        assert isinstance(medium, MappedFile)
         begin, end = _span(superblock, slot)
         free = self._free_bytes()
         if free is not None and free < min(end - begin, missing_bytes(path)):
@@ -249,12 +246,7 @@ class SlotFiles:
     def _make(self, path: Path, layout: Layout, rank: int, slots: int, writers: int) -> None:
         """Make an empty slot file, whole and durable before it has its name; a large one in memory without pages."""
         superblock = Superblock.plan(
-            layout,
-            rank,
-            run=self._place.run,
-            run_digest=self._place.run_digest,
-            slots=slots,
-            writers=writers,
+            layout, rank, run=self._place.run, run_digest=self._place.run_digest, slots=slots, writers=writers
         )
         free = self._free_bytes()
         if free is not None and free < superblock.file_bytes:

@@ -48,7 +48,6 @@ class UnknownVersionError(ProtocolError):
 
 
 def whole_pages(nbytes: int) -> int:
-    """Round `nbytes` up to pages."""
     return _aligned(nbytes, PAGE_BYTES)
 
 

@@ -14,18 +14,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
 
 from holdfast.errors import StoreError
 
 _log = logging.getLogger("holdfast.trainer")
-
-
-@runtime_checkable
-class MakesPages(Protocol):
-    """A medium that can make its missing pages."""
-
-    def make(self, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool]) -> None: ...
 
 
 class SlotPages:
@@ -49,7 +41,6 @@ class SlotPages:
 
     @property
     def is_making(self) -> bool:
-        """Pages are on their way."""
         with self._changed:
             return self._running
 

@@ -36,7 +36,6 @@ class KeptProof(NamedTuple):
 
 
 def proof_path(slots: Path, slot: int) -> Path:
-    """The proof of a slot of this slot file."""
     return slots.with_suffix(f".{slot}.proof")
 
 

@@ -30,7 +30,7 @@ from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
 from trainer_side.tiers.slot_proof import proof_path, read_proof, slice_names
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
-from trainer_side.tiers.tier import Kept, Nearness
+from trainer_side.tiers.tier import Kept, Nearness, Tier
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory, refuse_disk
 
 _DYING_SECONDS_MAX = 5.0
@@ -39,12 +39,14 @@ _PROOF_BYTES_MAX = 1 << 20
 _log = logging.getLogger("holdfast.trainer")
 
 
-class SlotTier:
-    """A `trainer_side.tiers.tier.Tier` of slot files. `name` is the tier as it is set. `medium` opens a slot file.
+class SlotTier(Tier):
+    """A tier of slot files. `name` is the tier as it is set. `medium` opens a slot file.
 
     `slots` is the number of slots of a file, `writers` that of threads that write at once. None: as many as suit the
     device. ConfigError: out of range.
     """
+
+    keeps_proofs = True
 
     def __init__(
         self,
@@ -116,7 +118,6 @@ class SlotTier:
 
     @property
     def is_making(self) -> bool:
-        """Slots are on their way beside training."""
         opened = self._open
         return opened is not None and opened.pages is not None and opened.pages.is_making
 

@@ -193,7 +193,7 @@ class OpenSlots:
 
 
 class SlotWriter:
-    """As `trainer_side.tiers.tier.SliceWriter`. `OpenSlots.begin` gives one."""
+    """A `SliceWriter` of slot files. `OpenSlots.begin` gives one."""
 
     def __init__(self, slots: OpenSlots, slot: int, order: Order) -> None:
         self._slots, self._slot, self.order = slots, slot, order

@@ -20,10 +20,12 @@ Every tier keeps these rules, and the conformance suite tests them (`tests/confo
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.image.layout import Layout
 from holdfast.image.proof_record import Digest
@@ -132,97 +134,84 @@ class SliceWriter(Protocol):
         """Give the slot back. After `seal` it does nothing."""
 
 
-class Keeps(Protocol):
+class Keeps(ABC):
     """A place that keeps slices: a tier of this rank, or the stager's ring."""
 
-    @property
-    def name(self) -> str:
-        """The name of the place, for people; that of a tier as it is set, such as `nvme:/mnt/nvme0`."""
+    name: str  # for people; that of a tier is as it is set, such as `nvme:/mnt/nvme0`
+    nearness: Nearness
+    keeps_proofs = False
 
-    @property
-    def nearness(self) -> Nearness: ...
-
+    @abstractmethod
     def kept(self) -> list[Kept]:
         """All sealed slices of this run, of any rank, newest first. Reads seals, not slices."""
 
+    def damage(self) -> Sequence[str]:
+        """The slices that the last `kept` has left out, with the reasons. The thread that called `kept`."""
+        return ()
+
+    @abstractmethod
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         """Fill `view` with the slice's bytes from `offset` on. Any thread; the caller compares CRCs.
 
         DamageError: the slice ends before. StoreError: the device refused.
         """
 
-
-@runtime_checkable
-class NamesDamage(Protocol):
-    """A place that can name slices it should have and cannot give."""
-
-    def damage(self) -> Sequence[str]:
-        """The slices that the last `kept` has left out, with the reasons. The thread that called `kept`."""
-
-
-@runtime_checkable
-class OpensSlices(Protocol):
-    """A place that can have a slice open for many reads."""
-
     def opened(self, kept: Kept) -> Callable[[int, memoryview], None]:
-        """`Keeps.read_into` of one slice; it stays open while anything refers to what is returned."""
+        """`read_into` of one slice; it may stay open while anything refers to what is returned."""
+        return functools.partial(self.read_into, kept)
+
+    def proof(self, kept: Kept) -> Digest | None:  # noqa: ARG002
+        """The data that the rank used in the step after a slice; None if unknown. DamageError: it is damaged."""
+        return None
 
 
-@runtime_checkable
-class KeepsProofs(Protocol):
-    """A place that keeps beside a slice what its rank used in the step after it. StoreError: the device refused."""
-
-    def prove(self, attempt: int, step: int, digest: Digest) -> None:
-        """Keep the digest durably, as long as the slice stays; does nothing without a sealed slice of this step."""
-
-    def proof(self, kept: Kept) -> Digest | None:
-        """The digest beside a slice that `kept` has named; None without one. Raises `DamageError`: it is damaged."""
-
-
-@runtime_checkable
-class MakesSlots(Protocol):
-    """A tier that may make some of its slots beside training. Any thread."""
-
-    @property
-    def is_making(self) -> bool:
-        """Whether a slot that is not there yet is on its way: `begin` will have one more."""
-
-    def await_slot(self, slot: int) -> bool:
-        """Wait until a slot, as numbered by `memories`, is there, or does not come: False."""
-
-    def stop_making(self) -> None:
-        """No slot is needed that is not there yet."""
-
-
-class Tier(Keeps, Protocol):
+class Tier(Keeps):
     """One tier of one rank. `begin`, `complete`, `void` and `kept` may come from different threads.
 
     StoreError: the device refused.
     """
 
     @property
+    @abstractmethod
     def how(self) -> str:
         """The way of writing that it uses, in a few words (`O_DIRECT, 4 writers`; `libpmem, MAP_SYNC`)."""
 
     @property
+    @abstractmethod
     def writers(self) -> int:
         """Number of threads that should call `write` at once to keep the device busy."""
 
+    @abstractmethod
     def prepare(self, layout: Layout, rank: int) -> None:
         """Make room for slices of this layout. Slices of other layouts stay until a step of this one is complete.
 
         ConfigError: the tier is too small (needed, free, where), not ours, or in use by a living process.
         """
 
+    @abstractmethod
     def memories(self) -> Sequence[memoryview]:
         """The memory of each slot, as `SliceWriter.memory`, in the order of first use; empty where it has none."""
 
+    @property
+    def is_making(self) -> bool:
+        """Whether a slot that is not there yet is made beside training: `begin` will have one more. Any thread."""
+        return False
+
+    def await_slot(self, slot: int) -> bool:  # noqa: ARG002
+        """Wait until a slot, as numbered by `memories`, is there, or does not come: False. Any thread."""
+        return True
+
+    def stop_making(self) -> None:
+        """No slot is needed that is not there yet. Any thread."""
+
+    @abstractmethod
     def begin(self, attempt: int, step: int) -> SliceWriter | None:
         """Take a slot for this step; None if every slot is being written or holds a slice that must stay.
 
         This costs no time of the device, except where the slot is memory: then unsealing it writes a page.
         """
 
+    @abstractmethod
     def complete(self, attempt: int, step: int) -> None:
         """Every rank has sealed this step. May wait for the device, so the training thread must not call it.
 
@@ -230,12 +219,18 @@ class Tier(Keeps, Protocol):
         that was found and is not named stays only while there is room. The log names a device that refuses.
         """
 
+    @abstractmethod
     def void(self, attempt: int, step: int) -> None:
         """Not every rank will seal this step; or not every rank still has a step that was found."""
 
+    @abstractmethod
     def doubt(self, steps: DoubtedSteps) -> None:
         """Record that these steps may be torn: slices of them have it as their `doubt`. Waits for the device."""
 
+    def prove(self, attempt: int, step: int, digest: Digest) -> None:
+        """Keep a digest durably, as long as its sealed slice stays; does nothing without one, or `keeps_proofs`."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release files and memory. Sealed slices stay."""
 

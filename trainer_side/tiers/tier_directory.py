@@ -27,7 +27,7 @@ from holdfast.errors import ConfigError, StoreError
 from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
 from holdfast.ring.doubts import DoubtedSteps, from_bytes, to_bytes
 from holdfast.store import normalise_url
-from holdfast.store.file_system import IN_MEMORY, file_system_of
+from holdfast.store.file_system import IN_MEMORY, file_system_of, mount_of
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import sync_directory
 from trainer_side.state import accelerator
@@ -40,6 +40,10 @@ _NAME_CHARACTERS_MAX = 100
 _PID_BYTES_MAX = 32
 _DOUBTS_BYTES_MAX = 1 << 20
 _LOCK_PAUSE_SECONDS = 0.02
+# The kernel's own setting can only forbid huge pages on a tmpfs (`deny`) or force them. Else the mount option `huge`
+# decides, which is `never` unless it is set; a tier asks for them with each slot file, so `advise` is enough.
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_GIVE = frozenset({"always", "within_size", "advise"})
 
 
 def why_not_memory(name: str, directory: Path) -> str | None:
@@ -65,6 +69,28 @@ def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
         raise ConfigError(f"{problem}. A device cannot copy into mapped files on {file_system_of(directory)}")
     if warn:
         _log.warning("%s. Each checkpoint goes through the page cache to the disk", problem)
+
+
+def why_small_pages(directory: Path) -> tuple[str, str] | None:
+    """Why slots in this directory get small pages, and the command that changes it; None: huge ones, or no tmpfs."""
+    mount, forced = mount_of(directory), _chosen(_SHMEM_ENABLED)
+    if mount.kind != "tmpfs" or forced == "force":
+        return None
+    if forced == "deny":
+        return f"{_SHMEM_ENABLED} is deny", f"echo never > {_SHMEM_ENABLED}"
+    option = next((one[5:] for one in mount.options.split(",") if one.startswith("huge=")), "never")
+    if option in _GIVE or forced is None:
+        return None
+    return f"{mount.point} is mounted with huge={option}", f"mount -o remount,huge=within_size {mount.point}"
+
+
+def _chosen(setting: Path) -> str | None:
+    """The choice in brackets; None on a kernel without huge pages for shared memory."""
+    try:
+        found = re.search(r"\[(\w+)\]", setting.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 class TierDirectory:
@@ -124,7 +150,6 @@ class TierDirectory:
         return self.directory / f"rank-{rank:05}-{key}{beside}.slots"
 
     def slot_paths(self) -> list[tuple[Path, int]]:
-        """All slot files in this directory, by name, each with the rank in its name."""
         found = [(path, _SLOTS_NAME.fullmatch(path.name)) for path in sorted(self.directory.iterdir())]
         return [(path, int(match[1])) for path, match in found if match is not None]
 

@@ -159,10 +159,6 @@ class TierSet:
     def drop(self, write: TierWrite, reason: Reason) -> None:
         """Give back the slots of a step that is not copied after all."""
 
-    def hurry(self, seconds_max: float) -> None:
-        """From now on wait no longer than that for answers of the council."""
-        self.council.hurry(seconds_max)
-
     def prove(self, order: Order, digest: Digest) -> None:
         """Keep what this rank used in the step after `order` beside its slices, once they are sealed."""
 

@@ -27,7 +27,7 @@ from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ranks.deadlines import within
 from trainer_side.tiers.slot_proof import StepProof
-from trainer_side.tiers.tier import KeepsProofs, Order, StepVerdict, Tier
+from trainer_side.tiers.tier import Order, StepVerdict, Tier
 from trainer_side.tiers.tier_write import SlotWrite, TierWrite
 
 _log = logging.getLogger("holdfast.trainer.tiers")
@@ -418,7 +418,6 @@ class TierWriterThreads:
         try:
             with self.calls.noted(f"the verdict on step {step}, or its proof"):
                 if isinstance(verdict, StepProof):
-                    assert isinstance(self.tier, KeepsProofs)
                     self.tier.prove(attempt, step, verdict.digest)
                 elif verdict.complete:
                     self.tier.complete(attempt, step)

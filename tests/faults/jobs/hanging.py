@@ -18,7 +18,8 @@ from holdfast.errors import StoreError
 from tests.integration.jobs.tiers import model, tier_of
 from tests.support.restoring import CountingStore
 from trainer_side.ranks.mpi_world import MpiWorld
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.tier_inventory import take_inventory
 
@@ -26,7 +27,7 @@ RESTORE_SECONDS_MAX, START_SECONDS_MAX = 10.0, 1.0
 
 
 def main() -> None:
-    """Restore, report, begin anew."""
+    """Restore, report, begin again."""
     run, tiers, out = map(Path, sys.argv[1:4])
     peers = MpiWorld.join().peers()
     tier, store, live = tier_of(tiers, run, peers.rank), CountingStore(run), model(0)

@@ -83,7 +83,7 @@ def drift(net: Net, scenario: str) -> None:
 
 
 def wait_for_verdict(checkpointer: Checkpointer) -> None:
-    """So that each step is taken, or refused for its content."""
+    """Each step is then taken, or refused for its content."""
     deadline = time.monotonic() + WAIT_SECONDS_MAX
     while checkpointer._parts.areas.in_flight() or not checkpointer._tiers.is_idle:
         assert time.monotonic() < deadline

@@ -1,7 +1,7 @@
 """A training job in which torch itself splits the model among the ranks, in each way that it has, beside slow copies.
 
 `python sharded_steps.py OUT`. Each way is trained twice from the same seed: plain, and with a copy of all shards after
-each step, behind the gate. Rank by rank, OUT has per way: is the end the same, to the bit; how many copies were torn;
+each step, behind the gate. Rank by rank, OUT has per way: is the end the same, bit for bit; how many copies were torn;
 was an update held back.
 """
 

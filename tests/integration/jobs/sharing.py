@@ -1,6 +1,6 @@
 """Each rank restores a state of tensors of many sizes from a directory, over real MPI: `python sharing.py RUN OUT`.
 
-Writes to OUT, per rank, as JSON: bytes read, and whether every tensor is what it should be, to the bit.
+Writes to OUT, per rank, as JSON: bytes read, and whether every tensor is what it should be, bit for bit.
 """
 
 from __future__ import annotations

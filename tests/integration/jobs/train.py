@@ -102,7 +102,7 @@ def _pause(go_on: Path) -> None:
 
 
 def _wait_until_staged(checkpointer: Checkpointer, step: int) -> None:
-    """So that no step is declined because the one before is on its way, however slow machine and store are."""
+    """No step is then declined because the one before is on its way, however slow machine and store are."""
     seconds_max = float(os.environ.get("TRAIN_STAGED_SECONDS_MAX", STAGED_SECONDS_MAX))
     deadline = time.monotonic() + seconds_max
     kept = os.environ.get("TRAIN_WAITS_FOR") == "kept"

@@ -2,7 +2,8 @@
 
 `throttled://` keeps its files on this machine, and takes THROTTLED_BYTES_PER_SECOND of them, all writers together.
 While the file THROTTLED_STALL is there, it takes nothing. While the file THROTTLED_SECONDS is there, each piece takes
-the seconds that stand in it.
+the seconds that stand in it. While the file THROTTLED_SHARE is there, it takes the part of the bytes that stands in it,
+as if another job wrote the others.
 """
 
 import os
@@ -27,7 +28,9 @@ class ThrottledFileSystem(LocalFileSystem):
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         with _LOCK:
-            time.sleep(len(value) / float(os.environ["THROTTLED_BYTES_PER_SECOND"]))
+            share = os.environ.get("THROTTLED_SHARE")
+            part = float(Path(share).read_text()) if share and Path(share).exists() else 1.0
+            time.sleep(len(value) / float(os.environ["THROTTLED_BYTES_PER_SECOND"]) / part)
             slow = os.environ.get("THROTTLED_SECONDS")
             if slow and Path(slow).exists():
                 time.sleep(float(Path(slow).read_text()))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import flusher.engine as engine_module
+import flusher.succession as succession_module
 from flusher import retry_queue
 from flusher.recovery import settle, take_up
 from holdfast.errors import BusyError, DamageError, StoreError
@@ -38,7 +39,7 @@ class Refusing:
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 0.001)
     monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 0.002)
-    monkeypatch.setattr(engine_module, "_STANDS_SECONDS", 0.05)
+    monkeypatch.setattr(succession_module, "_STANDS_SECONDS", 0.05)
     made = Rig(tmp_path)
     made.store.before = Refusing()
     yield made
@@ -117,7 +118,7 @@ def test_the_newest_whole_step_stays_whatever_comes(rig: Rig) -> None:
 
 
 def test_a_store_that_is_only_slow_costs_no_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_STANDS_SECONDS", 3600.0)
+    monkeypatch.setattr(succession_module, "_STANDS_SECONDS", 3600.0)
     rig.fill(IMAGE, 5)
     rig.fill(IMAGE, 6)
     rig.engine.begin(CheckpointId(1, 7), IMAGE.layout)
@@ -129,7 +130,7 @@ def test_a_store_that_is_only_slow_costs_no_step(rig: Rig, monkeypatch: pytest.M
 def test_a_step_of_which_the_store_has_parts_waits_longer(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    monkeypatch.setattr(engine_module, "_STANDS_SECONDS_BEGUN", seconds)
+    monkeypatch.setattr(succession_module, "_STANDS_SECONDS_BEGUN", seconds)
     rig.store.before = Refusing(begin=1, write_part=2)
     rig.fill(IMAGE, 5)
     turn_until(rig, lambda: free_slots(rig) == 32 - IMAGE.layout.chunks + 2)

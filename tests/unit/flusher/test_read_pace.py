@@ -34,7 +34,7 @@ class Reader:
         assert self.read == chunks
 
     def rests_at(self, chunks: int) -> None:
-        """Wait until so many are read, and see that the next one waits."""
+        """Wait until this many bytes are read, and see that the next one waits."""
         self.reaches(chunks)
         self._thread.join(0.05)
         assert self.read == chunks

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from flusher import engine as engine_module
+from flusher import looks as looks_module
 from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
@@ -24,6 +25,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.shares import ShareNumber, Shares
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.concurrency import ConcurrencyLimit
 from holdfast.store.guarded import guarded
 from holdfast.telemetry.events import EventLog
@@ -33,7 +35,6 @@ from tests.support.memory_store import MemoryStore
 CHUNK_BYTES = 4096
 DEADLINE_SECONDS = 60.0
 IMAGE = made_up(3, entries=30, chunk_bytes=CHUNK_BYTES, ranks=2, entry_bytes_max=9000)
-SHARES = Shares.of(IMAGE.layout, 2, 1)
 KEY = CheckpointId(1, 5)
 FOLDER = ".holdfast/shares/a000001-s000000005."
 
@@ -55,11 +56,12 @@ class Heard(FlushListener):
 class Writer:
     """The flusher of one share without its process."""
 
-    def __init__(self, directory: Path, store: MemoryStore, index: int) -> None:
+    def __init__(self, directory: Path, store: MemoryStore, index: int, writers: int = 2) -> None:
         directory.mkdir()
-        self.number = ShareNumber(index, 2)
+        self.number = ShareNumber(index, writers)
+        self.chunks = Shares.of(IMAGE.layout, writers, 1).chunks_of(index)
         self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1)
-        self.ring.note_writers(1, 2)
+        self.ring.note_writers(1, writers)
         self.store = store
         self.lease = MemberLease() if index else WriterLease(store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
@@ -78,7 +80,7 @@ class Writer:
         )
 
     def crash(self, writers: int) -> None:
-        """The process dies; the next one is of so many."""
+        """The process dies; the next one is of this many."""
         self.engine.stop()
         self.maintenance.stop()
         self.inbox.close()
@@ -86,16 +88,22 @@ class Writer:
         self._start()
 
     def save(self) -> None:
-        digest = self.ring.put_layout(IMAGE.layout)
+        self.fill()
+        self.stage()
+
+    def fill(self) -> None:
+        self.ring.put_layout(IMAGE.layout)
         self.engine.begin(KEY, IMAGE.layout)
-        for chunk in SHARES.chunks_of(self.number.index):
+        for chunk in self.chunks:
             slot = next(n for n in range(32) if self.ring.state(n) is SlotState.FREE)
             self.ring.mark_filling(slot, *KEY, chunk)
             data = IMAGE.chunk_bytes(chunk)
             self.ring.slot_memory(slot)[: len(data)] = data
             self.ring.mark_full(slot, IMAGE.sources(chunk), len(data))
             self.engine.chunk(self.ring.record(slot))
-        self.ring.write_checkpoint(*KEY, "staged", digest, {})
+
+    def stage(self) -> None:
+        self.ring.write_checkpoint(*KEY, "staged", IMAGE.layout.digest, {})
         self.engine.staged(KEY)
 
     def close(self) -> None:
@@ -108,8 +116,12 @@ class Writer:
 
 
 def drain(*writers: Writer) -> None:
+    turn_until(writers, lambda: all(writer.engine.idle for writer in writers))
+
+
+def turn_until(writers: Iterable[Writer], is_so: Callable[[], bool]) -> None:
     until = time.monotonic() + DEADLINE_SECONDS
-    while not all(writer.engine.idle for writer in writers):
+    while not is_so():
         assert time.monotonic() < until
         for writer in writers:
             writer.inbox.wait(0.01)
@@ -140,11 +152,47 @@ def test_two_engines_make_one_file(store: MemoryStore, writers: list[Writer]) ->
     assert store.open_uploads == []
 
 
+class Together(MemoryStore):
+    """A store that answers reads of seals only when so many are asked for at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier: threading.Barrier | None = None
+
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        if self.barrier is not None and ".seal-" in name:
+            self.barrier.wait(DEADLINE_SECONDS)
+        return super().read(name, bytes_max)
+
+
+def test_the_commit_of_four_shares_adds_two_round_trips(tmp_path: Path) -> None:
+    store = Together()
+    writers = [Writer(tmp_path / str(index), store, index, 4) for index in range(4)]
+    lead, *members = writers
+    for writer in writers:
+        writer.fill()
+    for member in members:
+        member.stage()
+    turn_until(writers, lambda: all(f"{FOLDER}seal-{n}" in store.objects for n in (2, 3, 4)))
+    acts: list[tuple[str, str]] = []
+    store.before = lambda act, name: acts.append((act, name))
+    store.barrier = threading.Barrier(3)
+    lead.stage()
+    drain(lead)
+    drain(*members)
+    first, last = (acts.index(("create", name)) for name in (f"{FOLDER}seal-1", "step-000000005.json"))
+    between = [act for act, name in acts[first + 1 : last] if not name.startswith(".holdfast/writer-")]
+    assert between == ["resume", "publish"]
+    assert store.objects["step-000000005.pt"] == IMAGE.final
+    for writer in writers:
+        writer.close()
+
+
 def test_the_lead_gives_up_a_share_that_is_not_sealed_in_time(
     store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lead, member = writers
-    monkeypatch.setattr(engine_module, "_OTHERS_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(looks_module, "_OTHERS_SECONDS_MAX", 0.0)
     lead.save()
     drain(lead)
     assert "for share 2 of 2 to be sealed" in str(lead.heard.failures[-1])
@@ -156,11 +204,26 @@ def test_the_lead_gives_up_a_share_that_is_not_sealed_in_time(
     assert member.heard.durables == []
 
 
+def test_a_share_that_is_sealed_needs_its_flusher_no_more(store: MemoryStore, writers: list[Writer]) -> None:
+    lead, member = writers
+    lead.fill()
+    assert (member.engine.idle, member.engine.only_sealed) == (True, True)
+    member.fill()
+    assert not member.engine.only_sealed
+    member.stage()
+    turn_until(writers, lambda: member.engine.only_sealed)
+    assert not member.engine.idle
+    member.engine.stop()
+    lead.stage()
+    turn_until([lead], lambda: lead.engine.idle)
+    assert store.objects["step-000000005.pt"] == IMAGE.final
+
+
 def test_a_share_waits_for_its_lead_not_for_ever(
     store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = writers[1]
-    monkeypatch.setattr(engine_module, "_LEAD_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(looks_module, "_LEAD_SECONDS_MAX", 0.0)
     member.save()
     drain(member)
     assert "for the first stager's flusher to begin the upload" in str(member.heard.failures[-1])
@@ -172,7 +235,7 @@ def test_a_void_is_gone_once_a_later_step_is_published(
     store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lead, _ = writers
-    monkeypatch.setattr(engine_module, "_OTHERS_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(looks_module, "_OTHERS_SECONDS_MAX", 0.0)
     older = CheckpointId(1, 4)
     lead.engine.begin(older, IMAGE.layout)
     lead.engine.abort(older, HoldfastError("a rank is gone"))
@@ -204,12 +267,7 @@ def test_a_share_whose_upload_was_taken_back_hears_why(store: MemoryStore, write
     lead, member = writers
     lead.engine.begin(KEY, IMAGE.layout)
     member.engine.begin(KEY, IMAGE.layout)
-    until = time.monotonic() + DEADLINE_SECONDS
-    while not member.ring.has_progress(*KEY):  # its upload is open
-        assert time.monotonic() < until
-        for writer in writers:
-            writer.inbox.wait(0.01)
-            writer.engine.turn()
+    turn_until(writers, lambda: member.ring.has_progress(*KEY))  # its upload is open
     lead.engine.abort(KEY, HoldfastError("a rank is gone"))
     drain(lead)
     member.save()
@@ -223,11 +281,7 @@ def test_a_share_goes_on_as_it_began_although_the_run_has_one_stager_now(
 ) -> None:
     lead, member = writers
     lead.save()
-    until = time.monotonic() + DEADLINE_SECONDS
-    while f"{FOLDER}seal-1" not in store.objects:
-        assert time.monotonic() < until
-        lead.inbox.wait(0.01)
-        lead.engine.turn()
+    turn_until([lead], lambda: f"{FOLDER}seal-1" in store.objects)
     lead.crash(writers=1)
     assert [*take_up(lead.engine, lead.ring)] == [KEY]
     member.save()
@@ -237,15 +291,11 @@ def test_a_share_goes_on_as_it_began_although_the_run_has_one_stager_now(
 
 
 def test_a_lead_that_has_lost_the_run_takes_nothing_back(store: MemoryStore, writers: list[Writer]) -> None:
-    """Who has the run now may be publishing it."""
+    """The writer that has the run now may be publishing it."""
     lead, member = writers
     lead.engine.begin(KEY, IMAGE.layout)
     member.save()
-    until = time.monotonic() + DEADLINE_SECONDS
-    while f"{FOLDER}start" not in store.objects:
-        assert time.monotonic() < until
-        lead.inbox.wait(0.01)
-        lead.engine.turn()
+    turn_until([lead], lambda: f"{FOLDER}start" in store.objects)
     Lease.take(store, takeover=True)
     lead.engine.abort(KEY, HoldfastError("a rank is gone"))
     drain(lead)
@@ -259,7 +309,7 @@ def test_a_share_of_an_earlier_job_does_not_wait_for_a_lead_that_never_began(
     store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = writers[1]
-    monkeypatch.setattr(engine_module, "_EARLIER_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(looks_module, "_EARLIER_SECONDS_MAX", 0.0)
     member.save()
     for _ in range(20):
         member.inbox.wait(0.01)

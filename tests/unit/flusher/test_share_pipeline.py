@@ -13,8 +13,8 @@ from flusher.steps import (
     Aborted,
     Action,
     AllSealed,
+    Assemble,
     AwaitPublished,
-    AwaitSeals,
     Begin,
     ChunkFull,
     CrcsPut,
@@ -33,8 +33,10 @@ from flusher.steps import (
     Published,
     PutCrcs,
     ReadCrcs,
+    ReadSeal,
     Resume,
     Sealed,
+    SealRead,
     SealShare,
     Staged,
     Verified,
@@ -42,6 +44,7 @@ from flusher.steps import (
     WritePart,
 )
 from holdfast.checkpoints.publish import Finished
+from holdfast.checkpoints.share_records import ShareSeal
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
@@ -61,7 +64,7 @@ class Store:
         self.image, self.index, self.shares = image, LayoutIndex(image.layout), shares
         self.parts: dict[int, bytes] = {}
         self.crcs: dict[int, tuple[int, ...]] = {}
-        self.seals: dict[int, ShareSums] = {}
+        self.seals: dict[int, ShareSeal] = {}
         self.published: Publish | None = None
 
     def file(self) -> bytes:
@@ -141,8 +144,8 @@ class Flusher:
         match job:
             case ReadCrcs():
                 return job.of not in store.crcs
-            case AwaitSeals():
-                return len(store.seals) < store.shares.count
+            case ReadSeal():
+                return job.of not in store.seals
             case AwaitPublished():
                 return store.published is None
         return False
@@ -178,12 +181,15 @@ class Flusher:
                 return CrcsRead(KEY, job.of, store.crcs[job.of])
             case SealShare():
                 assert self.written.keys() == set(self.share.parts)
-                store.seals[self.share.index] = job.sums
-                return Sealed(KEY)
-            case AwaitSeals():
-                seals = [store.seals[share] for share in range(store.shares.count)]
+                store.seals[self.share.index] = sealed(job)
+                return Sealed(KEY, job.share, store.seals[self.share.index])
+            case ReadSeal():
+                return SealRead(KEY, job.of, store.seals[job.of])
+            case Assemble():
+                assert [seal.index for seal in job.seals] == list(range(store.shares.count))
+                sums = [ShareSums(seal.chunk_crcs, seal.entry_crcs) for seal in job.seals]
                 return AllSealed(
-                    Finished(KEY, store.index, *combined(store.image.layout, store.shares, seals))
+                    Finished(KEY, store.index, *combined(store.image.layout, store.shares, sums))
                 )
             case Publish():
                 store.published, self.ended = job, True
@@ -192,6 +198,22 @@ class Flusher:
                 self.ended = True
                 return Published(KEY)
         raise AssertionError(job)
+
+
+def sealed(job: SealShare) -> ShareSeal:
+    return ShareSeal(
+        attempt=KEY.attempt,
+        step=KEY.step,
+        host="kelp",
+        write_id="w000001-a",
+        index=job.share.index,
+        count=max(2, job.share.shares.count),
+        entry_crcs=job.sums.entry_crcs,
+        layout_digest="0" * 64,
+        first_chunk=job.share.chunks.start,
+        chunk_crcs=job.sums.chunk_crcs,
+        staged_at_unix=1.5,
+    )
 
 
 def run(flushers: list[Flusher], chance: random.Random) -> None:
@@ -283,9 +305,32 @@ def test_a_share_that_is_sealed_is_given_up_by_the_lead_alone() -> None:
         flusher.tell(Aborted(KEY, PeerLost("a rank is gone")))
     assert flushers[1].discarded is None
     awaited = flushers[0].jobs.pop()
-    assert isinstance(awaited, AwaitSeals)
+    assert isinstance(awaited, ReadSeal)
     flushers[0].tell(JobFailed(KEY, (), PeerLost("given up")))
     assert isinstance(flushers[0].discarded, PeerLost)
+
+
+def test_all_seals_are_asked_for_together() -> None:
+    store, flushers, _ = split(5)
+    lead = flushers[0]
+    while lead.work_one() or lead.send_one():
+        pass
+    assert [job.of for job in lead.jobs if isinstance(job, ReadSeal)] == [1, 2, 3, 4]
+    assert len(lead.jobs) == 4
+    assert set(store.seals) == {0}
+
+
+def test_once_the_nearest_share_is_there_the_crcs_of_all_others_are_asked_for_together() -> None:
+    store, flushers, chance = split(5)
+    last = flushers[4]
+    while last.work_one() or last.send_one():
+        pass
+    assert [job.of for job in last.jobs if isinstance(job, ReadCrcs)] == [3]
+    run(flushers[3:4], chance)
+    while 3 not in store.crcs:
+        run(flushers[:4], chance)
+    last.work_one()
+    assert [job.of for job in last.jobs if isinstance(job, ReadCrcs)] == [0, 1, 2]
 
 
 def test_a_share_does_not_start_over_by_itself_when_the_upload_is_lost() -> None:

@@ -251,7 +251,7 @@ def test_a_training_that_always_writes_has_its_checkpoints_verified_and_removed(
 def test_a_training_that_always_writes_piles_up_no_checkpoints(
     tmp_path: Path, held: contextlib.ExitStack
 ) -> None:
-    """Each is written while the one before is read: no read waits for a pause in the writing, as there is none."""
+    """Each is written while the one before is read: no read waits for a pause in the writing, which has no pauses."""
     rig = Rig(tmp_path / "run", held, verify=True)
     rig.maintenance.give_way(busy=True)
     rig.published(rig.old, rig.new)

@@ -200,7 +200,7 @@ def test_without_tiers_hurry_shortens_the_wait_for_the_other_ranks() -> None:
 
     tiers = TierSet(StagerCouncil(agree))
     tiers.council.agree(Proposal("", [], 0, {}))
-    tiers.hurry(3.0)
+    tiers.council.hurry(3.0)
     tiers.council.agree(Proposal("", [], 0, {}))
     assert waits == [None, 3.0]
 

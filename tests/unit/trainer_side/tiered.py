@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import Checkpoint, checkpoint
-from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.restore.restore_attempt import Restored
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored, RestoreOptions
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.tier import Tier
 
@@ -67,7 +67,7 @@ def bring_back(
 
 
 def assert_step(results: Sequence[Restored | None], targets: Sequence[Vector], step: int) -> list[Restored]:
-    """Every rank has restored this step, to the bit."""
+    """Every rank has restored this step, bit for bit."""
     found = []
     for result, target in zip(results, targets, strict=True):
         assert result is not None

@@ -14,7 +14,7 @@ from holdfast.checkpoints.share_records import (
     share_objects,
     voided,
 )
-from holdfast.errors import DamageError, ProtocolError
+from holdfast.errors import DamageError, PeerLost, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.share_sums import ShareSums, entry_crcs_of
@@ -74,9 +74,9 @@ def test_records_of_one_flusher_are_read_by_the_others_until_they_are_cleared() 
     crcs = records.crcs(start, 1)
     assert crcs is not None
     assert crcs.entry_crcs == sums(1).entry_crcs
-    assert not records.is_sealed(2)
+    assert records.seal(start, 2) is None
     seals = seal_all(records, start)
-    assert records.is_sealed(2)
+    assert [records.seal(start, share) for share in range(3)] == seals
     assert seals[0].record == {"stager": {"n": 0}}
     assert list(share_objects(store.list())) == [KEY]
     records.clear(3)
@@ -135,6 +135,39 @@ def test_the_first_void_stays_and_says_who_and_why() -> None:
     assert [name.rpartition(".")[2] for name in store.objects] == ["void"]
 
 
+def test_a_share_that_was_given_up_is_never_sealed_and_the_seals_alone_say_so() -> None:
+    store = MemoryStore()
+    records, start = begun(store)
+    seal_all(records, start)
+    store.delete(".holdfast/shares/a000007-s000000120.seal-2")
+    assert records.put_void(1, "its disk is gone")
+    with pytest.raises(PeerLost, match=r"share 2, on .* its disk is gone"):
+        records.seal(start, 1)
+    with pytest.raises(PeerLost, match=r"share 2, on .* its disk is gone"):
+        records.put_seal(start, ImageShare(SHARES, 1), sums(1), staged_at_unix=0.0, record={})
+
+
+def test_a_share_that_is_sealed_is_given_up_by_the_lead_alone() -> None:
+    store = MemoryStore()
+    records, start = begun(store)
+    seals = seal_all(records, start)
+    assert not records.put_void(1, "its disk is gone")
+    assert (records.seal(start, 1), records.void()) == (seals[1], None)
+    assert records.put_void(0, "its disk is gone")
+    with pytest.raises(PeerLost, match="share 1, on "):
+        records.seal(start, 0)
+    assert records.void() is not None
+
+
+def test_a_seal_of_an_upload_before_this_one_is_replaced() -> None:
+    store = MemoryStore()
+    records, start = begun(store)
+    _, other = begun(store, write_id="w000006-b")
+    records.put_seal(other, ImageShare(SHARES, 1), sums(1), staged_at_unix=0.0, record={})
+    made = records.put_seal(start, ImageShare(SHARES, 1), sums(1), staged_at_unix=0.0, record={})
+    assert records.seal(start, 1) == made
+
+
 @pytest.mark.parametrize("name", ["start", "crcs-2", "seal-2", "void"])
 def test_a_record_that_is_none_of_ours_is_our_error(name: str) -> None:
     store = MemoryStore()
@@ -151,7 +184,7 @@ def test_a_record_that_is_none_of_ours_is_our_error(name: str) -> None:
     elsewhere.begin(other, IMAGE.layout)
     elsewhere.put_crcs(other, ImageShare(SHARES, 1), ())
     elsewhere.put_seal(other, ImageShare(SHARES, 1), sums(1), staged_at_unix=0.0, record={})
-    elsewhere.put_void(1, "")
+    elsewhere.put_void(2, "")
     store.objects[full] = store.objects[full.replace("120", "121")]
     with pytest.raises(ProtocolError, match=r"step 121 \(attempt 7\), expected step 120"):
         read()

@@ -429,7 +429,7 @@ def test_pull_names_the_chunk_and_leaves_what_was_there(
 
 
 class Breaking(MemoryStore):
-    """Gives so many chunks of a file, then fails; notes where it was read."""
+    """Gives this many chunks of a file, then fails; notes where it was read."""
 
     def __init__(self, reads: int) -> None:
         super().__init__()

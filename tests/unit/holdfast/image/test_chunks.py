@@ -21,7 +21,7 @@ _ENTRY_BYTES = 19  # so that fields begin at any address
 
 
 class _Scene:
-    """One chunk with so many entries; behind each its CRC, and at the end all of them again, as in a zip file."""
+    """One chunk with this many entries; behind each its CRC, and at the end all of them again, as in a zip file."""
 
     def __init__(self, entries: int) -> None:
         apart = _ENTRY_BYTES + 6

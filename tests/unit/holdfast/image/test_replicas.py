@@ -179,7 +179,7 @@ def test_a_drift_text_fits_a_manifest() -> None:
 
 
 def _split_layout(*holders: int) -> Layout:
-    """A replicated entry; one split in two parts, held by so many ranks each; one split without replicas."""
+    """A replicated entry; one split in two parts, held by this many ranks each; one split without replicas."""
     ranks = sum(holders)
     upper, lower = Region((0, 0), (6, 10)), Region((6, 0), (4, 10))
     shared = unite((10, 10), 4, [upper] * holders[0] + [lower] * holders[1])

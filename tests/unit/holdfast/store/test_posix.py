@@ -157,3 +157,32 @@ def test_sweep_names_what_it_removed(tmp_path: Path) -> None:
     assert len(removed) == 1
     assert "dead-a.pt" in removed[0]
     assert store.sweep() == []
+
+
+def test_a_file_of_another_machine_is_found_although_the_client_remembers_that_it_was_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an NFS client: a name that was missing stays so until its directory is opened, and that asks the server."""
+    store, missing, opened = PosixStore(tmp_path), set[Path](), os.open
+    (tmp_path / "records").mkdir()
+
+    def remembering(path: Any, flags: int, *more: Any, **where: Any) -> int:
+        if flags & os.O_DIRECTORY:
+            missing.clear()
+        elif Path(path) in missing:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        try:
+            return opened(path, flags, *more, **where)
+        except FileNotFoundError:
+            missing.add(Path(path))
+            raise
+
+    monkeypatch.setattr(os, "open", remembering)
+    with pytest.raises(StoreMissing):
+        store.read("records/seal-2")
+    assert missing == {tmp_path / "records" / "seal-2"}
+    (tmp_path / "records" / "seal-2").write_bytes(b"sealed")
+    missing.add(tmp_path / "records" / "seal-2")
+    assert store.read("records/seal-2") == b"sealed"
+    with pytest.raises(StoreMissing):
+        store.read("no-such-directory/seal-2")

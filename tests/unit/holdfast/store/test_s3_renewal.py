@@ -1,4 +1,4 @@
-"""Credentials that expire while a run goes on: read anew from where they came, and the same upload goes on."""
+"""Credentials that expire while a run goes on: read again from where they came, and the same upload goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever declines a step states its cause, and every reader counts that one."""
+"""A process that declines a step states its cause, and every reader counts that one."""
 
 from __future__ import annotations
 

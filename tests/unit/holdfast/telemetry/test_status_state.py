@@ -59,6 +59,20 @@ def test_a_checkpoint_is_followed_from_the_flushers_events() -> None:
     ]
 
 
+def test_the_shares_of_a_checkpoint_are_followed_from_seal_to_seal() -> None:
+    lead, member = (StatusState("flusher", "r", clock=lambda: 1000.0) for _ in range(2))
+    for state, share in ((lead, "1/2"), (member, "2/2")):
+        state.hear("flush_began", {"attempt": 1, "image_bytes": 100, "share": share}, 7)
+        state.hear("flush_held", {"attempt": 1, "message": "no room"}, 7)
+        state.hear("share_sealed", {"attempt": 1, "share": share, "chunks": 3}, 7)
+    assert (newest(lead).sealed, newest(member).sealed) == (("1/2",), ("2/2",))
+    assert (newest(member).share, newest(member).held, newest(member).durable_at_unix) == ("2/2", "", None)
+    lead.hear("seal_read", {"attempt": 1, "share": "2/2", "host": "kelp-2"}, 7)
+    assert newest(lead).sealed == ("1/2", "2/2")
+    member.hear("published", {"attempt": 1, "file": "step-000000007.pt"}, 7)
+    assert newest(member).durable_at_unix == 1000.0
+
+
 def test_steps_that_are_not_taken_are_counted_by_cause_and_the_last_are_kept() -> None:
     state = StatusState("stager", "r", ranks=list, clock=lambda: 1.0)
     state.hear("stager_ready", {"attempt": 3, "ranks": 2, "flusher_pid": 1}, None)

@@ -12,7 +12,7 @@ from holdfast.telemetry.event_reading import Log, LoggedEvent
 from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.live.live_page import live_page
 from operator_side.report.facts import RunFacts, gather
-from operator_side.status.run_status import RunStatus
+from operator_side.status.run_status import Peer, RunStatus
 from tests.unit.operator_side.page.reading import Page, loads_nothing, policy_of, tiles_of
 from tests.unit.operator_side.report.logs import EVENTS, STATUS, facts_of
 from tests.unit.operator_side.status.test_run_status import NOW, done, in_ring, ring, said, status
@@ -63,13 +63,34 @@ def test_live_page_shows_every_rank_and_loads_nothing(ranks: int) -> None:
 def test_tiles_say_what_a_kill_loses_and_how_far_the_run_is() -> None:
     tiles = tiles_of(shown(run(2)))
     assert tiles == {
+        "last good step": "40",
         "a kill now loses": "~60 steps",
         "with the stager&#39;s node": "~60 steps",
         "newest staged step": "40",
         "newest durable step": "40",
-        "newest verified step": "-",
     }
     assert "60.0 s, $60.00; resumes from step 40" in shown(run(2))
+
+
+def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
+    def state(found: RunStatus, *events: LoggedEvent) -> tuple[str, str]:
+        text = shown(found, gather("r", Log(list(events))))
+        (said,) = re.findall(r'</h1>\s*<p class="(\w+)"><span class="dot">■</span> ([^<]*)</p>', text)
+        return said
+
+    gone = status(flusher=Peer("gone"), stager=Peer("gone"))
+    silent = status(stager=Peer("silent"))
+    launched = LoggedEvent(NOW - 100, "launched", "supervisor", None, None, {"attempt": 1})
+    killed = LoggedEvent(NOW, "ended", "supervisor", None, None, {"cause": "killed", "message": "by SIGKILL"})
+    done_well = LoggedEvent(NOW, "ended", "supervisor", None, None, {"cause": "done", "message": "well"})
+    at = "attempt 1 ended at 1970-01-01 02:46:40 UTC"
+    assert state(run(2)) == ("back", "some ranks are missing")
+    assert state(status(stager_said=said("stager", ranks=[{"rank": 0}]))) == ("training", "training")
+    assert state(silent, launched) == ("back", "the stager does not answer")
+    assert state(gone) == ("idle", "no training job is running")
+    assert state(gone, launched) == ("starting", "attempt 1, launched 2 min ago, has no stager here")
+    assert state(gone, launched, killed) == ("lost", f"{at} (killed): by SIGKILL")
+    assert state(gone, launched, done_well) == ("idle", f"{at} (done): well")
 
 
 def test_ranks_that_are_still_coming_have_nothing_to_lose() -> None:
@@ -82,7 +103,13 @@ def test_ranks_that_are_still_coming_have_nothing_to_lose() -> None:
 def test_logs_add_kills_goodput_and_losses() -> None:
     facts = facts_of(STATUS, EVENTS, price=12.4)
     tiles = tiles_of(shown(run(2), facts))
-    assert (tiles["interruptions"], tiles["steps lost"], tiles["goodput"]) == ("3", "~5", "~10 %")
+    assert list(tiles.items())[:5] == [
+        ("goodput", "~10 %"),
+        ("steps lost", "~5"),
+        ("cost", "$0.29"),
+        ("last good step", "40"),
+        ("interruptions", "3"),
+    ]
     assert "loss" not in tiles
     events = [
         LoggedEvent(NOW, "save", "trainer", 0, step, {"loss": 2.0 - step / 1000}) for step in range(1000)
@@ -93,6 +120,27 @@ def test_logs_add_kills_goodput_and_losses() -> None:
     points = losses["series"][0]["data"]
     assert points[-1] == {"x": 999, "y": 1.001}
     assert len(points) <= 500
+
+
+def test_charts_go_on_with_the_logs_when_the_store_has_only_the_checkpoints_that_are_kept() -> None:
+    stager = said("stager", *(done(step, pgt1_seconds=1.0) for step in (80, 90)))
+    events = []
+    for at, attempt, step in ((0, 1, 10), (5, 1, 20), (9, 2, 15), (12, 2, 30)):
+        record = {"ranks": {"0": {"saved_at_unix": NOW + at}}}
+        fields = {"attempt": attempt, "pgt2_seconds": 2.0, "record": record}
+        events.append(LoggedEvent(NOW + at + 2, "durable", "flusher", None, step, fields))
+    text = shown(status(stager_said=stager), gather("r", Log(events)))
+    progress, durations = (json.loads(one["data-chart"] or "") for one in Page(text).of("figure"))
+    assert [point["y"] for point in progress["series"][0]["data"]] == [10, 20, 15, 30], "a loss is a fall"
+    assert [point["x"] for point in durations["series"][0]["data"]] == [10, 20, 15, 30]
+    assert progress["yTitle"] == "step"
+    assert durations["yTitle"] == "time"
+
+
+def test_the_interval_is_said_once() -> None:
+    stager = said("stager", done(30), done(45), interval_why="every 15 steps: 0.9 % stall")
+    line = "interval: every 15 steps or 15.0 s, from the last two saves; auto: 0.9 % stall"
+    assert line in Page(shown(status(stager_said=stager))).text
 
 
 def test_an_attempt_that_runs_reaches_to_now() -> None:

@@ -397,6 +397,36 @@ def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
     assert [(one.event, one.step, one.is_notice) for one in facts.happened] == [("set_aside", 10, False)]
 
 
+def test_without_the_ranks_logs_the_stager_tells_when_training_began_and_from_where(tmp_path: Path) -> None:
+    """As under torchrun: ranks log on their own machines, and no supervisor judges."""
+    lines: list[Line] = [
+        (0.0, "stager", "stager_ready", {"attempt": 1, "ranks": 2}),
+        *checkpoint(5, 10.0),
+        *checkpoint(10, 20.0),
+        (40.0, "stager", "rank_lost", {"lost_rank": 1, "reason": "rank 1 is dead"}),
+        (40.0, "stager", "stager_ended", {}),
+        (50.0, "stager", "stager_ready", {"attempt": 2, "ranks": 2}),
+        (
+            51.0,
+            "stager",
+            "resume_proof",
+            {"step": 10, "attempt": 1, "verdict": "not proven", "text": "not proven"},
+        ),
+        *checkpoint(15, 60.0, attempt=2),
+        (90.0, "stager", "stager_ended", {}),
+    ]
+    facts = facts_of(written(tmp_path / "log", [line for line in lines if line[1] != "trainer"]))
+    first, second = facts.attempts
+    assert (first.training_at_unix, second.training_at_unix) == (T0 + 10, T0 + 60)
+    assert (second.restored_attempt, second.restored_step) == (1, 10)
+    (loss,) = facts.interruptions
+    assert loss.lost is not None
+    assert (loss.down_seconds, loss.lost.seconds, loss.lost.steps) == (20.0, 20.0, 10)
+    assert facts.goodput is not None
+    assert facts.goodput.is_estimate
+    assert facts.goodput.parts["starting"] == 10.0
+
+
 def test_the_restored_one_of_two_checkpoints_of_a_step_counts(tmp_path: Path) -> None:
     """After a return to an older step the same numbers come again; no rank's log is on this machine."""
     told: list[Line] = []

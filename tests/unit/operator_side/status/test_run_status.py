@@ -16,6 +16,7 @@ from holdfast.telemetry.status_document import CheckpointStatus, RankStatus, Sta
 from operator_side.commands.status_output import bar, render, spark
 from operator_side.status.ring_files import RingCheckpoint, RingLook
 from operator_side.status.run_status import Interval, Peer, RunEvidence, RunStatus, compose
+from operator_side.status.share_progress import ShareLook
 from tests.support.checkpoints import manifest_of, small_image
 
 NOW = 10_000.0
@@ -249,7 +250,7 @@ def test_the_status_says_what_a_newcomer_wants_to_know() -> None:
         "A KILL RIGHT NOW LOSES",
         "$10.00",
         "step 90",
-        "1 ranks: 1 here",
+        "1 rank: 1 here",
         "4 of 8 chunks",
     ):
         assert words in text
@@ -277,7 +278,7 @@ def test_without_a_window_nothing_is_left_out() -> None:
 
 def test_the_worst_ranks_and_the_newest_checkpoints_of_many_are_shown() -> None:
     text = shown(many(5000), width=400)
-    assert "and 4992 more ranks, in no worse state" in text
+    assert "and 4,992 more ranks, in no worse state" in text
     assert "and 94 older checkpoints in flight" in text
     assert "13 earlier ones not shown" in text
     assert "held" in text
@@ -328,3 +329,33 @@ def test_bars_and_sparks() -> None:
     assert spark([1.0, 2.0, 9.0]) == "▁▂█"
     assert spark([3.0, 3.0]) == "▅▅"
     assert spark([]) == ""
+
+
+# -- several stagers ------------------------------------------------------------------------------------------------
+
+
+def test_each_share_of_the_step_in_flight_is_told_from_rings_and_seals() -> None:
+    lead = said("flusher", checkpoint(15, share="1/4", sealed=("1/4", "3/4")))
+    second = ShareLook(1, ring(in_ring(15, "receiving")), said("flusher", checkpoint(15, share="2/4")))
+    found = status(ring=ring(in_ring(15)), flusher_said=lead, others=(second,))
+    assert [(one.share, one.state) for one in found.shares] == [
+        ("1/4", "sealed"),
+        ("2/4", "receiving"),
+        ("3/4", "sealed"),
+        ("4/4", "elsewhere"),
+    ]
+    assert "shares of step 15: 1/4 sealed, 2/4 receiving, 3/4 sealed, 4/4 elsewhere" in shown(found)
+    assert found.document()["shares"][1] == {"attempt": 1, "step": 15, "share": "2/4", "state": "receiving"}
+
+
+def test_on_the_machine_of_another_share_its_own_ring_is_its_own_share() -> None:
+    own = said("flusher", checkpoint(15, share="2/2"))
+    found = status(ring=ring(in_ring(15)), flusher_said=own)
+    assert [(one.share, one.state) for one in found.shares] == [("1/2", "elsewhere"), ("2/2", "staged")]
+
+
+@pytest.mark.parametrize("share", ["", "9", "2/1"])
+def test_a_run_with_one_stager_has_no_shares(share: str) -> None:
+    found = status(ring=ring(in_ring(15)), flusher_said=said("flusher", checkpoint(15, share=share)))
+    assert found.shares == ()
+    assert "shares" not in shown(found)

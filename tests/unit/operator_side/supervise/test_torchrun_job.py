@@ -23,7 +23,7 @@ class MadeUpStager:
 
     Args:
         status: Its exit code.
-        restarts_max: So many restarts it is given.
+        restarts_max: How many restarts it is given.
     """
 
     address, restarts, left_ring = "127.0.0.1:29411", 0, False

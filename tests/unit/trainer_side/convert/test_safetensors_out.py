@@ -1,4 +1,4 @@
-"""Checkpoints as safetensors files: read back by the library itself, to the bit."""
+"""Checkpoints as safetensors files: read back by the library itself, bit for bit."""
 
 from __future__ import annotations
 

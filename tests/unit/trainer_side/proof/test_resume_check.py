@@ -46,7 +46,7 @@ class PlayedTiers(TierSet):
 
 
 class PlayedLink:
-    """A stager that keeps what it is told; `alone`: there is none."""
+    """A stager that keeps what it is told; `alone`: no stager at all."""
 
     def __init__(
         self, store: Path, *, rank: int = 0, ring: ProofRecord | None = None, alone: bool = False
@@ -101,7 +101,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def recorded(store: Path, ranks: int) -> ProofRecord:
-    """As a run with so many ranks leaves it, of step 4."""
+    """As a run with this many ranks leaves it, of step 4."""
 
     def record(peers: Peers) -> Digest:
         link = PlayedLink(store, rank=peers.rank)

@@ -14,7 +14,8 @@ from holdfast.image.manifest import State, manifest_name
 from holdfast.store.posix import PosixStore
 from tests.support.restoring import Ranks, ThreadPeers, publish
 from trainer_side.restore.choice import WantedBest, wanted_best
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 
 RULE = BestRule(metric="loss", mode="min")
 LOSSES: dict[int, dict[str, Any]] = {

@@ -13,7 +13,8 @@ from holdfast.errors import DamageError
 from tests.support.restoring import CountingStore, publish
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import structure
-from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import RestoreOptions
 
 
 def bring_back(state: dict[str, torch.Tensor], root: Path) -> None:
@@ -22,7 +23,7 @@ def bring_back(state: dict[str, torch.Tensor], root: Path) -> None:
 
 
 def make_larger(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Have `torch.load` make storages as those versions do, for elements of so many bytes."""
+    """Have `torch.load` make storages as those versions do, for elements of this many bytes."""
     plain = torch.load
 
     def load(file: Any, map_location: Callable[[Any, str], Any], weights_only: bool) -> Any:

@@ -26,8 +26,8 @@ from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
 from tests.support.slices import DictTier, checkpoint
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import targets as targets_module
-from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.restore.restore_attempt import Restored
+from trainer_side.restore.restore import restore
+from trainer_side.restore.restore_attempt import Restored, RestoreOptions
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import encode, reserve_bytes
 from trainer_side.state.rng import RngState

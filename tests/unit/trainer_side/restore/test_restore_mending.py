@@ -109,7 +109,7 @@ def test_a_tier_that_breaks_is_made_good_by_the_next_source(
 
 
 def test_every_rank_learns_which_tiers_have_the_whole_checkpoint(store: CountingStore) -> None:
-    """Of the one a frame is damaged, of another a slice is missing, the third has all."""
+    """One has a damaged frame, another lacks a slice, the third has all."""
     made = saved(5)
     memory = [DictTier().put(made, rank) for rank in range(2)]
     memory[1].flip(5, 1, frames_of(made.layout, 1)[2].offset)
@@ -121,7 +121,7 @@ def test_every_rank_learns_which_tiers_have_the_whole_checkpoint(store: Counting
 
 @pytest.mark.parametrize("where", ["head", "tensor", "chunks"])
 def test_sizes_in_a_layout_are_not_believed(store: CountingStore, where: str) -> None:
-    """Whoever may write into a tier may write a layout with any sizes, and a seal that fits it."""
+    """Another program may write into a tier a layout with any sizes, and a seal that fits it."""
     saved(4).publish(Path(store.url))
     made = saved(5)
     huge = 1 << 56

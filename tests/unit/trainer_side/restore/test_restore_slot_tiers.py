@@ -24,7 +24,7 @@ from trainer_side.restore.restore_attempt import Restored
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers import slot_tier
 from trainer_side.tiers.open_tiers import open_tier
-from trainer_side.tiers.tier import KeepsProofs, Tier
+from trainer_side.tiers.tier import Tier
 
 _KINDS = ("memory", "nvme", "file", "pm")
 
@@ -54,7 +54,7 @@ class Machines:
             keep(tier, made, rank, complete=False)
         for tier in tiers:
             tier.complete(made.attempt, made.step)
-            if proven and isinstance(tier, KeepsProofs):
+            if proven:
                 tier.prove(made.attempt, made.step, {"step": made.step + 1})
             tier.close()
 

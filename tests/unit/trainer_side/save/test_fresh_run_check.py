@@ -1,4 +1,4 @@
-"""A script that does not restore begins a run anew only where there is nothing, or where it says so."""
+"""A script that does not restore begins a new run only where there is nothing, or where it says so."""
 
 from __future__ import annotations
 

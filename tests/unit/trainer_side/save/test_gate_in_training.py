@@ -1,4 +1,4 @@
-"""The gate in real training loops: what is copied is the state at `save()`, and training ends as without, to the bit.
+"""The gate in real training loops: what is copied is the state at `save()`, and training ends as without, bit for bit.
 
 Each loop runs twice from the same seed: plain, and with a slow copy of all parameters and moments after every step,
 layer by layer, as the copy thread does it.

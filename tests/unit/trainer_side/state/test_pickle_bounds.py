@@ -20,7 +20,7 @@ from trainer_side.state.pickle_bounds import refuse_costly_pickle
 
 
 def depth_of(value: Any) -> int:
-    """How far tuples lie in tuples; what is in a list or dict begins anew."""
+    """How deep tuples lie in tuples; the count begins again in a list or dict."""
     found, pending = 0, [(value, 0)]
     while pending:
         node, depth = pending.pop()

@@ -43,7 +43,7 @@ class AppState(Stateful):
         self.seen = state_dict["seen"]
 
     def train(self, steps: int) -> list[str]:
-        """The losses, to the bit."""
+        """The losses, bit for bit."""
         losses = []
         for _ in range(steps):
             batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(self.seen))

@@ -9,8 +9,8 @@ import pytest
 from holdfast.command.checks import CheckPlan, CheckState
 from holdfast.store import file_system
 from trainer_side.checks import tiers
-from trainer_side.tiers import huge_pages
-from trainer_side.tiers.huge_pages import why_small_pages
+from trainer_side.tiers import tier_directory
+from trainer_side.tiers.tier_directory import why_small_pages
 
 REMOUNT = "mount -o remount,huge=within_size /fast"
 
@@ -21,7 +21,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: str, chose
     if chosen is not None:
         setting.write_text("always within_size advise never deny force\n".replace(chosen, f"[{chosen}]"))
     monkeypatch.setattr(file_system, "_MOUNTS", mounts)
-    monkeypatch.setattr(huge_pages, "_SHMEM_ENABLED", setting)
+    monkeypatch.setattr(tier_directory, "_SHMEM_ENABLED", setting)
 
 
 @pytest.mark.parametrize(

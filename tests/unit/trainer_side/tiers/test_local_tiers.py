@@ -29,7 +29,7 @@ from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
 from trainer_side.tiers.medium import CachedFile, PmFile
 from trainer_side.tiers.open_tiers import open_tiers
 from trainer_side.tiers.slot_files import SlotFiles
-from trainer_side.tiers.tier import KeepsProofs, Tier
+from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_write import TierWrite
 
@@ -93,13 +93,7 @@ class Rank:
 
     def proofs(self, step: int) -> list[Digest]:
         """The proofs of this step in the tiers."""
-        found = [
-            tier.proof(one)
-            for tier in self.tiers
-            if isinstance(tier, KeepsProofs)
-            for one in tier.kept()
-            if one.seal.step == step
-        ]
+        found = [tier.proof(one) for tier in self.tiers for one in tier.kept() if one.seal.step == step]
         return [digest for digest in found if digest is not None]
 
     def bytes_of(self, step: int, number: int = 0) -> set[int]:

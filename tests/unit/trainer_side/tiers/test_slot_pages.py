@@ -19,7 +19,6 @@ from trainer_side.tiers.medium import MappedFile
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_pages import SlotPages
-from trainer_side.tiers.tier import MakesSlots
 
 SECONDS = 60
 pytestmark = pytest.mark.skipif(not can_populate(), reason="a kernel before 5.14")
@@ -101,7 +100,6 @@ def test_a_slot_without_room_is_named_declined_and_tried_again(
     making.may.set()
     rank = Rank([f"memory:{tmpfs}"])
     (tier,) = rank.tiers
-    assert isinstance(tier, MakesSlots)
     until(lambda: not tier.is_making)
     assert "not all slots are made" in caplog.text
     assert "slot 1: No space left on device" in caplog.text
@@ -127,7 +125,6 @@ def test_room_that_was_promised_to_another_rank_is_not_free(
         second.prepare(layout, 1)
     slots(tmpfs)  # the one that failed has left none
     making.may.set()
-    assert isinstance(first, MakesSlots)
     assert first.await_slot(1)
     second.prepare(layout, 1)
     first.close()

@@ -1,0 +1,193 @@
+"""Runs the jobs of the pipeline in threads, and once more those that could not be done yet.
+
+    submit ─► checkers │ writers │ lookers │ publishers ─► inbox: the answer, `JobFailed`, or
+                                                           `Retry`      the store fails         ─► retry_queue
+                                                           `LookAgain`  another flusher is late ─► looks
+
+For the loop's thread; only what runs in a worker thread says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flusher.flusher_context import FlusherContext
+from flusher.jobs import Jobs
+from flusher.looks import LookAgain, Looks
+from flusher.retry_queue import RetryCounts, RetryQueue
+from flusher.share_jobs import NotYet
+from flusher.steps import Job, JobFailed, ReadCrcs, ReadSeal, WritePart
+from flusher.workers import Workers
+from holdfast.errors import FencedError, HoldfastError, PeerLost, StoreError
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import WRITERS_MAX
+from holdfast.store.concurrency import ConcurrencyLimit
+
+_log = logging.getLogger("holdfast.flusher")
+_CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
+_LOST_ROUNDS = 3  # for an error that allows both: retry this often, then start over
+
+
+class Retry(NamedTuple):
+    """The store failed a job."""
+
+    job: Job
+    round_number: int
+    error: StoreError
+
+
+class JobRunner:
+    """See the module.
+
+    Args:
+        is_dropping: Whether a checkpoint is being given up: then a job need not succeed any more.
+
+    Attributes:
+        running: Jobs that have not answered yet.
+        publishers: One thread for what must wait for the store without a writer's place.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        context: FlusherContext,
+        writers: ConcurrencyLimit,
+        is_dropping: Callable[[CheckpointId], bool],
+    ) -> None:
+        self._jobs, self._inbox, self._is_dropping = jobs, context.inbox, is_dropping
+        # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
+        self._checkers = Workers("checker", _CHECKERS)
+        self._writers = Workers("writer", writers.most, writers)
+        # One for each other share: what all of them wrote is read in the time of one request.
+        self._lookers = Workers("looker", WRITERS_MAX - 1)
+        self.publishers = Workers("publisher", 1)
+        self._later = RetryQueue()
+        self._held = RetryCounts(context.events)
+        self.looks = Looks(context.share)
+        self.running = 0
+
+    def stop(self) -> None:
+        """End the threads; what runs is waited for, what waits is dropped."""
+        for workers in (self._checkers, self._writers, self._lookers, self.publishers):
+            workers.stop()
+
+    def submit(self, job: Job, round_number: int = 0, since: float | None = None) -> None:
+        """Run a job. `round_number`: how often the store has failed it; `since`: its first look at the records of
+        others.
+        """
+        self.running += 1
+        workers = self._writers if isinstance(job, WritePart) else self._checkers
+        if isinstance(job, ReadCrcs | ReadSeal):
+            workers = self._lookers
+        elif not job.slots:  # opening and publishing wait for the store, and must not take a writer's place
+            workers = self.publishers
+        workers.submit((0, *job.key), lambda: self._run(job, round_number, since))  # older checkpoints first
+
+    def _run(self, job: Job, round_number: int, since: float | None) -> int:
+        """In a worker thread. Returns the bytes that the store has taken."""
+        try:
+            self._inbox.put(self._jobs.run(job))
+            return sum(nbytes for _, nbytes in job.pieces) if isinstance(job, WritePart) else 0
+        except NotYet as missing:
+            self._inbox.put(LookAgain(job, str(missing), time.monotonic() if since is None else since))
+        except StoreError as error:
+            is_lost = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
+            self._inbox.put(
+                JobFailed(job.key, job.slots, error) if is_lost else Retry(job, round_number, error)
+            )
+        except FencedError as error:
+            self._inbox.put(error)
+        except HoldfastError as error:
+            self._inbox.put(JobFailed(job.key, job.slots, error))
+        except OSError as error:  # of the machine, such as no descriptors: it costs time
+            told = StoreError(f"{job.key}: {type(job).__name__}: {error}", retriable=True)
+            self._inbox.put(Retry(job, round_number, told))
+        except Exception as error:  # noqa: BLE001 - a bug costs this checkpoint, never the ring with all the others
+            _log.exception("%s: %s failed with an unexpected error", job.key, type(job).__name__)
+            self._inbox.put(
+                JobFailed(job.key, job.slots, StoreError(f"{job.key}: {type(error).__name__}: {error}"))
+            )
+        return 0
+
+    # -- once more -----------------------------------------------------------------------------------------------
+
+    def retry(self, item: Retry, failed: Callable[[JobFailed], None]) -> None:
+        """Run a job again that the store has failed. `failed`: told instead if its checkpoint is being given up."""
+        job, round_number, error = item
+        given_up = JobFailed(job.key, job.slots, error)
+        if self._is_dropping(job.key):
+            failed(given_up)
+            return
+
+        def again() -> None:
+            if self._is_dropping(job.key):
+                failed(given_up)
+            else:
+                self.submit(job, round_number + 1)
+
+        self._later.put(job.key, self._held.held(job.key, error), again)
+
+    def look_again(self, item: LookAgain, attempt: int, failed: Callable[[JobFailed], None]) -> None:
+        """Have a job look later whether another flusher is so far, but not for ever. `attempt`: the ring's."""
+        job = item.job
+
+        def again() -> None:
+            if self._is_dropping(job.key):
+                failed(JobFailed(job.key, job.slots, PeerLost(f"{job.key}: given up")))
+            else:
+                self.submit(job, since=item.since)
+
+        error = self.looks.too_long(item, attempt)
+        if error is not None:
+            failed(JobFailed(job.key, job.slots, error))
+        elif self._is_dropping(job.key):
+            again()
+        else:
+            self.looks.put(item, again)
+
+    def later(self, key: CheckpointId, error: StoreError, act: Callable[[], None]) -> None:
+        """Call `act` after the pause of a checkpoint that the store has failed."""
+        self._later.put(key, self._held.held(key, error), act)
+
+    def at_once(self, key: CheckpointId) -> None:
+        """A checkpoint that waits for the store, or for other flushers, need not wait any longer."""
+        self._later.at_once(key)
+        self.looks.at_once(key)
+
+    def progressed(self, key: CheckpointId) -> None:
+        """When the store takes something of a held checkpoint, all that waits for the store is tried at once."""
+        if self._held.progressed(key):
+            self._later.at_once()
+
+    def forget(self, key: CheckpointId) -> None:
+        self._held.forget(key)
+        self.looks.forget(key)
+
+    def do_due(self) -> None:
+        self._later.do_due()
+        self.looks.do_due()
+
+    # -- waiting for the store -----------------------------------------------------------------------------------
+
+    @property
+    def waits_for_store(self) -> bool:
+        return bool(self._later)
+
+    @property
+    def wait_seconds(self) -> list[float]:
+        """How long until each queue has something to do."""
+        waits = (self._later.wait_seconds, self.looks.wait_seconds)
+        return [wait for wait in waits if wait is not None]
+
+    @property
+    def held_seconds(self) -> float:
+        """How long all work has been waiting for the store; 0 while anything else is in progress."""
+        return self._held.seconds
+
+    @property
+    def held_error(self) -> StoreError | None:
+        """Why the store takes nothing; None if it has failed nothing."""
+        return self._held.error

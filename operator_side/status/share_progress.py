@@ -1,0 +1,76 @@
+"""How far each of several stagers is with its share of the checkpoint in flight. Pure.
+
+sealed       the store has all of it: the flusher that leads has seen its seal
+staged       the ring on this machine has all of it        receiving  … has begun it
+elsewhere    its ring is on another machine, and it is not sealed: ask there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import ShareNumber
+from holdfast.telemetry.status_document import CheckpointStatus, StatusDocument
+from operator_side.status.ring_files import RingLook
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLook:
+    """What this machine has of one more stager of a run. `index`: of its share; 0 leads."""
+
+    index: int
+    ring: RingLook | None
+    flusher_said: StatusDocument | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShareProgress:
+    """One share, as K/S, of one checkpoint."""
+
+    attempt: int
+    step: int
+    share: str
+    state: Literal["sealed", "staged", "receiving", "elsewhere"]
+
+
+def share_progress(
+    key: CheckpointId, ring: RingLook | None, said: StatusDocument | None, others: Iterable[ShareLook]
+) -> tuple[ShareProgress, ...]:
+    """The shares of one checkpoint, in order; none where one stager receives all. `ring`, `said`: of the run's
+    directory, which is that of the first share, or of the only one on this machine.
+    """
+    others = list(others)
+    rows = [row for one in (said, *(other.flusher_said for other in others)) for row in _rows(one, key)]
+    numbers = [number for row in rows if (number := _number(row.share)) is not None]
+    if not numbers:
+        return ()
+    own = next((number.index for row in _rows(said, key) if (number := _number(row.share))), 0)
+    rings = {own: ring} | {other.index: other.ring for other in others}
+    sealed = {share for row in rows for share in row.sealed}
+    shares = [str(ShareNumber(index, numbers[0].writers)) for index in range(numbers[0].writers)]
+    return tuple(
+        ShareProgress(*key, share, "sealed" if share in sealed else _in_ring(rings, index, key))
+        for index, share in enumerate(shares)
+    )
+
+
+def _rows(said: StatusDocument | None, key: CheckpointId) -> list[CheckpointStatus]:
+    return [row for row in said.checkpoints if (row.attempt, row.step) == key] if said else []
+
+
+def _number(share: str) -> ShareNumber | None:
+    try:
+        return ShareNumber.of_text(share)
+    except ValueError:  # empty, or from outside
+        return None
+
+
+def _in_ring(
+    rings: Mapping[int, RingLook | None], index: int, key: CheckpointId
+) -> Literal["staged", "receiving", "elsewhere"]:
+    ring = rings.get(index)
+    states = [one.state for one in ring.checkpoints if (one.attempt, one.step) == key] if ring else []
+    return states[0] if states else "elsewhere"

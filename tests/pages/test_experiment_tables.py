@@ -1,0 +1,140 @@
+"""Tables and verdicts of experiments, from documents whose truth is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import papers
+from benchmarks.behind import behind
+from benchmarks.experiments import interference, models, stager_size, table, tiered
+
+
+def _verdict(experiment: str, place: str, document: dict[str, Any]) -> tuple[str, str]:
+    (row,) = (of for of in papers.RESULTS if of.experiment == experiment and of.place == place)
+    return row.judge(document)
+
+
+def _interfered(adaptive: float, static: float) -> dict[str, Any]:
+    of = {"nothing saved": 1.0, "alone": 1.02, "static": static, "adaptive": adaptive}
+    runs = [
+        {
+            "name": name,
+            "round": number,
+            "iteration_seconds": [9.0, *[scale * seconds] * 4],
+            "saved": [] if name == "nothing saved" else [0, 3],
+        }
+        for number, scale in enumerate((1.0, 2.0))  # a slower round is beside its own plain run
+        for name, seconds in of.items()
+    ]
+    return {"runs": runs, "left": 1 / 3, "write_seconds": 0.5, "iteration_seconds": 0.05}
+
+
+def test_the_adaptive_interval_is_judged_beside_the_same_rounds_plain_run() -> None:
+    document = _interfered(adaptive=1.1, static=2.0)
+    static = interference.overheads(document, "static")
+    assert (static.least, static.median, static.greatest) == pytest.approx((1.0, 1.0, 1.0))
+    assert _verdict("interference", "policy", document)[0] == "reproduced"
+    assert _verdict("interference", "policy", _interfered(2.0, 1.1))[0] == "not reproduced"
+    assert _verdict("interference", "abstract", document)[0] == "reproduced"
+    (grid,) = interference.grids(document)
+    assert [row[0] for row in grid.rows] == ["nothing saved", "alone", "static", "adaptive"]
+    assert [row[4] for row in grid.rows] == ["", "3, 3", "3, 3", "3, 3"]
+
+
+def _sized() -> dict[str, Any]:
+    def cell(cpus: float, memory_bytes: int, seconds: list[float]) -> dict[str, Any]:
+        rounds = [{"staged_seconds": value, "done_seconds": 2 * value} for value in seconds]
+        return {"cpus": cpus, "memory_bytes": memory_bytes, "ring_bytes": 50, "rounds": rounds}
+
+    cells = [cell(0.5, 1 << 30, [4.0, 9.0]), cell(2.0, 1 << 30, [1.0, 3.0]), cell(2.0, 4 << 30, [1.0, 1.0])]
+    return {"image_bytes": 100, "cells": cells}
+
+
+def test_a_stagers_size_is_held_against_the_most_cpus_with_the_same_memory() -> None:
+    times = stager_size.times_as_long(_sized(), "staged_seconds")
+    assert (times[0.5, 1 << 30].least, times[0.5, 1 << 30].greatest) == (3.0, 4.0)
+    assert times[2.0, 4 << 30].median == 1.0
+    assert stager_size.dollars_an_hour(0.5, 1 << 30) == pytest.approx(0.024685)
+    (grid,) = stager_size.grids(_sized())
+    assert grid.rows[0][:2] == ("0.5 CPUs, 1 GiB, ring 0.5 images", "0.0247")
+    assert "0.5 CPUs, 1 GiB, $0.025/h: staged 3.5" in _verdict("stager-size", "fig. 12, table 3", _sized())[1]
+
+
+def _models(mlc_base: list[float]) -> dict[str, Any]:
+    def figures(seconds: float) -> dict[str, float]:
+        return {"stall_seconds": seconds / 10, "staged_seconds": seconds, "done_seconds": seconds}
+
+    return {
+        "models": {
+            f"model{number}": {
+                "image_bytes": 10**9,
+                "parameters": 10**8,
+                "rounds": [
+                    {"holdfast": figures(1.0), "torch.save+fsync": figures(2.0), "mlc-base": figures(theirs)}
+                ],
+                "phases": {},
+            }
+            for number, theirs in enumerate(mlc_base)
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("mlc_base", "verdict"), [([2.0, 3.0], "beaten"), ([2.0, 1.5], "in part"), ([1.5, 0.5], "not reproduced")]
+)
+def test_ten_models_are_held_against_what_acute_claims_of_each(mlc_base: list[float], verdict: str) -> None:
+    document = _models(mlc_base)
+    assert _verdict("models", "table 2", document)[0] == verdict
+    assert "1 GB 2.0, 1 GB 2.0" in _verdict("models", "fig. 11", document)[1]
+    figures, ratios, _ = models.grids(document)
+    assert figures.rows[0] == (
+        "model0, 100.0 M, 1.00 GB",
+        *["0.100 (0.100–0.100)", *["1.000 (1.000–1.000)"] * 2],
+    )
+    assert ratios.rows[0][-1] == f"{mlc_base[0]:.1f} ({mlc_base[0]:.1f}–{mlc_base[0]:.1f})"
+
+
+def _gated(layered: float, coarse: float) -> dict[str, Any]:
+    runs = [
+        {
+            "every": 5,
+            "coarse": held,
+            "tier": 1 + stall,
+            "none": 1.0,
+            "stall_seconds": stall,
+            "copy_seconds": 0.3,
+            "seconds": 0.05,
+            "update": 0.15,
+        }
+        for held, stall in ((False, layered), (True, coarse))
+    ]
+    plain = {"every": 1, "coarse": False, "tier": 1.5, "none": 1.0, "stall_seconds": 0.1}
+    of_nvme = {"tier": "nvme", "in_flight": 1, "writers": 1, "runs": [plain], "restore_seconds": [1.0]}
+    of_memory = {"tier": "memory", "in_flight": 1, "writers": 1, "runs": runs, "restore_seconds": [1.0]}
+    return {"experiment": "tiered", "runs": [of_nvme, of_memory]}
+
+
+def test_gates_are_compared_where_both_were_measured() -> None:
+    ahead, after = _gated(0.05, 0.2), _gated(0.2, 0.1)
+    assert [(of["tier"], every) for of, every in tiered.gated(ahead)] == [("memory", 5)]
+    assert _verdict("tiered", "figs. 10, 11", ahead)[0] == "reproduced"
+    assert _verdict("tiered", "figs. 10, 11", after)[0] == "not reproduced"
+    assert behind(ahead) == ""
+    assert "memory, every 5, layer-wise gate: 20.0 % against the coarse gate 10.0 %" in behind(after)
+    _, gates, _ = tiered.grids(ahead)
+    assert gates.rows[0][-2:] == ("0.25 (0.25–0.25)", "300 (300–300)")
+
+
+def test_what_never_becomes_durable_has_no_such_time() -> None:
+    figures = {"stall_seconds": 0.1, "staged_seconds": 1.0, "done_seconds": 1.0}
+    rounds = [
+        {"holdfast": {**figures, "done_seconds": 2.0}, "torch.save+fsync": figures, "gemini-like": figures}
+    ]
+    document = {"experiment": "table", "rounds": rounds, "image_bytes": 10**9, "phases": {}}
+    document |= {"memory": {"ranks": {}}, "idle_cpu_percent": {}, "ring_bytes": 1}
+    rows = {row[0]: row for row in table.grids(document)[0].rows}
+    assert rows["gemini-like"][2:4] == ("1.000 (1.000–1.000)", "")
+    assert "gemini-like" not in behind(document)
+    assert "durable: 2.000 s against torch.save+fsync 1.000 s" in behind(document)
