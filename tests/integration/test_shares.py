@@ -64,7 +64,10 @@ class Machines:
         attempt = self.stagers[index].attempt
         self.stagers[index].close()
         self.flushers[index] = self.flusher(index)
-        self.stagers[index] = self.stager(index, attempt)
+        self.stagers[index] = stager = self.stager(index, attempt)
+        # As a real one says again what it knows: the step may have become durable before it came.
+        digest = self.image.layout.digest
+        stager.channel.send("begin", attempt=attempt, step=5, layout_digest=digest)
 
     def save(self, step: int, *indexes: int) -> None:
         for index in indexes or range(WRITERS):
