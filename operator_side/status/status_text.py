@@ -8,7 +8,7 @@ from holdfast.command.output import seconds
 from holdfast.telemetry.status_document import StatusLine
 from operator_side.page.words import clock, plural
 from operator_side.status.loss import Lost
-from operator_side.status.run_status import Interval, Peer, RunStatus
+from operator_side.status.run_status import FAILURES, Peer, RunStatus
 
 _RANK_STATES = ("here", "coming", "silent", "left", "lost")
 _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
@@ -62,14 +62,16 @@ def line_text(line: StatusLine, now_unix: float) -> str:
     return f"{age(now_unix, line.at_unix)} ago {line.event}{step}: {line.text}"
 
 
-def interval_lines(interval: Interval) -> list[str]:
-    """The distance of the last saves, and the reason for it, if there is one."""
-    lines = [
-        f"interval: every {plural(interval.steps, 'step')} or {seconds(interval.seconds)}, from the last two saves"
-    ]
-    if interval.why:  # it begins with the steps, which the first line has
-        lines.append(f"  auto: {interval.why.removeprefix(f'every {interval.steps} steps: ')}")
-    return lines
+def interval_lines(status: RunStatus) -> list[str]:
+    """The distance of the last saves, the reason for it, and how often the run is interrupted, as far as known."""
+    lines, interval = [], status.interval
+    if interval is not None:
+        every = f"every {plural(interval.steps, 'step')} or {seconds(interval.seconds)}"
+        lines.append(f"interval: {every}, from the last two saves")
+        # The reason begins with the steps, which the first line has, and ends with the failures of the last one.
+        why = interval.why.partition(FAILURES)[0].removeprefix(f"every {interval.steps} steps: ")
+        lines += [f"  auto: {why}"] if why else []
+    return [*lines, status.failures] if status.failures else lines
 
 
 def age(now_unix: float, at_unix: float) -> str:

@@ -397,7 +397,9 @@ def test_the_share_that_is_written_last_is_told(tmp_path: Path) -> None:
         ]
     told = what_happened(facts_of(written(tmp_path / "log", lines)))
     (line,) = [line for line in told if "several stagers" in line]
-    assert line.startswith("Among 3 checkpoints of several stagers, share 3/3 was the last to be written of 3; ")
+    assert line.startswith(
+        "Among 3 checkpoints of several stagers, share 3/3 was the last to be written of 3; "
+    )
     assert line.endswith("the last share came 1.00 s after the first at the median.")
     alone = facts_of(written(tmp_path / "one", checkpoint(10, 100.0)))
     assert not any("several stagers" in line for line in what_happened(alone))
