@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 
@@ -47,6 +47,7 @@ _LOOK_AGAIN_SECONDS = 0.02
 _LOOK_AGAIN_REMOTE_SECONDS = 0.5  # the server shares the cores with what is waited for
 
 Progress = Callable[[str], None]
+_Peer = TypeVar("_Peer")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Shape:
         folder: Where all peers write; None is the place for temporary files.
         launcher: `mpirun`, with the stager in the job; or `torchrun`, beside one that stands alone.
         stager_inside: What the command of a stager that stands alone begins with, such as one that enters a cgroup.
-        links: Of ranks and stagers, each in a network namespace, without a launcher; None: all are on this machine.
+        links: For ranks and stagers, each in a network namespace, without a launcher; None: all are on this machine.
     """
 
     model: str = "gpt2"
@@ -82,7 +83,7 @@ class Shape:
         return replace(self, ring_bytes=ring, chunk_bytes=_TOY_CHUNK_BYTES)
 
 
-def turn(peers: Sequence[str], number: int) -> list[str]:
+def turn(peers: Sequence[_Peer], number: int) -> list[_Peer]:
     """Order of the peers in round `number`: turned by one each time, so that no place is anybody's."""
     first = number % len(peers) if peers else 0
     return [*peers[first:], *peers[:first]]
@@ -273,7 +274,7 @@ class Cluster:
         return jobs.flusher_pids(self.folders.runtime)
 
     def pids(self) -> dict[str, int]:
-        """Of stager, flusher and rank 0. Of several stagers, the first."""
+        """Stager, flusher and rank 0; with several stagers, the first."""
         return {
             "stager": self.job.find("stager"),
             "flusher": self.flusher_pids[0],

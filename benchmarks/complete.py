@@ -35,7 +35,7 @@ def require_same(expected: Any, got: Any, *, what: str) -> int:
     """Compare a loaded state with the one that was saved.
 
     Args:
-        expected, got: Nested state dicts. Of a whole tensor that is split among the ranks here, this rank's part is
+        expected, got: Nested state dicts. From a whole tensor that is split among the ranks here, this rank's part is
             compared.
         what: Whose, for the message.
 

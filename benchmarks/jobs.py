@@ -194,7 +194,7 @@ class StandingStager:
         listen: The address that it listens at.
         inside: What its command begins with, such as `ip netns exec NAME`.
         key: That of the ranks; empty: a new one.
-        name: Of its log.
+        name: Its log's.
 
     Attributes:
         address: HOST:PORT.

@@ -91,5 +91,5 @@ def stolen() -> Callable[[], float]:
 
 
 def _steal_seconds() -> float:
-    """Of all cores together, since the machine began."""
+    """For all cores together, since the machine began."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))

@@ -42,7 +42,7 @@ class Links:
 
     Attributes:
         rank_bits: Bits a second of each rank's.
-        stager_bits: Of each stager's.
+        stager_bits: Each stager's.
         stagers: How many receive a share of each image, at most 9. 0: rank 0 starts one beside it.
     """
 
@@ -156,7 +156,7 @@ class ShapedJob(Job):
         return inside
 
     def find(self, word: str) -> int:
-        """As `Job`. Of several stagers, the first."""
+        """As `Job`; with several stagers, the first."""
         if word == "stager" and self._stagers:
             return self._stagers[0].process.pid
         return super().find(word)

@@ -20,9 +20,9 @@ class StagerLimits:
 
     Attributes:
         card_rate: Bytes a second of the network card, each way.
-        receiving_seconds: Of the stager's one thread, for each byte that it receives.
-        frame_seconds: Of the same thread, for each frame.
-        frame_bytes: Of a frame, on average.
+        receiving_seconds: The stager's one thread, for each byte that it receives.
+        frame_seconds: The same thread, for each frame.
+        frame_bytes: A frame's, on average.
         connections: Most requests to the store at once.
         connection_rate: Bytes a second of one of them.
     """

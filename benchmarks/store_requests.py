@@ -6,7 +6,7 @@
     one: its last part is written ───────┴─► requests of the flusher that publishes ─► the manifest is written
 
 A request is one call of the store's interface; tries of the same call are one. Requests that overlap are one round
-trip. Those of a directory take so little that threads would run them one after the other by chance, so each but a
+trip. Requests of a directory take so little that threads would run them one after the other by chance, so each but a
 part's takes some milliseconds more, as over a network.
 """
 
@@ -76,7 +76,7 @@ def commit(requests: Sequence[Request], manifest: str) -> list[Request]:
     included. With one stager: from the end of the last part.
 
     Args:
-        requests: Of checkpoints that were written one after the other.
+        requests: For checkpoints that were written one after the other.
         manifest: Name of the object.
 
     Raises:

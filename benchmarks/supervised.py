@@ -50,6 +50,7 @@ class Program:
     Attributes:
         model: As of `benchmarks.workload`.
         compute_seconds, update_seconds: Of an iteration; both are timed waits, as if a device worked.
+        peer: What saves and restores without holdfast; empty: nothing does.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Program:
     every: int
     compute_seconds: float
     update_seconds: float
+    peer: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Attempt:
     """One launch, as far as it came.
 
     Attributes:
-        restore_seconds: Of its restore, the wait for the stager included.
+        restore_seconds: Its restore, the wait for the stager included.
     """
 
     first_step: int
@@ -114,6 +116,7 @@ class Supervised:
         ]
         trained += ["--compute-seconds", str(program.compute_seconds)]
         trained += ["--update-seconds", str(program.update_seconds)]
+        trained += ["--peer", program.peer] if program.peer else []
         command, environment = self._prepare(program.ranks, trained, environment)
         self._said = self._folder / "said"
         with self._said.open("wb") as said:
@@ -135,7 +138,7 @@ class Supervised:
         return command, _unmet(environment)
 
     def attempts(self) -> list[Attempt]:
-        """Those that have begun to train, in order."""
+        """The ones that have begun to train, in order."""
         paths = sorted(
             self._folder.glob("attempt-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2])
         )

@@ -186,7 +186,7 @@ def _compared(document: Document) -> dict[str, Document]:
 
 
 def _worst(values: Mapping[str, Spread], limit: float, digits: int = 2) -> Verdict:
-    """Of several meshes or launchers: met where all meet it."""
+    """For several meshes or launchers: met where all meet it."""
     text = "; ".join(f"{name}: {value.text(digits)}" for name, value in values.items())
     return Verdict(text, all(value.median <= limit for value in values.values()))
 
@@ -505,7 +505,7 @@ def grid(documents: Mapping[str, Document | None], *, only: str = "", where: str
     """All targets that these documents say something about, or those of one experiment, each with its verdict.
 
     Args:
-        documents: Of one machine: a limit may be computed from two of them.
+        documents: One machine's: a limit may be computed from two of them.
         where: That machine, for the title.
     """
     rows = []

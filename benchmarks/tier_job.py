@@ -123,7 +123,7 @@ def main() -> None:
         force_gate(coarse=order["coarse"])
         stalls_before = len(checkpointer.stats.cst_seconds)
         copies.clear()
-        found = {}
+        found: dict[str, float] = {}
         same = tuple(order[name] for name in ("round", "iterations", "seconds", "update"))
         for name in ("none", "tier"):
             if name == "none" and same in alone:

@@ -31,8 +31,8 @@ class Sample:
     Attributes:
         start, end: Begin of `save()`; durable.
         stall_seconds: In `save()`, before updates, and in them.
-        first_update_seconds: Of that, before and in the first update: the one that may wait.
-        stall_cpu_seconds: Of the stall, what the training thread was on a core: the rest it slept, or waited for one.
+        first_update_seconds: The part before and in the first update: the one that may wait.
+        stall_cpu_seconds: In the stall, what the training thread was on a core: the rest it slept, or waited for one.
     """
 
     start: float
@@ -105,7 +105,7 @@ def train(
     checkpoint's full cost.
 
     Args:
-        peer: Who saves; None: nobody.
+        peer: The peer that saves; None: nobody.
         workload: What is trained.
         first_step: Number of the first iteration.
         iterations: How many.

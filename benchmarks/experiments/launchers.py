@@ -96,7 +96,7 @@ def added(document: Mapping[str, Any], figure: str) -> dict[str, Spread]:
     """By launcher: how much longer it takes with holdfast, round by round. Empty if nothing was started bare.
 
     Args:
-        document: Of this experiment.
+        document: This experiment's.
         figure: `seconds`, `start_seconds` or `restore_seconds`, which for a bare script is a barrier.
     """
     found = {}

@@ -129,7 +129,7 @@ class Series:
     """The runs of one part, in `runs`, and one checkpoint of each peer and round outside of them, in `saves`.
 
     Args:
-        seconds: Of an iteration.
+        seconds: For an iteration.
         elapsed: Seconds since the experiment's begin.
     """
 

@@ -125,7 +125,7 @@ def _trained(job: subprocess.Popen[bytes], out: Path, log: Path) -> list[int]:
 
 
 def _figures(marks: list[dict[str, float]], begun: float, told: float, ended: float) -> dict[str, float]:
-    """Of the slowest rank."""
+    """The slowest rank's."""
 
     def last(name: str) -> float:
         return max(of[name] for of in marks)

@@ -162,7 +162,7 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
 
 
 def phases_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Of holdfast's own record, by who did it: seconds, the slowest rank's, over these checkpoints."""
+    """From holdfast's own record, by who did it: seconds, the slowest rank's, over these checkpoints."""
     result: dict[str, Any] = {}
     records = [manifest.record for manifest in manifests]
     for phase in _PHASES:
@@ -178,7 +178,7 @@ def phases_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
 
 
 def medians(rounds: list[dict[str, dict[str, float]]], peer: str, name: str) -> Spread | None:
-    """Of one figure of one peer, if it was measured."""
+    """For one figure of one peer, if it was measured."""
     values = columns(rounds, peer, name)
     return spread(values) if values else None
 
@@ -186,7 +186,7 @@ def medians(rounds: list[dict[str, dict[str, float]]], peer: str, name: str) -> 
 def ratio(
     rounds: list[dict[str, dict[str, float]]], over: tuple[str, str], under: tuple[str, str]
 ) -> Spread | None:
-    """Of two (peer, figure), in the rounds that have both."""
+    """For two (peer, figure), in the rounds that have both."""
     both = [of for of in rounds if over[1] in of.get(over[0], {}) and under[1] in of.get(under[0], {})]
     return ratios(columns(both, *over), columns(both, *under)) if both else None
 

@@ -83,7 +83,7 @@ def _mirror_memory(sizes: Sizes) -> dict[str, float]:
 
 
 def _lane_gb_per_second(sizes: Sizes, nbytes: int, copy: Callable[[], object]) -> float:
-    """Of the median round."""
+    """The median round's."""
     seconds = []
     for _ in range(_WARM_UP + sizes.rounds):
         torch.cuda.synchronize()

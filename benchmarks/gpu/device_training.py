@@ -64,7 +64,7 @@ class DeviceTraining:
     """A transformer with a fused AdamW on the current device, always on the same tokens.
 
     Args:
-        sizes: Of the model. It has fewer layers where `free_bytes` have no room for four checkpoints.
+        sizes: The model's. It has fewer layers where `free_bytes` have no room for four checkpoints.
     """
 
     def __init__(self, sizes: ModelSizes, free_bytes: int) -> None:
@@ -91,7 +91,7 @@ class DeviceTraining:
 
     @property
     def state_bytes(self) -> int:
-        """Of one checkpoint."""
+        """One checkpoint's."""
         return sum(tensor.nbytes for tensor in tensors_of(self))
 
     def step(self) -> None:
@@ -197,7 +197,7 @@ class Way:
         """Until what it makes beside the training is there."""
 
     def host_bytes(self) -> int:
-        """Of host memory that it holds."""
+        """Bytes of host memory that it holds."""
         return 0
 
     def found(self, paths: Sequence[tuple[Any, ...]], step: int) -> tuple[list[torch.Tensor], float]:

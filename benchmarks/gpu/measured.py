@@ -13,7 +13,7 @@ __all__ = ["FULL", "QUICK", "Measured", "ModelSizes", "Sizes", "write_json"]
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Of a transformer that trains: `batch` sequences of `context` tokens in each step."""
+    """A transformer that trains: `batch` sequences of `context` tokens in each step."""
 
     layers: int
     width: int
@@ -30,7 +30,7 @@ class Sizes:
     Attributes:
         large_bytes, small_bytes: Of the states of 30 large and of many small tensors.
         large, small, tiny: Models that train. `small` and `large` are saved by every peer.
-        window_steps_min: Of a window that is compared with another one.
+        window_steps_min: For a window that is compared with another one.
     """
 
     rounds: int

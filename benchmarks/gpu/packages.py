@@ -1,6 +1,6 @@
 """The packages that a bare machine lacks: taken from a folder of wheels, or from the index if it answers.
 
-Those of holdfast, and the peers. What cannot be had is left: phases that need it say so, and the others run.
+The packages of holdfast, and the peers. What cannot be had is left: phases that need it say so, and the others run.
 """
 
 from __future__ import annotations

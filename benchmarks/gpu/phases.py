@@ -56,7 +56,7 @@ PHASES = (
 
 
 def groups(phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
-    """Those that run at the same time."""
+    """The ones that run at the same time."""
     found: list[list[TimedPhase]] = []
     for phase in phases:
         if phase.together and found and found[-1][0].together == phase.together:
@@ -67,7 +67,7 @@ def groups(phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
 
 
 def seconds_of(phases: Sequence[TimedPhase]) -> float:
-    """Those of all of them together."""
+    """All of them together."""
     return sum(max(phase.seconds_max for phase in group) for group in groups(phases))
 
 

@@ -55,7 +55,7 @@ class GpuRun:
     """The documents of a folder.
 
     Attributes:
-        ways: Of holdfast and its peers, at each size.
+        ways: The ways of holdfast and its peers, at each size.
     """
 
     def __init__(self, folder: Path) -> None:

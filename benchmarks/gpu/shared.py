@@ -25,7 +25,7 @@ class Shared:
     """See the module.
 
     Attributes:
-        opening: Of holdfast's at size `large`: seconds until each slot has been used, and its bytes.
+        opening: For holdfast's at size `large`: seconds until each slot has been used, and its bytes.
     """
 
     def __init__(self, sizes: Sizes, folder: Path) -> None:
@@ -78,7 +78,7 @@ class Shared:
         return self._windows
 
     def windows_of(self, training: DeviceTraining, saver: Way) -> Windows:
-        """Those of any way."""
+        """The ones of any way."""
         return Windows(training, saver, self.rates()["pinned"], self.sizes.window_steps_min)
 
     @property
@@ -93,7 +93,7 @@ class Shared:
 
 
 def gb_per_second(to: torch.Tensor, of: torch.Tensor, rounds: int) -> float:
-    """Of the median round of bare copies; the first is not counted."""
+    """The median round of bare copies; the first is not counted."""
     seconds = []
     for _ in range(1 + rounds):
         torch.cuda.synchronize()

@@ -45,7 +45,7 @@ def measure_way(
 
     Args:
         measured: Where they go.
-        windows: Of the way.
+        windows: The way's.
         shared: For the bare rates.
         size, pattern: Its size, and which windows.
         way: What is known of it.

@@ -113,7 +113,7 @@ class Windows:
                 hook.remove()
 
     def figures(self) -> dict[str, Any]:
-        """Of the windows so far."""
+        """For the windows so far."""
         none, gb = _milliseconds(self._windows["none"]), self.training.state_bytes / 1e9
         found: dict[str, Any] = {}
         for kind, name in (("idle", "stall"), ("queued", "stall_queued")):

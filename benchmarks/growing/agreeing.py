@@ -32,7 +32,7 @@ def agree(state: str, ranks: int, tensors: int) -> dict[str, float]:
     Args:
         state: One of `STATES`.
         ranks: Training ranks.
-        tensors: Of the state, on each rank.
+        tensors: The state's, on each rank.
     """
     before_bytes = psutil.Process().memory_info().rss
     seconds, received_bytes, resident_bytes = _round(_frames(STATES[state], ranks, tensors), ranks)

@@ -33,7 +33,7 @@ def catalogue(checkpoints: int, tensors: int) -> dict[str, dict[str, float]]:
     """CPU seconds, most resident bytes and manifests read of a process for each look at one run.
 
     Args:
-        checkpoints: Of the run; their files are sparse.
+        checkpoints: The run's; their files are sparse.
         tensors: That each manifest names.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def _measure(run: str, what: str) -> dict[str, float]:
 
 
 def _most_resident_bytes() -> int:
-    """Of this program: `ru_maxrss` has what the process was before it began."""
+    """For this program: `ru_maxrss` has what the process was before it began."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 

@@ -59,7 +59,7 @@ def connections(speed: SinkSpeed, seconds: float) -> dict[str, dict[str, float]]
     """Bytes a second, connections and CPU seconds per GB of each way to one sink.
 
     Args:
-        speed: Of the sink.
+        speed: The sink's.
         seconds: For each way, of which the second half counts.
     """
     found = {}

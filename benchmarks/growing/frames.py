@@ -93,7 +93,7 @@ def stager_per_frame(ranks: int, chunks: int, ring_chunks: int) -> dict[str, flo
 
     Args:
         ranks: Training ranks.
-        chunks: Of the image; each is one frame.
+        chunks: The image's; each is one frame.
         ring_chunks: Slots of the ring.
     """
     layout = Layout(

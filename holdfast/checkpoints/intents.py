@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from holdfast.checkpoints.publish import writer_attempt
+from holdfast.checkpoints.publish import exists, writer_attempt
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.sealed import seal, unseal
@@ -124,7 +124,7 @@ def take_back(store: Store, write_id: str) -> str:
     intent = _read(store, intent_name(write_id))
     if intent is None:
         return ""
-    is_listed = _is_listed(store, intent)
+    is_listed = exists(store, manifest_name(intent.file))  # a manifest of this write or another, whole or not
     if is_listed and intent.act == "remove":
         return ""  # who meant to remove it may only stand still: it would leave the file to nobody
     removes = not is_listed and _is_that_write(store, intent)
@@ -150,15 +150,6 @@ def _read(store: Store, name: str) -> Intent | None:
         _log.warning("%s/%s: is no intent that this version reads; left as it is", store.url, name)
         return None
     return intent
-
-
-def _is_listed(store: Store, intent: Intent) -> bool:
-    """Whether a manifest stands there, of this write or of another one, whole or not."""
-    try:
-        store.size(manifest_name(intent.file))
-    except StoreMissing:
-        return False
-    return True
 
 
 def _is_that_write(store: Store, intent: Intent) -> bool:

@@ -51,7 +51,7 @@ def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     names = names_of(key)
     for name in names:
         # The manifest first: who asks for a step that is published is told so.
-        if _is_manifest_there(store, name, key) or name in taken or _exists(store, name):
+        if _is_manifest_there(store, name, key) or name in taken or exists(store, name):
             continue
         return name
     raise BusyError(
@@ -81,7 +81,7 @@ def _is_manifest_there(store: Store, file: str, key: CheckpointId) -> bool:
     return True
 
 
-def _exists(store: Store, name: str) -> bool:
+def exists(store: Store, name: str) -> bool:
     try:
         store.size(name)
     except StoreMissing:

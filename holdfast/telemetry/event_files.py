@@ -90,7 +90,7 @@ def appending(fd: int, bytes_max: int) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def rotate(fd: int, path: Path, *, bytes_max: int, numbered_max: int = NUMBERED_MAX) -> None:
+def rotate(fd: int, path: Path, *, bytes_max: int) -> None:
     """Number the file if it is full, and remove the oldest ones, unless another process does. Raises `OSError`."""
     if os.fstat(fd).st_size < bytes_max or not _lock(fd, fcntl.LOCK_EX):
         return
@@ -98,7 +98,7 @@ def rotate(fd: int, path: Path, *, bytes_max: int, numbered_max: int = NUMBERED_
         if is_current(fd, path):
             older = numbered(path)
             path.rename(path.with_name(f"{path.name}.{(older[-1][0] if older else 0) + 1:06d}"))
-            for _, one in older[: max(0, len(older) + 1 - numbered_max)]:
+            for _, one in older[: max(0, len(older) + 1 - NUMBERED_MAX)]:
                 one.unlink(missing_ok=True)
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)

@@ -128,12 +128,12 @@ class EventLog:
             self._fd = -1
 
 
-def record(said: Mapping[str, Any], bytes_max: int = RECORD_BYTES_MAX) -> bytes:
+def record(said: Mapping[str, Any]) -> bytes:
     """The line of one event, with its end. A line that is too long loses the second half of its largest list, mapping
     or text, as often as it takes; the field `cut` names them. Time, event, role, rank and step stay.
     """
     text = _json(said)
-    if len(text) < bytes_max:
+    if len(text) < RECORD_BYTES_MAX:
         return text + b"\n"
     # Through JSON: a copy of plain values, so that the caller's own stay whole.
     own: dict[str, Any] = json.loads(text)
@@ -144,7 +144,7 @@ def record(said: Mapping[str, Any], bytes_max: int = RECORD_BYTES_MAX) -> bytes:
         if name not in cut and len(cut) < _CUTS_NAMED_MAX:
             cut.append(name)
         text = _json(top | own | {"cut": cut})
-        if len(text) < bytes_max:
+        if len(text) < RECORD_BYTES_MAX:
             break
     return text + b"\n"
 

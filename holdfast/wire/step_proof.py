@@ -53,27 +53,18 @@ class ResumeProof(NamedTuple):
         return cls(ProofVerdict(str(body.get("verdict"))), text[:TEXT_CHARACTERS_MAX])
 
 
-def step_frame(key: CheckpointId, digest: Digest, *, attempt: int) -> bytes:
-    """PROOF with a digest of the first step after checkpoint `key`."""
-    return wire.encode(
-        Kind.PROOF,
-        attempt=attempt,
-        step=key.step,
-        arg=key.attempt,
-        flags=ProofPart.STEP,
-        body=wire.to_json(digest),
+def proof_frame(key: CheckpointId, said: Digest | ResumeProof, *, attempt: int) -> bytes:
+    """PROOF about checkpoint `key`: the digest of the first step after it, or how the resume from it went."""
+    part, body = (
+        (ProofPart.VERDICT, said.to_json()) if isinstance(said, ResumeProof) else (ProofPart.STEP, said)
     )
-
-
-def verdict_frame(key: CheckpointId, proof: ResumeProof, *, attempt: int) -> bytes:
-    """PROOF that says how the resume from `key` went."""
     return wire.encode(
         Kind.PROOF,
         attempt=attempt,
         step=key.step,
         arg=key.attempt,
-        flags=ProofPart.VERDICT,
-        body=wire.to_json(proof.to_json()),
+        flags=part,
+        body=wire.to_json(body),
     )
 
 

@@ -17,7 +17,14 @@ from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.page.words import dollars, plural
 from operator_side.status.ring_files import RingCheckpoint
 from operator_side.status.run_status import LEVELS, RunStatus, Timings
-from operator_side.status.status_text import age, head_lines, line_text, lost_steps, resumes_from
+from operator_side.status.status_text import (
+    age,
+    head_lines,
+    interval_lines,
+    line_text,
+    lost_steps,
+    resumes_from,
+)
 
 _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -52,7 +59,7 @@ def _parts(
     status: RunStatus, ascii_only: bool, shown: tuple[int, int, int], *, without: Sequence[str] = ()
 ) -> list[RenderableType]:
     ranks, flights, lines = shown
-    idle = bool(status.waits_at) and not status.flights
+    idle = not status.is_running and not status.flights
     loss: list[RenderableType] = [] if idle else [_loss(status), Text()]
     found: list[RenderableType] = [*_head(status), Text(), _levels(status), Text(), *loss]
     rest: dict[str, list[RenderableType]] = {
@@ -166,14 +173,7 @@ def _timings(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
         for name, timings in known:
             rows.add_row(name, _short(timings.last), _short(timings.median), _sparks(timings, ascii_only))
         found = [Text(), rows]
-    if status.interval is not None:
-        every = status.interval
-        found.append(
-            Text(f"interval: every {every.steps} steps or {seconds(every.seconds)}, from the last two saves")
-        )
-        if every.why:  # the reason begins with the steps, which the line above has
-            found.append(Text(f"  auto: {plain(every.why).removeprefix(f'every {every.steps} steps: ')}"))
-    return found
+    return [*found, *(Text(plain(line)) for line in interval_lines(status))]
 
 
 def _short(value: float | None) -> str:

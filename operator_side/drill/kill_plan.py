@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Collection
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from enum import StrEnum
@@ -92,12 +93,24 @@ class Strike(NamedTuple):
 
 
 class Sequence:
-    """Says when each kill is due. `notice_seconds`: from notice to kill, if holdfast does not answer earlier."""
+    """Says when each kill is due. The clock is handed in.
 
-    def __init__(self, kills: Listed[Kill], *, notice_seconds: float) -> None:
+    A kill that comes later than planned, as in a script of short steps, delays the next one: between the two lies a
+    checkpoint that can be compared.
+
+    Args:
+        notice_seconds: Seconds from a notice to the kill, if holdfast does not answer the notice earlier.
+        comparable: Steps of the reference's checkpoints.
+    """
+
+    def __init__(self, kills: Listed[Kill], *, notice_seconds: float, comparable: Collection[int]) -> None:
         self._left = list(kills)
         self._notice_seconds = notice_seconds
+        self._comparable = frozenset(comparable)
         self._has_staged = False  # before, a kill would only show that the script begins again
+        self._staged_step = -1  # newest comparable one since the last kill
+        self._attempt, self._first_step = 0, -1  # the attempt that trains, and where it began
+        self._struck_attempt: int | None = None
         self._trains = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
         self._step_seconds = 0.0
@@ -108,11 +121,15 @@ class Sequence:
         """Note that every rank of an attempt has done its first step."""
         self._trains = True
 
-    def staged(self) -> None:
+    def staged(self, step: int) -> None:
         """Note that a checkpoint of this run was staged."""
         self._has_staged = True
+        if step in self._comparable:
+            self._staged_step = max(self._staged_step, step)
 
-    def stepped(self, step: int, at: float) -> None:
+    def stepped(self, step: int, at: float, attempt: int) -> None:
+        if attempt > self._attempt:
+            self._attempt, self._first_step = attempt, step
         if step == self._step + 1:
             self._step_seconds = max(0.0, at - self._stepped_at)
         self._step, self._stepped_at = step, at
@@ -124,6 +141,10 @@ class Sequence:
     def tick(self, now: float) -> GiveNotice | Strike | None:
         """The action that is due now; None: nothing."""
         if not self._left or not self._trains or not self._has_staged:
+            return None
+        if self._struck_attempt is not None and (
+            self._attempt <= self._struck_attempt or self._staged_step < self._first_step
+        ):
             return None
         kill = self._left[0]
         if self._told_at is not None:
@@ -141,4 +162,5 @@ class Sequence:
         self._left.pop(0)
         self._trains = self._answered = False
         self._told_at = None
+        self._struck_attempt, self._staged_step = self._attempt, -1
         return Strike(kill)

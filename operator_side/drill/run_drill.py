@@ -100,7 +100,9 @@ def run_drill(
     count = number_of_steps(steps)
     say(f"the reference did {count} steps and saved {len(saved)} checkpoints; now {kills} kills")
     with _RUNS[setup.launcher](setup, folder / "drilled", kills=kills) as drilled:
-        struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say, steps=count)
+        struck = disturb(
+            drilled, outcome.planned, setup.notice_seconds, deadline, say, steps=count, comparable=saved
+        )
     say("both runs have ended; comparing their checkpoints")
     if drilled.exit_code != 0:
         outcome.wrong.append(
@@ -126,12 +128,18 @@ def disturb(
     deadline: float,
     say: Callable[[str], None],
     *,
-    steps: int = 0,
+    steps: int,
+    comparable: Collection[int],
 ) -> list[Struck]:
-    """Follow a run to its end and kill it as planned, never before a checkpoint is staged; returns the kills in order.
-    Raises `PeerLost`: it took too long, or there was no process to kill.
+    """Follow a run to its end and kill it as planned. Returns the kills that came, in order.
+
+    None comes before the run has staged a checkpoint, since there would be nothing to resume from; nor after a kill
+    before one of the steps `comparable`, which the reference has saved.
+
+    Raises:
+        PeerLost: The drill took too long, or there was no process to kill.
     """
-    sequence = Sequence(kills, notice_seconds=notice_seconds)
+    sequence = Sequence(kills, notice_seconds=notice_seconds, comparable=comparable)
     progress = RunProgress("the run with kills", say, time.monotonic(), steps=steps)
     struck: list[Struck] = []
     told_at: float | None = None
@@ -164,9 +172,9 @@ def disturb(
 def _tell(sequence: Sequence, new: Mapping[str, list[dict[str, Any]]]) -> None:
     for line in new["diary"]:
         if "step" in line:
-            sequence.stepped(int(line["step"]), line["time"])
-    if any(map(_staged, new["events"])):
-        sequence.staged()
+            sequence.stepped(int(line["step"]), line["time"], line["attempt"])
+    for line in filter(_staged, new["events"]):
+        sequence.staged(int(line["step"]))
     if any(map(_answers, new["events"])):
         sequence.answered()
 
@@ -216,7 +224,8 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
     for finding in outcome.findings:
         if finding.exact is None:
             finding.wrong.append(
-                "no checkpoint after the kill could be compared: the reference saved none of these steps"
+                "no checkpoint after the kill could be compared, because the next kill or the end came before a step "
+                "that the undisturbed run has saved; give the script more steps, or choose another --seed"
             )
     if outcome.before:
         one = outcome.before[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from holdfast.command.output import seconds
 from holdfast.telemetry.event_text import cut
+from holdfast.telemetry.rows import CheckpointRow
 from holdfast.telemetry.status_document import CheckpointStatus, RankStatus
 from operator_side.page.chart import Chart, Colour, Series
 from operator_side.page.render_page import render_page
@@ -18,7 +20,15 @@ from operator_side.report.run_charts import durations_chart, losses_chart, timel
 from operator_side.report.run_tiles import Tile, run_tiles
 from operator_side.status.loss import Lost
 from operator_side.status.run_status import RunStatus
-from operator_side.status.status_text import age, head_lines, line_text, lost_steps, rank_counts, resumes_from
+from operator_side.status.status_text import (
+    age,
+    head_lines,
+    interval_lines,
+    line_text,
+    lost_steps,
+    rank_counts,
+    resumes_from,
+)
 
 _STRIP_MIN = 9  # fewer ranks are read in the table
 _RANKS_SHOWN = 8
@@ -33,6 +43,7 @@ _RANK_COLOURS: dict[str, Colour] = {
     "left": "idle",
     "lost": "lost",
 }
+_Item = TypeVar("_Item")
 
 
 def live_page(
@@ -50,17 +61,16 @@ def live_page(
     are runs of this machine that the page links to, `link` is the query that names this run.
     """
     ranks = sorted(status.ranks, key=lambda rank: rank.rank) if status.ranks_total >= _STRIP_MIN else []
+    rows = _checkpoints(status, facts)
     charts = [
-        ("progress", "Newest checkpoints", _progress(status.checkpoints)),
-        ("durations", "How long checkpoints took", durations_chart(status.checkpoints)),
+        ("progress", "Progress", _progress(rows)),
+        ("durations", "How long checkpoints took", durations_chart(rows)),
     ]
     if facts is not None:
-        losses = facts.losses[:: -max(1, len(facts.losses) // _POINTS_MAX)][::-1]
-        timeline = timeline_chart(_until(facts, status))
         charts = [
-            ("losses", "Loss", losses_chart(losses)),
+            ("losses", "Loss", losses_chart(_thinned(facts.losses))),
             *charts,
-            ("timeline", "Attempts and interruptions", timeline),
+            ("timeline", "Attempts and interruptions", timeline_chart(_until(facts, status))),
         ]
     return render_page(
         "live/live.html",
@@ -79,6 +89,7 @@ def live_page(
         rank_colours=_RANK_COLOURS,
         rank_title=_rank_title,
         ranks=status.ranks[:_RANKS_SHOWN],
+        interval_lines=interval_lines,
         line=partial(line_text, now_unix=status.now_unix),
         lines=[
             (title, lines[-_LINES_SHOWN:][::-1])
@@ -93,7 +104,7 @@ def live_page(
 
 
 def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
-    """What the run does now, or how it ended, as far as it is known; and the colour of that."""
+    """The present act of the run, or how it ended, as far as it is known; and the colour of that."""
     counts = rank_counts(status)
     last = facts.attempts[-1] if facts is not None and facts.attempts else None
     if status.waits_at:
@@ -101,26 +112,21 @@ def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
     if status.stager.state == "silent":
         return "back", "the stager does not answer"
     if status.is_running:
-        if counts["lost"] or counts["silent"]:
-            return "back", f"ranks are missing: {counts['lost']} lost, {counts['silent']} silent"
+        if any(counts[name] for name in ("lost", "silent", "left")):
+            return "back", "some ranks are missing"
         return ("starting", "starting") if counts["coming"] else ("training", "training")
     if last is None:
         return "idle", "no training job is running"
     if not last.cause:
-        began = f"launched {age(status.now_unix, last.began_at_unix)} ago"
-        return "starting", f"attempt {last.number}, {began}, has no stager here"
+        began = age(status.now_unix, last.began_at_unix)
+        return "starting", f"attempt {last.number} was launched {began} ago; no stager is here"
     ended = f"attempt {last.number} ended at {moment(last.stopped_at_unix)}"
     return "lost" if last.was_lost else "idle", f"{ended} ({last.cause}): {last.message}"
 
 
 def _tiles(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
-    if facts is not None and facts.attempts:
-        *first, interruptions = run_tiles(facts)
-        yield from first
-        yield _last_good(status)
-        yield interruptions
-    else:
-        yield _last_good(status)
+    good = _last_good(status)
+    yield from run_tiles(facts, good) if facts is not None and facts.attempts else [good]
     if facts is not None and facts.losses:
         step, loss = facts.losses[-1]
         yield Tile("loss", f"{loss:.4g}", f"of step {step}", "training")
@@ -139,17 +145,16 @@ def _level(title: str, name: Colour, status: RunStatus) -> Tile:
     level = status.levels.get(name)
     if level is None:
         return Tile(title, "-", f"no checkpoint is {name} yet")
-    note = f"{name}, " if name not in title else ""
+    note = f"{name} " if name not in title else ""
+    note += f"{age(status.now_unix, level.at_unix)} ago, " if level.at_unix else ""
     note += f"attempt {level.attempt}"
-    if level.at_unix:
-        note += f", {age(status.now_unix, level.at_unix)} ago"
     if level.nonfinite:
         note += f", {level.nonfinite:,} numbers not finite"
     return Tile(title, str(level.step), note, name)
 
 
 def _loss(name: str, lost: Lost) -> Tile:
-    """What a kill would lose is not red: nothing is lost yet."""
+    """The loss of a kill is not red: nothing is lost yet."""
     price = "" if lost.dollars is None else f", {dollars(lost.dollars)}"
     steps = lost_steps(lost)
     note = f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}"
@@ -157,28 +162,32 @@ def _loss(name: str, lost: Lost) -> Tile:
 
 
 def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
-    """The attempts, of which a running one reaches to now."""
+    """The attempts, of which one that runs or starts reaches to now."""
     shown = facts.attempts[-_ATTEMPTS_SHOWN:]
-    if shown and not shown[-1].cause and status.is_running:
+    if shown and not shown[-1].cause and (status.is_running or shown[-1].training_at_unix is None):
         shown[-1] = dataclasses.replace(
             shown[-1], heard_at_unix=max(status.now_unix, shown[-1].heard_at_unix)
         )
     return shown
 
 
-def _progress(rows: Sequence[CheckpointStatus]) -> Chart:
-    """The step of each checkpoint at the time when it came to each level."""
-    levels: tuple[tuple[Colour, str], ...] = (
-        ("staged", "staged_at_unix"),
-        ("durable", "durable_at_unix"),
-        ("verified", "read_back_at_unix"),
-    )
-    series = [
-        Series(name, name, points=sorted((at, row.step) for row in rows if (at := getattr(row, field))))
-        for name, field in levels
-    ]
-    text = "The steps of the newest checkpoints, when each became staged, durable and verified."
+def _checkpoints(status: RunStatus, facts: RunFacts | None) -> Sequence[CheckpointRow | CheckpointStatus]:
+    """The checkpoints of the logs, which have all that were saved; or, where logs are elsewhere, the newest."""
+    logged: Sequence[CheckpointRow] = facts.rows if facts is not None else ()
+    return _thinned(max(logged, status.checkpoints, key=len))
+
+
+def _progress(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
+    """Saved steps over time: a loss is where the line falls."""
+    points = sorted((at, row.step) for row in rows if (at := row.saved_at_unix))
+    series = [Series("saved steps", "training", points=points)]
+    text = "The steps of the checkpoints over the time of their save()."
     return Chart("progress", text, "time", series, y="step", x_title="time (UTC)", y_title="step")
+
+
+def _thinned(points: Sequence[_Item]) -> Sequence[_Item]:
+    """About `_POINTS_MAX` of the points, the last one among them."""
+    return points[:: -max(1, len(points) // _POINTS_MAX)][::-1]
 
 
 def _rank_title(rank: RankStatus) -> str:

@@ -17,6 +17,15 @@
     return span > DAY ? text.slice(5, 16).replace("T", " ") : text.slice(11, 19);
   }
 
+  // Times stand at full seconds, minutes, hours: the library's own ticks are decimal.
+  const ROUND = [0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, DAY];
+  function round(scale) {
+    const [length, room] = [scale.max - scale.min, scale.chart.width / 90];
+    const step = ROUND.find((one) => length / one <= room) || DAY * Math.ceil(length / DAY / room);
+    scale.ticks = [];
+    for (let at = Math.ceil(scale.min / step); at * step <= scale.max; at++) scale.ticks.push({ value: at * step });
+  }
+
   function axis(unit, title, span) {
     const ticks = {
       time: (at) => moment(at, span()),
@@ -25,6 +34,7 @@
       number: (value) => +value.toPrecision(4),
     };
     return {
+      ...(unit === "time" ? { afterBuildTicks: round } : {}),
       title: { display: Boolean(title), text: title, color: colour("faint") },
       ticks: { callback: ticks[unit], color: colour("faint"), maxRotation: 0, autoSkipPadding: 16 },
       grid: { color: colour("line") },
@@ -45,8 +55,7 @@
       y.ticks.autoSkip = false;
       x.min = Math.min(...xs);
       x.max = Math.max(...xs);
-      const unit = x.max < 120 ? 0 : x.max < 7200 ? 60 : 3600;
-      if (said.x === "seconds" && unit) x.ticks.stepSize = unit * Math.ceil(x.max / unit / 8); // no 3.33 min
+      x.afterBuildTicks = round;
     } else if (said.y === "step") {
       y.ticks.precision = 0;
     }
@@ -56,6 +65,7 @@
       data: {
         datasets: said.series.map((one) => ({
           label: one.name,
+          clip: 4, // what ends at the edge is seen
           data: one.data,
           backgroundColor: colour(one.colour),
           borderColor: colour(one.colour),
@@ -152,7 +162,7 @@
         if (said.hidden) since = moment(Date.now() / 1000, 0);
         said.hidden = false;
         said.textContent = `No answer since ${since} UTC; the page shows the state of then. ` + (error instanceof TypeError
-          ? "Is `holdfast status --web` still running, and the ssh tunnel to it?" : error.message);
+          ? "Is holdfast status --web still running, and the ssh tunnel to it?" : error.message);
       }
     }
   }

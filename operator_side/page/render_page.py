@@ -43,7 +43,7 @@ def _environment() -> Environment:
         environment.filters[one.__name__] = one
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     style, scripts = _file("page.css"), [_file("vendor/chart.umd.min.js"), _file("page.js")]
-    environment.filters["cell"] = _cell
+    environment.filters |= {"cell": _cell, "code": _code}
     environment.globals |= {
         "share": words.share,
         "plural": words.plural,
@@ -62,6 +62,16 @@ def _file(name: str) -> Markup:
 
 def _printable(value: object) -> object:
     return value if isinstance(value, Markup) else "-" if value is None else plain(str(value))
+
+
+def _code(text: str) -> Markup:
+    """A text in which `commands` stand in backticks."""
+    parts = plain(text).split("`")
+    if not len(parts) % 2:
+        parts = [plain(text)]
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts)
+    )
 
 
 def _cell(value: object) -> object:

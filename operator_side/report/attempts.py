@@ -151,6 +151,11 @@ def _untold(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
         case "save" if attempt.training_at_unix is None:
             saved = number(event.fields.get("saved_at_unix"), TIME_MAX)
             attempt.training_at_unix = event.time if saved is None else saved
+        case "staged" if event.role == "stager" and attempt.training_at_unix is None:
+            # The ranks' logs are elsewhere, as under torchrun: the first `save()` is what the stager knows of them.
+            attempt.training_at_unix = event.time - (number(event.fields.get("pgt1_seconds")) or 0.0)
+        case "resume_proof" if attempt.restored_step is None:
+            attempt.restored_attempt, attempt.restored_step = whole(event.fields.get("attempt")), event.step
         case "rank_lost" if not attempt.sign:
             attempt.lost_at_unix = event.time
             attempt.sign = text(event.fields.get("reason")) or "a rank was lost"

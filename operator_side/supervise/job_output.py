@@ -17,25 +17,11 @@ from typing import IO, Any, NamedTuple
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.supervised import LAST_WORDS, MARK
 from holdfast.wire.step_proof import ResumeProof
-from operator_side.supervise.supervisor_messages import (
-    Ended,
-    Joined,
-    Noticed,
-    ProcessBegan,
-    RankDead,
-    RankRestored,
-    RankSilence,
-    Report,
-    ResumeCompared,
-    StepDurable,
-    Stepped,
-    StepStaged,
-    Told,
-)
+from operator_side.supervise import supervisor_messages as messages
 
 _TAG = re.compile(r"\[\d+,(\d+)\]<(stdout|stderr)>: ?")
 _LINE_BYTES_MAX = 1 << 20  # a progress bar that never ends its line
-_TAIL_LINES = 60
+_TAIL_LINES, _SHOWN_LINES = 60, 25
 _RANK_MAX = 1 << 24
 _TORCH_PREFIX = re.compile(r"\[rank\d+\]: ")  # torch.distributed puts it before each line of a traceback
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::.*)?")
@@ -57,7 +43,7 @@ def parse_line(text: str) -> OutputLine:
     return OutputLine(int(match[1]), match[2], text[match.end() :])
 
 
-def parse_report(text: str) -> Report | None:
+def parse_report(text: str) -> messages.Report | None:
     """Parse a report of a rank or of the process around it (holdfast/supervised.py); None if the line is not one."""
     if not text.startswith(MARK):
         return None
@@ -67,17 +53,17 @@ def parse_report(text: str) -> Report | None:
         if type(rank) is not int or not 0 <= rank < _RANK_MAX:
             return None
         if kind == "began":
-            return ProcessBegan(rank, str(fields["host"])[:255])
+            return messages.ProcessBegan(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
-            return Ended(rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True)
+            return messages.Ended(rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True)
         if kind == "stepped" and type(fields["step"]) is int:
-            return Stepped(rank, fields["step"])
+            return messages.Stepped(rank, fields["step"])
         if kind == "proof" and type(fields["step"]) is int:
-            return ResumeCompared(rank, fields["step"], ResumeProof.from_json(fields))
+            return messages.ResumeCompared(rank, fields["step"], ResumeProof.from_json(fields))
         if kind == "restored" and type(fields["step"]) is int:
             attempt, before = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:
-                return RankRestored(
+                return messages.RankRestored(
                     rank, fields["step"], attempt, None if before is None else CheckpointId.of_label(before)
                 )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -113,7 +99,7 @@ class Output:
         self._tails: dict[int | None, deque[str]] = {}
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[Report]:
+    def feed(self, data: bytes) -> list[messages.Report]:
         """Take output of mpirun; empty at its end. Returns the reports in it."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._rest and (not data or len(self._rest) > _LINE_BYTES_MAX):
@@ -134,16 +120,16 @@ class Output:
             return self.directory / "mpirun.log"
         return self.directory / ("stager.log" if rank == self._ranks else f"rank-{rank}.log")
 
-    def tail(self, rank: int | None, lines_max: int = 25) -> list[str]:
-        return list(self._tails.get(rank, ()))[-lines_max:]
+    def tail(self, rank: int | None) -> list[str]:
+        return list(self._tails.get(rank, ()))[-_SHOWN_LINES:]
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files.clear()
 
-    def _with_exception(self, report: Report) -> Report:
-        if isinstance(report, Ended) and report.status > 0:
+    def _with_exception(self, report: messages.Report) -> messages.Report:
+        if isinstance(report, messages.Ended) and report.status > 0:
             return report._replace(exception=exception_of(list(self._tails.get(report.rank, ()))))
         return report
 
@@ -161,25 +147,25 @@ class Output:
         self._relay(line.stream, line.text)
 
 
-def meaning(said: dict[str, Any]) -> Told | None:
+def meaning(said: dict[str, Any]) -> messages.Told | None:
     """The event for the core in one line of an event log; None if it does not matter."""
     step, role = said.get("step"), said.get("role")
     if type(step) is int:
         match said.get("event"), role:
             case "staged", "stager":
-                return StepStaged(step)
+                return messages.StepStaged(step)
             case "durable" | "recovered", "flusher":
                 attempt = said.get("attempt")
-                return StepDurable(step, attempt if type(attempt) is int else 0)
+                return messages.StepDurable(step, attempt if type(attempt) is int else 0)
         return None
     rank, told, lost = said.get("silent_rank"), said.get("told_rank"), said.get("lost_rank")
     match said.get("event"), role:
         case "rank_silent" | "rank_back" as event, "stager" if type(rank) is int:
-            return RankSilence(rank, over=event == "rank_back")
+            return messages.RankSilence(rank, over=event == "rank_back")
         case "rank_lost", "stager" if type(lost) is int:
-            return RankDead(lost)
+            return messages.RankDead(lost)
         case "stager_ready", "stager":
-            return Joined()
+            return messages.Joined()
         case "notice", "stager" if type(told) is int and said.get("kind") == "terminate":
-            return Noticed(told)  # after a rebalance recommendation a host mostly lives on
+            return messages.Noticed(told)  # after a rebalance recommendation a host mostly lives on
     return None

@@ -23,26 +23,12 @@ from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.set_aside import note_set_aside
 from holdfast.telemetry.event_follower import Follower
 from holdfast.telemetry.events import EventLog
+from operator_side.supervise import supervisor_messages as messages
 from operator_side.supervise.core import Core
 from operator_side.supervise.flusher import KeptFlusher
 from operator_side.supervise.hosts import Fleet, Host
 from operator_side.supervise.job_output import meaning
 from operator_side.supervise.job_processes import JobProcesses, RunFiles
-from operator_side.supervise.supervisor_messages import (
-    Action,
-    ClockTick,
-    Event,
-    Exited,
-    Finish,
-    HostsSeen,
-    KeepEvidence,
-    KillAttempt,
-    Launch,
-    LookAtFleet,
-    Note,
-    Stop,
-    Terminate,
-)
 from operator_side.supervise.verdict import Verdict
 
 _log = logging.getLogger("holdfast.run")
@@ -114,10 +100,9 @@ class Supervisor:
         files: RunFiles,
         *,
         last_look: Callable[[Verdict], Verdict],
-        tell: Callable[[Mapping[str, Any]], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._core, self._job, self._watch, self._clock = core, job, watch, clock
+        self._core, self._job, self._watch = core, job, watch
         self._ring = files.ring
         self._follower = Follower(files.events)
         self._last_look, self._tell = last_look, tell
@@ -160,17 +145,17 @@ class Supervisor:
             if number == signal.SIGUSR1:  # a notice, for the ranks that watch it
                 self._job.pass_on(number)
                 continue
-            self._take(Stop(f"this command was told to end by {signal.Signals(number).name}"))
+            self._take(messages.Stop(f"this command was told to end by {signal.Signals(number).name}"))
         reports, status = self._job.hear()
         for report in reports:
             self._take(report)
         # Before the end of mpirun: what became durable until then counts as progress of this attempt.
         self._follow()
         if status is not None:
-            self._take(Exited(status))
+            self._take(messages.Exited(status))
         for hosts in self._watch.take():
-            self._take(HostsSeen(hosts))
-        self._take(ClockTick())
+            self._take(messages.HostsSeen(hosts))
+        self._take(messages.ClockTick())
 
     def _follow(self) -> None:
         for said in self._follower.read():
@@ -179,29 +164,29 @@ class Supervisor:
             if event is not None:
                 self._take(event)
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: messages.Event) -> None:
         if self._verdict is None:
-            self._do(self._core.handle(event, self._clock()))
+            self._do(self._core.handle(event, time.monotonic()))
 
     # -- actions ---------------------------------------------------------------------------------------------------
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: list[messages.Action]) -> None:
         for action in actions:
             match action:
-                case LookAtFleet(replace):
+                case messages.LookAtFleet(replace):
                     self._watch.ask(replace)
-                case Launch():
+                case messages.Launch():
                     self._watch.replace = 0
                     self._job.launch(action)
-                case Terminate(gently):
+                case messages.Terminate(gently):
                     self._job.terminate(gently=gently)
-                case KillAttempt():
+                case messages.KillAttempt():
                     self._job.kill()
-                case KeepEvidence(key):
+                case messages.KeepEvidence(key):
                     self._keep_evidence(key)
-                case Note(event, message, fields, loud):
+                case messages.Note(event, message, fields, loud):
                     self._note(event, message, fields, loud=loud)
-                case Finish(verdict):
+                case messages.Finish(verdict):
                     self._verdict = verdict
 
     def _keep_evidence(self, key: CheckpointId) -> None:
@@ -218,12 +203,12 @@ class Supervisor:
     def _wait_for(self, flusher: KeptFlusher) -> None:
         """Wait until everything staged is durable and the ring is removed."""
         flusher.let_go()
-        deadline = self._clock() + _DRAIN_SECONDS_MAX
+        deadline = time.monotonic() + _DRAIN_SECONDS_MAX
         if not flusher.ends_within(_TURN_SECONDS):
             message = "waiting until the flusher has made every staged checkpoint durable"
             self._note("draining", message, {}, loud=False)
         while not flusher.ends_within(_TURN_SECONDS):
-            if self._signals or self._clock() > deadline:
+            if self._signals or time.monotonic() > deadline:
                 message = f"the flusher is still writing, and goes on without this command; its ring is {self._ring}"
                 self._note("flusher_left", message, {}, loud=True)
                 return

@@ -54,7 +54,7 @@ class Stage(NamedTuple):
 
     Attributes:
         name: In the table.
-        where: Who reaches the point, and which: `flusher@part_written`.
+        where: The process that reaches the point, and the point: `flusher@part_written`.
         number: The how-many-th time. `number_s3`: the same moment on S3, where images and parts are larger.
             `number_split`: the same moment where both ranks send into each chunk; 0: no other.
         staged: How many of the saves are written down as staged when it is reached: they must not be lost.

@@ -212,7 +212,7 @@ class ShareMachines:
         return f"{point}#{times + 1}"
 
     def chunks(self, share: int, sent: Sent) -> list[int]:
-        """Those of a share that have come by then. Half: all but the last."""
+        """The chunks of a share that have come by then. Half: all but the last."""
         found = list(self.split[2].chunks_of(share))
         return {Sent.BEGUN: [], Sent.HALF: found[:-1], Sent.STAGED: found}[sent]
 

@@ -55,6 +55,6 @@ def test_a_tier_whose_writes_do_not_return_costs_no_checkpoint_of_the_stager(tmp
 
 
 def _steps(events: Path, event: str) -> set[int]:
-    """Of which steps the log has this event; a last line that is being written is left out."""
+    """The steps of which the log has this event; a last line that is being written is left out."""
     lines = [json.loads(line) for line in events.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return {line["step"] for line in lines if line["event"] == event}

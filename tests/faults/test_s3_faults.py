@@ -50,7 +50,7 @@ class Faulty(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Of the run."""
+        """The run's."""
         return self.place.url("team/run")
 
 

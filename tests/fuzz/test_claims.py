@@ -57,7 +57,7 @@ class Opened(NamedTuple):
     """What came of one file.
 
     Attributes:
-        name: Of the file.
+        name: The file's.
         grown_bytes: By how much the peak of the process grew.
         said: The error.
     """
@@ -247,7 +247,7 @@ def _changed(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def _claims_a_tensor(metadata: Any) -> None:
-    """Of 2 GiB, expanded from four bytes."""
+    """2 GiB, expanded from four bytes."""
     record = metadata.state_dict_metadata["model.weight"]
     record.size = torch.Size([1 << 29])
     record.chunks[0].sizes = record.size

@@ -69,7 +69,7 @@ class Cluster:
         place: The store; None: a folder that all hosts have.
         trainers: Trainers' hosts t1, t2, … that are up from the start.
         spares: Further names; their hosts are up after `boot`.
-        rate: Of each link.
+        rate: Each link's.
     """
 
     def __init__(

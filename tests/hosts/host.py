@@ -30,7 +30,7 @@ class Host:
     Args:
         name: Its host name.
         network: What it is wired to.
-        rate: Of its link, in both directions, as tc has it.
+        rate: Its link's, in both directions, as tc has it.
         directory: What belongs to its image: keys, settings of sshd.
     """
 

@@ -74,7 +74,7 @@ class PlayedJobSet:
         variables: In the place of the file's own, or added.
 
     Attributes:
-        pods: Those of the newest start. `actions`: what the failure policy has done, in order.
+        pods: The pods of the newest start. `actions`: what the failure policy has done, in order.
     """
 
     def __init__(

@@ -29,12 +29,12 @@ class PlayedJobGroup:
     """A context manager: no process of a task outlives the block.
 
     Args:
-        documents: Those of the file: the group's header, and its tasks.
+        documents: The file's: the group's header, and its tasks.
         folder: Where logs and homes go; `workspace/train.py` in it is the script.
         variables: In the place of the file's own, or added.
 
     Attributes:
-        pods: Those that run.
+        pods: The ones that run.
     """
 
     def __init__(self, documents: list[dict[str, Any]], folder: Path, variables: Mapping[str, str]) -> None:

@@ -75,7 +75,7 @@ def test_a_pod_of_a_trainjob_that_is_told_to_go_is_started_again_with_the_others
 
 @pytest.mark.parametrize("kind", ["ranks", "node"])
 def test_a_node_that_is_gone_without_a_word_has_all_pods_started_again(tmp_path: Path, kind: str) -> None:
-    """Of jobset.yaml, and of Kubeflow's torch runtime."""
+    """From jobset.yaml, and from Kubeflow's torch runtime."""
     document = jobset_document() if kind == "ranks" else trainer_document()
     _shorten(document, kind)
     with played_in_namespaces(tmp_path, document) as jobset:

@@ -71,7 +71,7 @@ class Outcome:
         self.manifests = {item.step: item.manifest for item in reversed(items) if item.manifest is not None}
 
     def inside(self, step: int) -> list[bool]:
-        """Of each rank, whether its copy of this step was finished inside `save()`."""
+        """By rank, whether its copy of this step was finished inside `save()`."""
         ranks = self.manifests[step].record["ranks"]
         return [ranks[str(rank)]["copied_inside"] for rank in range(RANKS)]
 

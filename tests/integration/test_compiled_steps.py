@@ -67,7 +67,7 @@ def check_inductor(monkeypatch: pytest.MonkeyPatch, pattern: str, mode: str) -> 
 
 
 def check_variant(monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]) -> None:
-    """Of the optimizer, in a step that is compiled as a whole."""
+    """The optimizer's, in a step that is compiled as a whole."""
     _check(monkeypatch, "whole", by_backend("aot_eager"), **options)
 
 

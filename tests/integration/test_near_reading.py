@@ -101,7 +101,7 @@ def test_a_reader_that_stood_still_gives_right_bytes_or_none(
 
 
 def test_a_ring_that_was_made_anew_is_another_one(tmp_path: Path) -> None:
-    """Who had the old one open reads on in that, which nobody fills any more; nobody finds the new one by its place."""
+    """A reader that had the old one open reads on in that, which nobody fills any more; none finds the new one."""
     with _made(tmp_path / "run", BYTES) as ring, _standing_reader(ring) as reader:
         place = _place(ring)
         Ring.remove(ring.directory)

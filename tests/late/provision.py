@@ -41,7 +41,7 @@ class LateRuntime:
 
     Attributes:
         torch: The folder to import torch's CUDA build from.
-        libraries: Those that torch is to find in the place of CUDA's.
+        libraries: The ones that torch is to find in the place of CUDA's.
     """
 
     torch: Path

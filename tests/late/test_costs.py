@@ -81,7 +81,7 @@ class CountedRank:
         self.rank = DeviceRank(monkeypatch, **more, **settings)
 
     def costs(self) -> list[Cost]:
-        """Of each save, one after the other, with a step between them."""
+        """For each save, one after the other, with a step between them."""
         return [self._save(step) for step in range(SAVES)]
 
     def _save(self, step: int) -> Cost:

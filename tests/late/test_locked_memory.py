@@ -24,7 +24,7 @@ SECONDS = 60
 
 
 class Locks:
-    """Each lock of much memory, and the thread that asked for it. Those of other threads wait until they may."""
+    """Each lock of much memory, and the thread that asked for it. The locks of other threads wait until they may."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []

@@ -50,7 +50,7 @@ def moments(state: dict[str, Any]) -> list[torch.Tensor]:
 def test_offloaded_moments_stay_in_host_memory(
     steps: int, is_locked: bool, tmp_path: Path, late: LateMachine
 ) -> None:
-    """Of an optimizer without a state the file says where."""
+    """For an optimizer without a state the file says where."""
     publish_named(tmp_path, 3, job("cuda", steps=2))
     fresh = job("cuda", steps=steps)
     before = late.device_bytes()

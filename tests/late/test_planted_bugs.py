@@ -166,7 +166,7 @@ class Scene:
         return [] if image == wanted else ["what lies between the tensors"]
 
     def _taken_bytes(self) -> int:
-        """Of the device, without what torch keeps and does not use."""
+        """The device's, without what torch keeps and does not use."""
         return self._late.device_bytes() - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
 
     def _fill(self, number: int, value: int) -> None:

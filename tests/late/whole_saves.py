@@ -35,7 +35,7 @@ class DeviceRank:
     Args:
         ranks: How many the job has; the others are not there.
         beside: More of the state.
-        settings: Of the checkpointer.
+        settings: The checkpointer's.
     """
 
     def __init__(

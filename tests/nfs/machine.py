@@ -78,7 +78,7 @@ class RunElsewhere(NamedTuple):
         source: What to mount, such as `172.31.250.2:/`.
         options: How.
         tap: Device of this machine that is the guest's second network card.
-        address: Of that card, in a network of 256.
+        address: That card's, in a network of 256.
     """
 
     source: str
@@ -226,7 +226,7 @@ class Guest:
     """A running guest, and what it has said.
 
     Args:
-        port: Of the server that has Python's folders, and the run unless it is elsewhere.
+        port: The port of the server that has Python's folders, and the run unless it is elsewhere.
 
     Attributes:
         said: Its lines so far, without `GUEST `.

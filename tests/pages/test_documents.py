@@ -51,7 +51,7 @@ VARIABLES_BESIDE_SETTINGS = {
 
 @functools.cache
 def files() -> frozenset[str]:
-    """Of the tree: what git tracks and what it would; all of a tree that is not a checkout."""
+    """The tree's files: what git tracks and what it would; all of a tree that is not a checkout."""
     git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\n")
     found = {name for name in listed if name and (ROOT / name).exists()}
@@ -229,9 +229,13 @@ def test_a_guide_ends_in_its_boundaries(page: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["kubernetes", "skypilot", "slurm"])
-def test_what_to_change_names_fields_that_the_files_have(folder: str) -> None:
+def test_a_table_of_changes_names_fields_that_the_files_have(folder: str) -> None:
     section = text(f"infra/{folder}/README.md").partition("\n## What to change\n")[2].partition("\n## ")[0]
-    fields = [name for row in re.findall(r"^\| (.+?) \|", section, re.MULTILINE) for name in re.findall("`(.+?)`", row)]
+    fields = [
+        name
+        for row in re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
+        for name in re.findall("`(.+?)`", row)
+    ]
     launched = [name for name in files() if name.startswith(f"infra/{folder}/") and not name.endswith(".md")]
     assert len(fields) > 4
     assert [field for field in fields if not any(field in text(name) for name in launched)] == []

@@ -493,7 +493,7 @@ class Checks:
 
     @staticmethod
     def _left_early(offer: Any) -> bool:
-        """Who leaves when all is staged does not hear how it ends."""
+        """A rank that leaves when all is staged does not hear how it ends."""
         return (
             bool(offer.process.notes.get("left_staged"))
             and offer.transfer.reason.cause == DeclineCause.UNKNOWN

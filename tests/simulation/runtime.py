@@ -336,7 +336,7 @@ def readable(files: Iterable[Any]) -> Callable[[], list[Any]]:
 
 
 class SimPoll:
-    """Of one simulated process. Milliseconds of the simulation's clock, not of the real one."""
+    """The clock of one simulated process. Milliseconds of the simulation's clock, not of the real one."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}

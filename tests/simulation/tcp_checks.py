@@ -48,7 +48,7 @@ class _Sent:
 
 
 class TcpChecks:
-    """Of one world.
+    """The checks of one world.
 
     Attributes:
         joined: The jobs in the order in which they were served first.

@@ -78,7 +78,7 @@ class Network:
         return self._ports
 
     def path(self, process: Process) -> Path:
-        """Of a rank's process."""
+        """A rank's process."""
         return self.paths.setdefault(process.number, Path())
 
     def delay_seconds(self, path: Path) -> float:

@@ -78,7 +78,7 @@ class TcpJob(Job):
     """The ranks of one start of a job.
 
     Attributes:
-        launch: Who has started it. `incarnation`: names this start. `replaced`: it is started again, dead or not.
+        launch: The one that has started it. `incarnation`: names this start. `replaced`: started again, dead or not.
     """
 
     def __init__(self, world: TcpWorld, number: int, launch: str) -> None:

@@ -32,7 +32,7 @@ RANKS = 1100
 CHUNK_BYTES = 8192
 WIDTH = 3
 KEY = CheckpointId(1, 5)
-"""Of each of two tensors a rank holds one row, or one column: three bytes, in one chunk with those of all others."""
+"""A rank holds of each of two tensors one row, or one column: three bytes, in one chunk with those of all others."""
 
 
 def _image() -> SplitImage:

@@ -84,7 +84,7 @@ class Slurm:
 
     Args:
         cluster: The hosts. `STAGER` is the controller's, where jobs are submitted: whatever is lost, it stays.
-        names: Of the hosts that are nodes.
+        names: The names of the hosts that are nodes.
     """
 
     def __init__(self, cluster: Cluster, names: Sequence[str], *, kill_wait_seconds: int) -> None:

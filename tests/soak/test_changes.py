@@ -40,7 +40,7 @@ def test_without_detection_a_torn_file_is_published(tmp_path: Path, kind: str) -
 
 
 def test_quantised_moments_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torchao: several storages in one tensor, of which no copy is proven to be whole."""
+    """From torchao: several storages in one tensor, of which no copy is proven to be whole."""
     torchao = pytest.importorskip("torchao.optim")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # its update is compiled otherwise
     model = torch.nn.Linear(256, 256)
@@ -64,7 +64,7 @@ def test_a_few_bytes_changed_by_hand_tear_nothing(tmp_path: Path) -> None:
 
 
 def test_without_the_comparison_a_few_bytes_are_published_torn(tmp_path: Path) -> None:
-    """Those with the comparison can fail."""
+    """The updates with the comparison can fail."""
     options = ["--uncompared", "--drawn", "1000"]
     outcome = Outcome(tmp_path, "RowsThroughData", FEW_SAVES, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
     assert outcome.torn

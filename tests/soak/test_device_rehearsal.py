@@ -52,7 +52,7 @@ def test_timed_phases_write_their_figures(tmp_path: Path) -> None:
 def _figures(
     found: dict[str, Any], done: subprocess.CompletedProcess[str], names: list[str]
 ) -> dict[str, Any]:
-    """Of these phases: all are there, and only a peer that cannot be had is left out."""
+    """These phases: all are there, and only a peer that cannot be had is left out."""
     for name in names:
         if name in MAY_LACK and found[name]["status"] == "left out":
             assert "no package" in found[name]["error"]

@@ -50,7 +50,7 @@ def test_a_killed_rank_is_started_again_beside_the_stager_that_stays(tmp_path: P
 
 
 def test_a_bug_ends_the_run_at_once_or_after_one_more_start(tmp_path: Path) -> None:
-    """Of the rank with the bug and its survivor either may end first, and the first one decides."""
+    """The rank with the bug or its survivor may end first, and the first one decides."""
     with played(tmp_path) as jobset:
         (tmp_path / "out" / "bug").touch()
         jobset.start()

@@ -34,7 +34,7 @@ class Collector:
 
     @property
     def services(self) -> set[str]:
-        """Who has sent."""
+        """The senders."""
         return {
             attribute.value.string_value
             for one in self._received

@@ -34,9 +34,9 @@ class CompiledTraining:
     Args:
         pattern: One of `PATTERNS`.
         compiled: `torch.compile` with its options.
-        device: Of the model.
+        device: The model's.
         inside: Called with the step in the compiled function, by the pattern `save inside`.
-        options: Of the optimizer.
+        options: The optimizer's.
     """
 
     def __init__(

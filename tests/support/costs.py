@@ -109,7 +109,7 @@ _BEFORE = pytest.StashKey[float]()
 
 
 def _cpu_seconds() -> float:
-    """Of this process, of its children that ended, and of the ranks that it had forked elsewhere."""
+    """For this process, its children that ended, and the ranks that it had forked elsewhere."""
     return sum(os.times()[:4]) + cpu_seconds_of_ranks()
 
 

@@ -116,7 +116,7 @@ class FaultProxy:
 
     Args:
         server: URL of the server, `http://host:port`.
-        seed: Of the chances of all rules.
+        seed: For the chances of all rules.
 
     Attributes:
         bytes_per_second: How fast the bodies of requests pass, one for all connections; None: unlimited.

@@ -23,7 +23,7 @@ class Copies:
 
     Args:
         gate: None: only the training.
-        optimizers: Of the training.
+        optimizers: The training's.
         turn: `(rank, ranks)`: of as many parameters this rank copies one, with its moments; other ranks have the rest.
 
     Attributes:

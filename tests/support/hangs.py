@@ -79,7 +79,7 @@ def end_children(test: str, before: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    """Of this process; asked before each test, so without a look at every process of the machine."""
+    """This process's children; asked before each test, so without a look at every process of the machine."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has just ended

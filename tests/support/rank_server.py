@@ -78,7 +78,7 @@ class ForkedRanks:
 
 
 def cpu_seconds_of_ranks() -> float:
-    """Of all jobs of this process that have ended: they are no children of it."""
+    """For all jobs of this process that have ended: they are no children of it."""
     return sum(_cpu_seconds)
 
 
@@ -105,7 +105,7 @@ _servers: list[_Server] = []
 
 
 def _address() -> str:
-    """Of the server; of another one where a test that hung has taken it along."""
+    """The server's; another one's where a test that hung has taken it along."""
     if not _servers or _servers[-1].process.poll() is not None:
         _servers.append(_Server())
     return _servers[-1].address

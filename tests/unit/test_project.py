@@ -63,7 +63,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    """Of docker-compose.yml, and the one that infra/docker/nfs.yml adds."""
+    """The services of docker-compose.yml, and the one that infra/docker/nfs.yml adds."""
     document, nfs = (yaml.safe_load(path.read_text())["services"] for path in (COMPOSE, NFS))
     assert nfs.keys() - document.keys() == {"nfs"}
     return {**document, "nfs": nfs["nfs"]}

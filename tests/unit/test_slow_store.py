@@ -22,7 +22,8 @@ def test_a_part_of_the_rate_is_left_while_another_job_has_the_others(
         for name, value in shape["environment"].items():
             if name.startswith("THROTTLED_"):
                 monkeypatch.setenv(name, value)
-        store, place = ThrottledFileSystem(), shape["store"].removeprefix("throttled://")
+        store = ThrottledFileSystem()  # type: ignore[no-untyped-call]
+        place = shape["store"].removeprefix("throttled://")
         Path(place).mkdir()
         store.pipe_file(f"{place}/a", bytes(50))
         with slow.shared(0.25):

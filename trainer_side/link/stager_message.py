@@ -13,7 +13,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.doubt import EARLIER_ATTEMPTS_MAX, Doubt
 from holdfast.wire.frames import Kind
 from holdfast.wire.pace import Wish
-from holdfast.wire.step_proof import ResumeProof, step_frame, verdict_frame
+from holdfast.wire.step_proof import ResumeProof, proof_frame
 
 
 class StagerMessage(NamedTuple):
@@ -40,12 +40,12 @@ class StagerMessage(NamedTuple):
     @classmethod
     def proof(cls, key: CheckpointId, digest: Digest) -> StagerMessage:
         """The digest of this rank's first step after checkpoint `key`."""
-        return cls(lambda attempts: step_frame(key, digest, attempt=attempts[-1]))
+        return cls(lambda attempts: proof_frame(key, digest, attempt=attempts[-1]))
 
     @classmethod
     def verdict(cls, key: CheckpointId, proof: ResumeProof) -> StagerMessage:
         """How the resume from `key` went; rank 0 only."""
-        return cls(lambda attempts: verdict_frame(key, proof, attempt=attempts[-1]))
+        return cls(lambda attempts: proof_frame(key, proof, attempt=attempts[-1]))
 
     @classmethod
     def notice(cls, notice: Notice) -> StagerMessage:

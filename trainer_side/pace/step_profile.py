@@ -12,6 +12,7 @@ for it. Medians, because one iteration in which a page was swapped in says nothi
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
@@ -46,6 +47,12 @@ class StepProfile:
         self._staged: deque[float] = deque(maxlen=_CHECKPOINTS)
         self._durable: deque[float] = deque(maxlen=_CHECKPOINTS)
         self._on_way: dict[int, float] = {}  # step → since when
+        self._asked: dict[int, float] = {}  # step → begin of its `save()`
+        self._stored_at = -math.inf  # the last one was durable
+        # The newest step: how much longer its iteration was, and its wait for room. None: not known yet.
+        self._newest = -1
+        self._lasted: float | None = None
+        self._waited: float | None = None
 
     def begin(self) -> None:
         """An iteration has ended, and the next one begins."""
@@ -55,28 +62,41 @@ class StepProfile:
             if not self._saved:
                 self._iterations.append(took)
             elif self._iterations and not self._first_counted:
-                self._added.append(max(0.0, took - median(self._iterations)))
+                self._lasted = took - median(self._iterations)
+                self._add()
         self._begun_at, self._saved, self._first_counted = now, False, False
 
     def saved(self, step: int) -> None:
         """In the iteration that has just begun a checkpoint of `step` is taken."""
         self._saved = True
+        self._lasted = self._waited = None
         if self._first_step is None:
             self._first_step, self._first_counted = step, True
+        self._newest = step
+        if self._begun_at is not None:
+            self._asked[step] = self._begun_at
         self._on_way[step] = self._clock()
 
     def declined(self) -> None:
         """In the iteration that has just begun one was to be taken, and was not."""
-        self._saved = True
+        self._saved, self._lasted, self._waited = True, None, 0.0
 
     def updated(self, seconds: float) -> None:
         """Note how long the optimizers' steps of an iteration took."""
         self._updates.append(seconds)
 
-    def copied(self, step: int, nbytes: int, seconds: float, stall_seconds: float) -> None:
-        """Note the copied bytes of this rank for the checkpoint of `step`, and how long it held training up (CST)."""
+    def copied(
+        self, step: int, nbytes: int, seconds: float, stall_seconds: float, wait_seconds: float = 0.0
+    ) -> None:
+        """Note the copied bytes of this rank for the checkpoint of `step`, and how long it held training up (CST).
+
+        `wait_seconds` of that it waited for room. They are no part of its stall: at a longer interval there is room.
+        """
         if step != self._first_step:
-            self._stalls.append(stall_seconds)
+            self._stalls.append(stall_seconds - wait_seconds)
+            if step == self._newest:
+                self._waited = wait_seconds
+                self._add()
             if nbytes > 0 and seconds > 0:
                 self._copies.append(nbytes / seconds)
 
@@ -86,14 +106,28 @@ class StepProfile:
             self._staged.append(seconds)
 
     def durable(self, step: int, seconds: float) -> None:
-        """Note the time from the save of `step` until it was durable (PGT-2)."""
+        """Note the time from the save of `step` until it was durable (PGT-2).
+
+        With one at a time, only from when the one before was durable: a longer interval has no queue.
+        """
         self._on_way.pop(step, None)
+        asked = self._asked.pop(step, None)
+        if self.in_flight_max == 1 and asked is not None and asked + seconds > self._stored_at:
+            stored_at = asked + seconds
+            seconds = min(seconds, stored_at - self._stored_at)
+            self._stored_at = min(stored_at, self._clock())
         if step != self._first_step:
             self._durable.append(seconds)
 
     def ended(self, step: int) -> None:
         """That of `step` was declined, or has failed."""
         self._on_way.pop(step, None)
+        self._asked.pop(step, None)
+
+    def _add(self) -> None:
+        if self._lasted is not None and self._waited is not None:
+            self._added.append(max(0.0, self._lasted - self._waited))
+            self._lasted = self._waited = None
 
     @property
     def busy(self) -> bool:
@@ -125,9 +159,9 @@ class StepProfile:
         staged, durable = _middle(self._staged), _middle(self._durable)
         oldest = min(self._on_way.values(), default=None)
         if oldest is not None:
-            durable = max(durable, self._clock() - oldest)
+            durable = max(durable, self._clock() - max(oldest, self._stored_at))
         iteration = max(_CLOCK_SECONDS, median(self._iterations))
-        return Cost(iteration, stall, staged, max(staged, durable), self.in_flight_max)
+        return Cost(iteration, stall, min(staged, durable), durable, self.in_flight_max)
 
     def fields(self, host_peak_bytes: int) -> Mapping[str, Any]:
         return {

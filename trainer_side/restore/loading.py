@@ -366,8 +366,9 @@ def load(
     ]
     if stale:
         _log.warning(
-            "not restored, because the script holds plain values that cannot be changed in place: %s; take each from "
-            "`checkpointer.restored.values`, or the next checkpoint saves the script's value over it",
+            "not restored, because the script holds plain values that cannot be changed in place: %s; keep each "
+            "in a dictionary of the state, which is, or assign `checkpointer.restored.values[name]` to the state; "
+            "otherwise the next checkpoint saves the script's value over it",
             _few(
                 [f"{name} is {state[name]!r:.40}, the checkpoint has {values[name]!r:.40}" for name in stale]
             ),

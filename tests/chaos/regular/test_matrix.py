@@ -1,4 +1,4 @@
-"""Of the kill matrix, one cell for each set of victims."""
+"""The kill matrix, one cell for each set of victims."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Watcher:
             sys.exit("nobody killed this rank")
 
     def end(self, **state: Any) -> None:
-        """Training is done. Of a split tensor this rank's part is written."""
+        """Training is done. This rank's part of a split tensor is written."""
         torch.save(_local(state), self.out / f"final-{self._rank}.pt")
 
 

@@ -156,25 +156,25 @@ def _stay_away() -> None:
 
 
 def dead_in_share(peers: Peers, world: World) -> dict[str, Any]:
-    """Who would share is killed."""
+    """The rank that would share is killed."""
     del world
     return _lost(peers, _die, lambda memory: peers.share(memory.places(), VICTIM))
 
 
 def dead_sender(peers: Peers, world: World) -> dict[str, Any]:
-    """Who would send is killed."""
+    """The rank that would send is killed."""
     del world
     return _lost(peers, _die, lambda memory: peers.receive(memory.places(), VICTIM))
 
 
 def silent_in_share(peers: Peers, world: World) -> dict[str, Any]:
-    """Who would share lives, and does not."""
+    """The rank that would share lives, and does not share."""
     del world
     return _lost(peers, _stay_away, lambda memory: peers.share(memory.places(), VICTIM))
 
 
 def silent_sender(peers: Peers, world: World) -> dict[str, Any]:
-    """Who would send lives, and does not."""
+    """The rank that would send lives, and does not send."""
     del world
     return _lost(peers, _stay_away, lambda memory: peers.receive(memory.places(), VICTIM))
 

@@ -250,7 +250,7 @@ def average_before_ddp(rank: int, _: DeviceMesh) -> State:
 
 
 def one_bit(rank: int, _: DeviceMesh) -> State:
-    """Of which no sampled row sees anything."""
+    """No sampled row sees anything of it."""
     model = nn.Linear(1024, 1024, bias=False)
     with torch.no_grad():
         model.weight.zero_()

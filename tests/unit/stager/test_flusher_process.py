@@ -148,7 +148,7 @@ def test_a_flusher_that_was_started_ahead_ends_with_its_stager(config: StagerCon
 
 
 def _geometry(config: StagerConfig) -> tuple[int, int]:
-    """Of the ring that a flusher with these settings serves."""
+    """The directory of the ring that a flusher with these settings serves."""
     found = attach(config)
     try:
         found.channel.send("finish")

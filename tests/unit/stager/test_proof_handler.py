@@ -14,7 +14,7 @@ from holdfast.image.proof_record import ProofRecord
 from holdfast.ring.proofs import PROOFS_MAX, PROOFS_NAME, read_proofs
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
-from holdfast.wire.step_proof import ProofVerdict, ResumeProof, step_frame, verdict_frame
+from holdfast.wire.step_proof import ProofVerdict, ResumeProof, proof_frame
 from stager.proof_handler import ProofHandler
 
 KEY = CheckpointId(5, 3)
@@ -36,7 +36,7 @@ def _handler(around: Any, events: EventLog | None = None, *, ranks: int = 2) -> 
 
 
 def _say(handler: ProofHandler, rank: int, key: CheckpointId = KEY) -> None:
-    handler.hear(rank, wire.decode(step_frame(key, {"rank": rank}, attempt=5)))
+    handler.hear(rank, wire.decode(proof_frame(key, {"rank": rank}, attempt=5)))
 
 
 def _record(key: CheckpointId) -> ProofRecord:
@@ -100,7 +100,7 @@ def test_the_verdict_of_rank_0_becomes_an_event(tmp_path: Path) -> None:
     events.listen(lambda event, fields, step: seen.append((event, dict(fields), step)))
     handler = _handler(Around(tmp_path), events)
     proof = ResumeProof(ProofVerdict.DIFFERS, "resume differs: …")
-    frame = wire.decode(verdict_frame(KEY, proof, attempt=5))
+    frame = wire.decode(proof_frame(KEY, proof, attempt=5))
     handler.hear(0, frame)
     assert seen == [("resume_proof", {"attempt": 5, "verdict": "differs", "text": "resume differs: …"}, 3)]
     with pytest.raises(ProtocolError, match="only rank 0"):

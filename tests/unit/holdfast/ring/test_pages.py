@@ -65,7 +65,7 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
 
 
 def _huge_bytes(address: int) -> int:
-    """Of the mapping that has this address."""
+    """For the mapping that has this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         begins = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)

@@ -1,4 +1,4 @@
-"""Who keeps a ring: seen while it lives, gone with it, and nothing of it is left."""
+"""The keeper of a ring: seen while it lives, gone with it, and nothing of it is left."""
 
 from __future__ import annotations
 

@@ -12,23 +12,22 @@ from holdfast.wire.step_proof import (
     TEXT_CHARACTERS_MAX,
     ProofVerdict,
     ResumeProof,
+    proof_frame,
     read_proof,
-    step_frame,
-    verdict_frame,
 )
 
 KEY = CheckpointId(2, 41)
 
 
 def test_a_digest_is_read_back() -> None:
-    frame = wire.decode(step_frame(KEY, {"step": 42, "loss": 0.5}, attempt=3))
+    frame = wire.decode(proof_frame(KEY, {"step": 42, "loss": 0.5}, attempt=3))
     assert (frame.kind, frame.attempt) == (Kind.PROOF, 3)
     assert read_proof(frame) == (KEY, {"step": 42, "loss": 0.5})
 
 
 def test_a_verdict_is_read_back_and_its_text_is_bounded() -> None:
     proof = ResumeProof(ProofVerdict.DIFFERS, "x" * 5000)
-    key, said = read_proof(wire.decode(verdict_frame(KEY, proof, attempt=3)))
+    key, said = read_proof(wire.decode(proof_frame(KEY, proof, attempt=3)))
     assert key == KEY
     assert said == proof._replace(text="x" * TEXT_CHARACTERS_MAX)
 

@@ -118,7 +118,7 @@ def test_a_second_rewind_goes_back_to_the_older_branch_by_attempt(run: Path) -> 
 
 
 def test_a_branch_without_a_checkpoint_is_rewound_as_well(run: Path) -> None:
-    """Who types the command twice, or corrects it before the job has begun, gets what was typed last."""
+    """A user who types the command twice, or corrects it before the job has begun, gets what was typed last."""
     typed(run, "--to", "200", "--skip-batches", "250..260")
     typed(run, "--to", "200", "--skip-batches", "250..270")
     assert newest(run) == (200, 1)

@@ -45,10 +45,10 @@ def test_a_run_with_too_few_checkpoints_is_refused() -> None:
 
 def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
     kill = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=5, part=0.5)
-    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
-    sequence.staged()
-    sequence.stepped(4, 10.0)
-    sequence.stepped(5, 12.0)
+    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS, comparable=CHECKPOINTS)
+    sequence.staged(4)
+    sequence.stepped(4, 10.0, 1)
+    sequence.stepped(5, 12.0, 1)
     assert sequence.tick(20.0) is None, "not every rank has begun"
     sequence.trains()
     assert sequence.tick(12.9) is None, "half a step is one second"
@@ -60,11 +60,11 @@ def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
 @pytest.mark.parametrize("answered", [True, False])
 def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool) -> None:
     kill = Kill(1, KillTarget.RANK, notice=True, rank=1, after_step=5, part=0.0)
-    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
-    sequence.staged()
+    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS, comparable=CHECKPOINTS)
+    sequence.staged(4)
     sequence.trains()
     sequence.answered()  # of an earlier notice
-    sequence.stepped(5, 12.0)
+    sequence.stepped(5, 12.0, 1)
     assert sequence.tick(12.0) == GiveNotice(kill)
     assert sequence.tick(13.0) is None
     if answered:
@@ -73,24 +73,31 @@ def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool
     assert answered or sequence.tick(12.0 + NOTICE_SECONDS) == Strike(kill)
 
 
-def test_the_next_kill_waits_until_training_goes_on() -> None:
+def test_the_next_kill_waits_until_training_resumes_and_a_step_of_the_reference_is_staged() -> None:
     kills = [Kill(n, KillTarget.STAGER, notice=False, rank=0, after_step=5 * n, part=0.0) for n in (1, 2)]
-    sequence = Sequence(kills, notice_seconds=NOTICE_SECONDS)
-    sequence.staged()
+    sequence = Sequence(kills, notice_seconds=NOTICE_SECONDS, comparable=CHECKPOINTS)
+    sequence.staged(9)
     sequence.trains()
-    sequence.stepped(11, 1.0)
+    sequence.stepped(11, 1.0, 1)
     assert sequence.tick(1.0) == Strike(kills[0])
     assert sequence.tick(2.0) is None
+    sequence.staged(14)  # by the attempt that was killed; it resumes from there
     sequence.trains()
-    assert sequence.tick(3.0) == Strike(kills[1])
+    assert sequence.tick(3.0) is None, "no step of the new attempt is known"
+    sequence.stepped(15, 3.0, 2)
+    assert sequence.tick(4.0) is None, "the reference's step 14 is older than the resume"
+    sequence.staged(17)
+    assert sequence.tick(5.0) is None, "the reference has no step 17"
+    sequence.staged(19)
+    assert sequence.tick(6.0) == Strike(kills[1])
 
 
 @pytest.mark.parametrize("notice", [True, False])
 def test_no_kill_and_no_notice_comes_before_a_checkpoint_was_staged(notice: bool) -> None:
     kill = Kill(1, KillTarget.RANKS, notice=notice, rank=0, after_step=5, part=0.0)
-    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
+    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS, comparable=CHECKPOINTS)
     sequence.trains()
-    sequence.stepped(9, 12.0)
+    sequence.stepped(9, 12.0, 1)
     assert sequence.tick(1000.0) is None
-    sequence.staged()
+    sequence.staged(4)
     assert sequence.tick(1000.0) == (GiveNotice(kill) if notice else Strike(kill))

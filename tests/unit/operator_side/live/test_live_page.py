@@ -75,8 +75,10 @@ def test_tiles_say_what_a_kill_loses_and_how_far_the_run_is() -> None:
 def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
     def state(found: RunStatus, *events: LoggedEvent) -> tuple[str, str]:
         text = shown(found, gather("r", Log(list(events))))
-        (said,) = re.findall(r'</h1>\s*<p class="(\w+)"><span class="dot">■</span> ([^<]*)</p>', text)
-        return said
+        shown_as: list[tuple[str, str]] = re.findall(
+            r'</h1>\s*<p class="(\w+)"><span class="dot">■</span> ([^<]*)</p>', text
+        )
+        return shown_as[0]
 
     gone = status(flusher=Peer("gone"), stager=Peer("gone"))
     silent = status(stager=Peer("silent"))
@@ -84,11 +86,11 @@ def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
     killed = LoggedEvent(NOW, "ended", "supervisor", None, None, {"cause": "killed", "message": "by SIGKILL"})
     done_well = LoggedEvent(NOW, "ended", "supervisor", None, None, {"cause": "done", "message": "well"})
     at = "attempt 1 ended at 1970-01-01 02:46:40 UTC"
-    assert state(run(2)) == ("back", "ranks are missing: 1 lost, 0 silent")
+    assert state(run(2)) == ("back", "some ranks are missing")
     assert state(status(stager_said=said("stager", ranks=[{"rank": 0}]))) == ("training", "training")
     assert state(silent, launched) == ("back", "the stager does not answer")
     assert state(gone) == ("idle", "no training job is running")
-    assert state(gone, launched) == ("starting", "attempt 1, launched 2 min ago, has no stager here")
+    assert state(gone, launched) == ("starting", "attempt 1 was launched 2 min ago; no stager is here")
     assert state(gone, launched, killed) == ("lost", f"{at} (killed): by SIGKILL")
     assert state(gone, launched, done_well) == ("idle", f"{at} (done): well")
 
@@ -122,14 +124,40 @@ def test_logs_add_kills_goodput_and_losses() -> None:
     assert len(points) <= 500
 
 
-def test_an_attempt_that_runs_reaches_to_now() -> None:
+def test_charts_go_on_with_the_logs_when_the_store_has_only_the_checkpoints_that_are_kept() -> None:
+    stager = said("stager", *(done(step, pgt1_seconds=1.0) for step in (80, 90)))
+    events = []
+    for at, attempt, step in ((0, 1, 10), (5, 1, 20), (9, 2, 15), (12, 2, 30)):
+        record = {"ranks": {"0": {"saved_at_unix": NOW + at}}}
+        fields = {"attempt": attempt, "pgt2_seconds": 2.0, "record": record}
+        events.append(LoggedEvent(NOW + at + 2, "durable", "flusher", None, step, fields))
+    text = shown(status(stager_said=stager), gather("r", Log(events)))
+    progress, durations = (json.loads(one["data-chart"] or "") for one in Page(text).of("figure"))
+    assert [point["y"] for point in progress["series"][0]["data"]] == [10, 20, 15, 30], "a loss is a fall"
+    assert [point["x"] for point in durations["series"][0]["data"]] == [10, 20, 15, 30]
+    assert progress["yTitle"] == "step"
+    assert durations["yTitle"] == "time"
+
+
+def test_the_interval_is_said_once() -> None:
+    stager = said("stager", done(30), done(45), interval_why="every 15 steps: 0.9 % stall")
+    line = "interval: every 15 steps or 15.0 s, from the last two saves; auto: 0.9 % stall"
+    assert line in Page(shown(status(stager_said=stager))).text
+
+
+def test_an_attempt_that_runs_or_starts_reaches_to_now() -> None:
     events = [
         LoggedEvent(NOW - 100, "launched", "supervisor", None, None, {"attempt": 1}),
         LoggedEvent(NOW - 90, "training", "supervisor", None, None, {"attempt": 1}),
     ]
-    figures = Page(shown(run(2), gather("r", Log(events)))).of("figure")
-    training = json.loads(figures[-1]["data-chart"] or "")["series"][0]
-    assert (training["name"], training["data"][0]["x"]) == ("training", [NOW - 90, NOW])
+    starts = status(flusher=Peer("gone"), stager=Peer("gone"))
+    for found, said_so, name, began in (
+        (run(2), 2, "training", NOW - 90),
+        (starts, 1, "starting", NOW - 100),
+    ):
+        figures = Page(shown(found, gather("r", Log(events[:said_so])))).of("figure")
+        series = json.loads(figures[-1]["data-chart"] or "")["series"][0]
+        assert (series["name"], series["data"][0]["x"]) == (name, [began, NOW])
 
 
 def test_hostile_names_are_texts() -> None:

@@ -384,6 +384,27 @@ def test_a_log_of_a_version_that_stated_no_cause_is_counted_by_its_sentence(tmp_
     ]
 
 
+def test_the_share_that_is_written_last_is_told(tmp_path: Path) -> None:
+    lines: list[Line] = []
+    for step in (10, 20, 30):
+        said = {share: {"attempt": 1, "step": step, "share": share} for share in ("1/3", "2/3", "3/3")}
+        lines += [
+            *checkpoint(step, 10.0 * step),
+            (10.0 * step + 1, "flusher", "share_sealed", said["1/3"]),
+            (10.0 * step + 1, "flusher", "share_sealed", said["2/3"]),
+            (10.0 * step + 2, "flusher", "seal_read", {**said["3/3"], "host": "kelp-3"}),
+            (10.0 * step + 3, "flusher", "seal_read", {**said["2/3"], "host": "kelp-2"}),
+        ]
+    told = what_happened(facts_of(written(tmp_path / "log", lines)))
+    (line,) = [line for line in told if "several stagers" in line]
+    assert line.startswith(
+        "Among 3 checkpoints of several stagers, share 3/3 was the last to be written of 3; "
+    )
+    assert line.endswith("the last share came 1.00 s after the first at the median.")
+    alone = facts_of(written(tmp_path / "one", checkpoint(10, 100.0)))
+    assert not any("several stagers" in line for line in what_happened(alone))
+
+
 def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
     message = "step 10 (attempt 4) is set aside: 2 attempts …; the next goes back to step 5"
     line: Line = (
@@ -395,6 +416,36 @@ def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
     facts = facts_of(written(tmp_path / "log", [*supervised(resumed_step=5), line]))
     assert f"S{message[1:]}." in what_happened(facts)
     assert [(one.event, one.step, one.is_notice) for one in facts.happened] == [("set_aside", 10, False)]
+
+
+def test_without_the_ranks_logs_the_stager_tells_when_training_began_and_from_where(tmp_path: Path) -> None:
+    """As under torchrun: ranks log on their own machines, and no supervisor judges."""
+    lines: list[Line] = [
+        (0.0, "stager", "stager_ready", {"attempt": 1, "ranks": 2}),
+        *checkpoint(5, 10.0),
+        *checkpoint(10, 20.0),
+        (40.0, "stager", "rank_lost", {"lost_rank": 1, "reason": "rank 1 is dead"}),
+        (40.0, "stager", "stager_ended", {}),
+        (50.0, "stager", "stager_ready", {"attempt": 2, "ranks": 2}),
+        (
+            51.0,
+            "stager",
+            "resume_proof",
+            {"step": 10, "attempt": 1, "verdict": "not proven", "text": "not proven"},
+        ),
+        *checkpoint(15, 60.0, attempt=2),
+        (90.0, "stager", "stager_ended", {}),
+    ]
+    facts = facts_of(written(tmp_path / "log", [line for line in lines if line[1] != "trainer"]))
+    first, second = facts.attempts
+    assert (first.training_at_unix, second.training_at_unix) == (T0 + 10, T0 + 60)
+    assert (second.restored_attempt, second.restored_step) == (1, 10)
+    (loss,) = facts.interruptions
+    assert loss.lost is not None
+    assert (loss.down_seconds, loss.lost.seconds, loss.lost.steps) == (20.0, 20.0, 10)
+    assert facts.goodput is not None
+    assert facts.goodput.is_estimate
+    assert facts.goodput.parts["starting"] == 10.0
 
 
 def test_the_restored_one_of_two_checkpoints_of_a_step_counts(tmp_path: Path) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.page import thinned
 from tests.unit.operator_side.page.reading import Page, loads_nothing, tiles_of
-from tests.unit.operator_side.report.logs import EVENTS, STATUS, T0, Line, facts_of, page_of, written
+from tests.unit.operator_side.report.logs import (
+    EVENTS,
+    STATUS,
+    T0,
+    Line,
+    checkpoint,
+    facts_of,
+    page_of,
+    written,
+)
 
 _PAGE_BYTES_MAX = 1_000_000
 _HOSTILE = (
@@ -34,9 +43,10 @@ def test_tiles_come_first_with_the_figures_of_the_run() -> None:
         "goodput": "~10 %",
         "steps lost": "~5",
         "cost": "$0.29",
-        "interruptions": "3",
         "last good step": "64",
+        "interruptions": "3",
     }
+    assert list(tiles_of(text))[:4] == ["goodput", "steps lost", "cost", "last good step"]
 
 
 def test_charts_show_attempts_parts_of_the_time_and_durations() -> None:
@@ -50,6 +60,8 @@ def test_charts_show_attempts_parts_of_the_time_and_durations() -> None:
     drawn = {one["name"]: one for one in timeline["series"]}
     assert len(drawn["killed, lost or bad"]["data"]) == 3
     assert len(drawn["training"]["data"]) == 4
+    assert len(drawn["starting"]["data"]) == 1, "as in the parts of the time, a start that follows no loss"
+    assert len(drawn["getting back after losses"]["data"]) == 6, "each loss has an end and a start"
     assert "killed by SIGKILL" in drawn["killed, lost or bad"]["data"][1]["text"]
     bars = [bar["x"] for one in time["series"] for bar in one["data"]]
     assert [begin for begin, _ in bars[1:]] == [end for _, end in bars[:-1]], (
@@ -64,6 +76,30 @@ def test_charts_show_attempts_parts_of_the_time_and_durations() -> None:
         {one["colour"]: one["name"] for one in chart["series"]} for chart in (timeline, time, durations)
     ]
     assert all(len(names) == len(chart["series"]) for names, chart in zip(colours, charts, strict=True))
+
+
+def test_every_axis_has_a_title(tmp_path: Path) -> None:
+    losses: list[Line] = [(float(n), "trainer", "save", {"rank": 0, "step": n, "loss": 2.0}) for n in (1, 2)]
+    pages = (facts_of(STATUS, EVENTS), facts_of(written(tmp_path / "log", losses)))
+    charts = [
+        json.loads(one["data-chart"] or "") for facts in pages for one in Page(page_of(facts)).of("figure")
+    ]
+    assert len(charts) == 4
+    assert all(chart["xTitle"] and (chart["yTitle"] or chart["lanes"]) for chart in charts)
+
+
+def test_a_long_table_is_closed_until_it_is_asked_for(tmp_path: Path) -> None:
+    """On a phone 200 checkpoints are 50 screens."""
+    for count, has in ((24, False), (25, True)):
+        lines = [line for step in range(count) for line in checkpoint(step, 10.0 * step)]
+        text = page_of(facts_of(written(tmp_path / str(count), lines)))
+        assert (f"<summary>Oldest first: {count} checkpoints</summary>" in text) is has
+
+
+def test_commands_in_sentences_are_code(tmp_path: Path) -> None:
+    text = page_of(facts_of(written(tmp_path / "log", checkpoint(1, 0.0))))
+    assert "<code>holdfast run</code>" in text
+    assert "`" not in Page(text).text
 
 
 def test_losses_that_were_logged_are_drawn(tmp_path: Path) -> None:
@@ -121,7 +157,7 @@ def test_every_section_is_there_and_has_its_figures() -> None:
         "step 19",
         "work done twice",
         "save() to durable",
-        "stall of training (slowest rank)",
+        "stalls are those of the slowest rank",
         "emergency_staged",
         "Step 4, attempt 1: verified, durable after 0.67 s",
         "How full the ring was, and how large it is, is not in the logs",

@@ -49,7 +49,7 @@ def test_all_orders_are_equally_likely(length: int) -> None:
 
 
 def test_neighbours_part() -> None:
-    """Of a long order: two places that follow each other have samples that are as far apart as by chance."""
+    """A long order: two places that follow each other have samples that are as far apart as by chance."""
     length = 100_000
     order = Permutation(length, "x").at(0, length)
     rising = sum(first < second for first, second in itertools.pairwise(order))

@@ -61,6 +61,44 @@ def test_a_cost_is_the_median_without_saves_and_without_the_first_checkpoint(
     assert (cost.staged_seconds, cost.durable_seconds, cost.in_flight_max) == (2.0, 4.0, 1)
 
 
+@pytest.mark.parametrize("heard", ["before", "after"])
+def test_a_wait_for_room_is_no_stall(heard: str, profile: StepProfile, clock: Clock) -> None:
+    """A longer interval has room: as a stall, the wait would ask for an interval many times too long."""
+    train(profile, clock, *[1.0] * 8)
+    checkpoint(profile, clock, 0, added=0.0, stall=0.1, durable=1.0)
+    profile.saved(1)
+    if heard == "before":
+        profile.copied(1, 1000, 0.5, 6.25, 6.0)
+    train(profile, clock, 1.0 + 6.5)
+    if heard == "after":
+        profile.copied(1, 1000, 0.5, 6.25, 6.0)
+    profile.staged(1, 7.0)
+    profile.durable(1, 8.0)
+    cost = profile.cost()
+    assert cost.stall_seconds == pytest.approx(0.5)
+    assert cost.durable_seconds == 8.0
+
+
+@pytest.mark.parametrize(("in_flight_max", "durable"), [(1, 3.0), (2, 7.0)])
+def test_a_queue_before_the_store_is_no_part_of_a_write(
+    in_flight_max: int, durable: float, profile: StepProfile, clock: Clock
+) -> None:
+    """Saved each second, written one after the other in three seconds: the third is durable after seven."""
+    profile.in_flight_max = in_flight_max
+    train(profile, clock, *[1.0] * 8)
+    for step in range(4):
+        profile.saved(step)
+        profile.copied(step, 1000, 0.5, 0.1)
+        train(profile, clock, 1.0)
+    train(profile, clock, *[1.0] * 8)
+    for step, seconds in enumerate((3.0, 5.0, 7.0, 9.0)):
+        profile.staged(step, seconds)
+        profile.durable(step, seconds)
+    cost = profile.cost()
+    assert cost.durable_seconds == pytest.approx(durable)
+    assert cost.staged_seconds <= cost.durable_seconds
+
+
 def test_an_accidentally_slow_checkpoint_does_not_count(profile: StepProfile, clock: Clock) -> None:
     train(profile, clock, *[1.0] * 8)
     for step, durable in enumerate((1.0, 4.0, 90.0, 5.0)):

@@ -1,4 +1,4 @@
-"""Who holds the list of an optimizer's groups still holds them after a saved state was loaded."""
+"""A holder of the list of an optimizer's groups still has them after a saved state was loaded."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ RANKS = 4
 
 
 class Net(nn.Module):
-    """Of sizes that four ranks cannot share evenly, one of them with an empty part; tied; with a buffer."""
+    """Sizes that four ranks cannot share evenly, one of them with an empty part; tied; with a buffer."""
 
     def __init__(self, *, even: bool) -> None:
         super().__init__()

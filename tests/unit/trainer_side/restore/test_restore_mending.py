@@ -109,7 +109,7 @@ def test_a_tier_that_breaks_is_made_good_by_the_next_source(
 
 
 def test_every_rank_learns_which_tiers_have_the_whole_checkpoint(store: CountingStore) -> None:
-    """Of the one a frame is damaged, of another a slice is missing, the third has all."""
+    """One has a damaged frame, another lacks a slice, the third has all."""
     made = saved(5)
     memory = [DictTier().put(made, rank) for rank in range(2)]
     memory[1].flip(5, 1, frames_of(made.layout, 1)[2].offset)

@@ -61,7 +61,7 @@ def numbers(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int 
 
 
 class Weights(nn.Module):
-    """Of a module every rank saves a share, also of plain parameters."""
+    """Every rank saves a share of a module, also of plain parameters."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()

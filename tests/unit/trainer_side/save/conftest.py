@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of two ranks; nothing is really exchanged with the other one."""
+    """For two ranks; nothing is really exchanged with the other one."""
     store = FakeStore()
     torch.distributed.init_process_group("fake", store=store, rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))

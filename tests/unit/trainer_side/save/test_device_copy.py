@@ -76,7 +76,7 @@ class FakeStream(DeviceStream):
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
     def held_bytes(self) -> int:
-        """Of what was made, what is not given back."""
+        """The objects that were made and are not given back."""
         return sum(memory.untyped_storage().nbytes() for memory in self.made)
 
     def memory(self) -> DeviceMemory | None:

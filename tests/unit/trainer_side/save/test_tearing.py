@@ -254,7 +254,7 @@ def test_a_quick_copy_is_made_inside_save(
 
 
 def test_bytes_between_tensors_are_nobodys(link: FakeLink) -> None:
-    """Of a storage with a gap only the bytes of tensors are compared."""
+    """In a storage with a gap only the bytes of tensors are compared."""
     flat = torch.zeros(64)
     first, second = (torch.nn.Parameter(part) for part in (flat[:20], flat[30:64:2]))
     model = torch.nn.ParameterList([first, second])
