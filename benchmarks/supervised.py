@@ -50,6 +50,7 @@ class Program:
     Attributes:
         model: As of `benchmarks.workload`.
         compute_seconds, update_seconds: Of an iteration; both are timed waits, as if a device worked.
+        peer: What saves and restores without holdfast; empty: nothing does.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Program:
     every: int
     compute_seconds: float
     update_seconds: float
+    peer: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Supervised:
         ]
         trained += ["--compute-seconds", str(program.compute_seconds)]
         trained += ["--update-seconds", str(program.update_seconds)]
+        trained += ["--peer", program.peer] if program.peer else []
         command, environment = self._prepare(program.ranks, trained, environment)
         self._said = self._folder / "said"
         with self._said.open("wb") as said:

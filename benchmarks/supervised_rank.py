@@ -2,6 +2,7 @@
 
     restore ─► iterations of a timed wait, an update that takes as long as a device's would, `Checkpointer.step`
     --bare: the same iterations from step 0 on, and neither `trainer_side` nor MPI in the process
+    --bare --peer: from the newest save of another way to checkpoint that was complete (benchmarks/peer_restart.py)
 
 A file for each attempt, `attempt-<number>.jsonl`: first when it trains and from which step, then each step's end. Times
 are `time.monotonic()`, one clock for the whole machine.
@@ -25,6 +26,7 @@ from benchmarks.workload import Workload
 from holdfast.supervised import ATTEMPT_VARIABLE
 
 if TYPE_CHECKING:
+    from benchmarks.peer_restart import PeerRestart
     from holdfast import Checkpointer
 
 __all__ = ["main"]
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--update-seconds", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--peer", default="")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rank = _meet_bare() if given.bare else _meet()
@@ -48,19 +51,26 @@ def main() -> None:
         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     )
     path = given.out / f"attempt-{attempt}.jsonl" if rank == 0 else Path(os.devnull)
+    peer = _restarting(given.peer, workload, given.out, attempt, given.every) if given.peer else None
+    # A group of its own: async_save meets the other ranks in the default one, from a thread beside this.
+    trains = dist.new_group(backend="gloo") if peer else None
     with _joined(workload, given.every, bare=given.bare) as checkpointer, path.open("w") as log:
         begun = time.monotonic()
-        step = checkpointer.restore() if checkpointer else 0
+        step = checkpointer.restore() if checkpointer else peer.restore() if peer else 0
         dist.barrier()
         now = time.monotonic()
         log.write(json.dumps({"step": step, "at": now, "restore_seconds": now - begun}) + "\n")
         log.flush()
         while True:
             time.sleep(given.compute_seconds)
-            dist.barrier()
+            dist.barrier(group=trains)
+            if peer:
+                peer.before_update()
             workload.update()
             if checkpointer:
                 checkpointer.step(step)
+            if peer:
+                peer.step(step)
             log.write(json.dumps({"step": step, "at": time.monotonic()}) + "\n")
             log.flush()
             step += 1
@@ -79,6 +89,12 @@ def _meet_bare() -> int:
         os.environ.update(RANK=rank, WORLD_SIZE=os.environ["OMPI_COMM_WORLD_SIZE"])
     dist.init_process_group("gloo")
     return dist.get_rank()
+
+
+def _restarting(name: str, workload: Workload, out: Path, attempt: int, every: int) -> PeerRestart:
+    from benchmarks.peer_restart import PeerRestart
+
+    return PeerRestart(name, workload, out, attempt, every)
 
 
 def _joined(workload: Workload, every: int, *, bare: bool) -> AbstractContextManager[Checkpointer | None]:

@@ -201,6 +201,10 @@ class FlusherService:
             self._events.emit("stager_refused", {"message": str(error)})
             self._forget_channel(handler)
             handler.refuse(error)
+        if handler.has_begun:
+            self._lease.begin_work()
+        if handler.finishing:
+            self._lease.end_work(lost=handler.interrupted)
         if handler.channel.closed:
             self._stager_gone(handler)
 
@@ -240,8 +244,17 @@ class FlusherService:
             return
         self._is_ours = self._waits_for_old_stager = self._kept = False
         self._ends_at = None
-        handler.welcome(resumed=resumed)
-        told = {"pid": handler.channel.peer_pid, "attempt": self._ring.attempt, "resumed": resumed}
+        if resumed and self._ring.attempt < self._lease.attempt:  # it had a flusher that is dead
+            self._lease.resume_work()
+        seen = self._lease.seen
+        handler.welcome(seen, resumed=resumed)
+        told = {
+            "pid": handler.channel.peer_pid,
+            "attempt": self._ring.attempt,
+            "resumed": resumed,
+            "failures": seen.failures,
+            "seen_seconds": round(seen.seconds, 3),
+        }
         self._events.emit("stager_attached", told)
         handler.hear(self._engine)
 
@@ -271,6 +284,7 @@ class FlusherService:
                 self._grace_after_wait_seconds = self._config.grace_seconds
                 self._ends_at = time.monotonic() + _DYING_SECONDS
                 return
+            self._lease.end_work(lost=True)
             settle(self._engine, self._ring, f"the stager (process {handler.channel.peer_pid}) ended")
             grace_seconds = 0.0 if handler.finishing else self._config.grace_seconds
             self._ends_at = time.monotonic() + grace_seconds
@@ -326,6 +340,7 @@ class FlusherService:
     def _end_waiting(self, why: str) -> None:
         if self._waits_for_old_stager:
             self._waits_for_old_stager = False
+            self._lease.end_work(lost=True)
             settle(self._engine, self._ring, why)
 
     def _end_if_held(self) -> None:

@@ -26,6 +26,7 @@ from holdfast.ring import doorbell as ipc
 from holdfast.ring.doorbell import Channel, Message
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.wire.failure_count import FailureCount
 
 _log = logging.getLogger("holdfast.flusher")
 _TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error says
@@ -43,6 +44,8 @@ class StagerHandler(FlushListener):
         self.attempt = self.lead_attempt = 0
         self._said_share: list[int] = []
         self.finishing = False
+        self.has_begun = False  # it has begun a checkpoint
+        self.interrupted = False  # it has said that the job was
         self.refuse_begins = ""
         self._held_said = ""
 
@@ -93,8 +96,10 @@ class StagerHandler(FlushListener):
             self._held_said = message
             self.channel.send("held", message=message)
 
-    def welcome(self, *, resumed: bool) -> None:
-        """Answer hello: from now on its chunks may come. With `resumed` it says once more all that it knows."""
+    def welcome(self, seen: FailureCount, *, resumed: bool) -> None:
+        """Answer hello: from now on its chunks may come. With `resumed` it says once more all that it knows. `seen`:
+        the failures of the attempts before.
+        """
         self.welcomed, self.resumed = True, resumed
         self.channel.send(
             "welcome",
@@ -105,6 +110,7 @@ class StagerHandler(FlushListener):
             attempt=self._ring.attempt,
             store_url=self._store_url,
             resumed=resumed,
+            seen=seen.to_json(),
         )
 
     def refuse(self, error: HoldfastError) -> None:
@@ -129,7 +135,7 @@ class StagerHandler(FlushListener):
             case "proof":
                 engine.prove()
             case "finish":
-                self.finishing = True
+                self.finishing, self.interrupted = True, fields.get("interrupted") is True
                 engine.abort_receiving(PeerLost("the training ended before it was staged"))
             case _:
                 raise ProtocolError(f"{message.kind} is not a message that a stager may send")
@@ -152,6 +158,7 @@ class StagerHandler(FlushListener):
         except (PeerLost, ProtocolError, ConfigError) as error:
             self.failed(key, error)
         else:
+            self.has_begun = True
             engine.begin(key, layout)
 
     def _take_abort(self, key: CheckpointId, reason: str, engine: Engine) -> None:

@@ -21,6 +21,7 @@ from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.ring.directory import make_private_directory, open_private_file
 from holdfast.ring.doorbell import SOCKET_NAME
 from holdfast.store.base import Store
+from holdfast.wire.failure_count import FailureCount
 
 _log = logging.getLogger("holdfast.flusher")
 
@@ -45,6 +46,25 @@ class WriterLease:
     @property
     def attempt(self) -> int:
         return self._claim.attempt
+
+    @property
+    def seen(self) -> FailureCount:
+        """The failures of the attempts before this one."""
+        return self._claim.seen
+
+    # These never wait: the next heartbeat carries it to the store, and who finds none takes a running job for lost.
+
+    def begin_work(self) -> None:
+        """The job of this attempt has begun a checkpoint."""
+        self._claim.begin_work()
+
+    def end_work(self, *, lost: bool) -> None:
+        """The job of this attempt is over."""
+        self._claim.end_work(lost=lost)
+
+    def resume_work(self) -> None:
+        """A stager goes on with the attempt that a dead flusher had."""
+        self._claim.resume_work()
 
     def check(self) -> None:
         """Check that this flusher still holds the lease; raises `FencedError` if not."""
@@ -81,7 +101,7 @@ class WriterLease:
     def renew(self) -> int:
         """Acquire the next attempt, for another stager, and return it. Raises `FencedError`, `StoreError`."""
         with self._lock:
-            self._claim.check()
+            self._claim.beat()  # as `check`, and the next claim reads how the job of this one ended
             # Our own claim is the one that is taken over: nobody else lost anything. Where the answers of the store are
             # lost, the next claim may be there, and this one goes on: it must not take that for another writer's.
             self._claim = Lease.take(
@@ -130,6 +150,16 @@ class MemberLease(WriterLease):
     @property
     def attempt(self) -> int:
         return self._attempt
+
+    @property
+    def seen(self) -> FailureCount:
+        return FailureCount()
+
+    def begin_work(self) -> None: ...
+
+    def end_work(self, *, lost: bool) -> None: ...
+
+    def resume_work(self) -> None: ...
 
     def check(self) -> None: ...
 

@@ -169,8 +169,8 @@ class TrainerConfig(RoleConfig):
             (docs/interval.md). Must be the same on every rank.
         overhead_max: With `every="auto"`: largest share of training time that checkpoints may cost; 0.03 means 3 %.
         every_seconds_max: With `every="auto"`: longest time between two checkpoints in seconds, whatever they cost.
-        mtbf_hours: With `every="auto"`: mean hours between two interruptions. The interval is then the one within
-            `overhead_max` with the smallest expected loss. None: not known.
+        mtbf_hours: With `every="auto"`: mean hours between two interruptions, with which the interval is the one within
+            `overhead_max` that has the smallest expected loss. None: estimated from the run's own failures.
         dollars_per_hour: With `every="auto"`: price of all machines in US dollars per hour, to tell what an
             interruption costs. None: the cost is not told.
         restore_without_store: If the store does not answer, restore the newest step of the local tiers, although the

@@ -34,6 +34,7 @@ from holdfast.process import memory_kills
 from holdfast.ring import doorbell as ipc
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.ring import Ring
+from holdfast.wire.failure_count import NONE_SEEN, FailureCount
 from holdfast.wire.frames import peer_error
 from stager.orphaned_rings import orphaned_rings
 
@@ -82,7 +83,7 @@ class FlusherAhead:
 @dataclass
 class Flusher:
     """The flusher of this run, attached to. `resumed`: it has kept the ring, and the attempt, that the flusher before
-    it had.
+    it had. `seen`: the failures of the run before this attempt.
     """
 
     channel: ipc.Channel
@@ -91,6 +92,7 @@ class Flusher:
     store_url: str
     pid: int
     resumed: bool = False
+    seen: FailureCount = NONE_SEEN
 
     def close(self) -> None:
         """Leave it. It keeps running."""
@@ -142,7 +144,7 @@ def attach(
                 welcome["chunk_bytes"],
                 config.chunk_bytes,
             )
-        resumed = welcome["resumed"]
+        resumed, seen = welcome["resumed"], FailureCount.from_json(welcome.get("seen"))
         if resumed and (held is None or welcome["attempt"] != attempt):
             raise ProtocolError(
                 f"the flusher (process {welcome['pid']}) resumes attempt {welcome['attempt']}, expected {attempt}"
@@ -155,7 +157,7 @@ def attach(
     except BaseException:
         channel.close()
         raise
-    return Flusher(channel, ring, welcome["attempt"], welcome["store_url"], welcome["pid"], resumed)
+    return Flusher(channel, ring, welcome["attempt"], welcome["store_url"], welcome["pid"], resumed, seen)
 
 
 def _directory(config: StagerConfig) -> Path:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.config import StagerConfig
-from holdfast.notices.messages import Effect, carry_out
+from holdfast.notices.messages import Effect, EventLine, carry_out
+from holdfast.notices.notice import NoticeKind
 from holdfast.notices.preemption import PreemptionCoordinator
 from holdfast.notices.should_save import InFlight
 from holdfast.telemetry.events import EventLog
@@ -36,6 +37,7 @@ class Notices:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainers, self._events, self._clock, self._attempt = trainers, events, clock, attempt
+        self.terminates = False  # a rank has heard that its machine will be taken away
         self._coordinator = PreemptionCoordinator(
             trainers.ranks,
             in_flight,
@@ -67,5 +69,9 @@ class Notices:
         self._do(self._coordinator.tick(self._clock()))
 
     def _do(self, effects: Sequence[Effect]) -> None:
+        self.terminates |= any(
+            isinstance(effect, EventLine) and effect.fields.get("kind") == NoticeKind.TERMINATE
+            for effect in effects
+        )
         tell_all = self._trainers.send_all
         carry_out(effects, Kind.SAVE_AT, tell_all, self._events, attempt=self._attempt(), log=_log)

@@ -93,7 +93,7 @@ class StagerService:
             on_divergence=config.on_divergence,
             share=share,
         )
-        notices = Notices(
+        self._notices = notices = Notices(
             config,
             self._trainers,
             lambda: self._session.in_flight(clock()),
@@ -217,7 +217,7 @@ class StagerService:
             # A checkpoint that still streams through a smaller ring may become staged: finish would end it.
             if told is not self._line.flusher and not self._line.cut and not self._session.may_stage:
                 told = self._line.flusher
-                self._line.send("finish")
+                self._line.send("finish", interrupted=bool(self.lost_ranks) or self._notices.terminates)
             if self._line.failures >= _DRAIN_FAILURES_MAX:
                 raise self._drain_failed()
             left_seconds = deadline - self._clock()

@@ -60,26 +60,26 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 # Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
 # grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
 BUDGETS = {
-    "flusher": 5750,
+    "flusher": 5800,
     "holdfast": 2600,
-    "holdfast/checkpoints": 2850,
+    "holdfast/checkpoints": 2950,
     "holdfast/command": 700,
     "holdfast/image": 2600,
     "holdfast/integrations": 150,
     "holdfast/net": 850,
     "holdfast/notices": 800,
     "holdfast/notify": 600,
-    "holdfast/policy": 400,
-    "holdfast/ring": 2050,
+    "holdfast/policy": 450,
+    "holdfast/ring": 2100,
     "holdfast/store": 3700,
-    "holdfast/telemetry": 2350,
-    "holdfast/wire": 1850,
+    "holdfast/telemetry": 2400,
+    "holdfast/wire": 1900,
     "operator_side": 200,
     "operator_side/cluster": 900,
     "operator_side/commands": 4250,
     "operator_side/doctor": 650,
     "operator_side/drill": 1500,
-    "operator_side/live": 450,
+    "operator_side/live": 400,
     "operator_side/page": 250,
     "operator_side/report": 1350,
     "operator_side/simulate": 1750,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 84_950
+PRODUCT_LINES_MAX = 85_350
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

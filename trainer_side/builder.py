@@ -183,7 +183,7 @@ def _pacer(
     from trainer_side.pace.pacer import Pacer  # here: most scripts set the interval themselves
 
     wish = (lambda wish: link.tell(StagerMessage.wish(wish))) if world.rank == 0 else None
-    return Pacer(schedule, wish, config, events, optimizers)
+    return Pacer(schedule, wish, config, events, optimizers, seen=link.job.seen)
 
 
 def _to_stager(link: ToStager) -> Callable[[Notice], None]:

@@ -47,6 +47,7 @@ EXPERIMENTS = {
     "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
     "goodput": "A model: goodput on a spot trace, total time by MTBF, effective training time; by `holdfast simulate`",
     "reality": "`holdfast simulate` against a run whose ranks are killed at the times of a trace",
+    "effective": "Effective training time and the parts of its loss: real runs that are killed, beside the model",
     "switching": "A job taken off by SIGTERM and put on again: suspend and resume, against torch.save and torch.load",
     "interference": "An interval that adapts to another job on a slow store, against one that does not",
     "accuracy": "Accuracy by epoch and over time: undisturbed, and killed and resumed after each tenth epoch",

@@ -19,13 +19,13 @@ import numpy as np
 from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
 from operator_side.simulate.profiles import TrainingProfile, load_profile, measured_profile
-from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
+from operator_side.simulate.replay import ReplayOutcome, StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, Strategy, microseconds
 from operator_side.simulate.study import goodput, lanes_of, total_times
 from operator_side.simulate.trace_windows import TraceWindows, cut, poisson
 from operator_side.simulate.traces import read_trace
 
-__all__ = ["EFFECTIVE", "PUBLISHED", "TRACE_VARIABLE", "best", "effective", "grids", "measure"]
+__all__ = ["EFFECTIVE", "PUBLISHED", "TRACE_VARIABLE", "best", "effective", "grids", "measure", "split_of"]
 
 TRACE_VARIABLE = "GOODPUT_TRACE"
 PUBLISHED = Path(__file__).parents[1] / "published" / "pccheck-vgg16.json"
@@ -97,11 +97,13 @@ def _job(profile: TrainingProfile, nodes: int) -> TrainingJob:
     )
 
 
-def effective(profile: TrainingProfile, mtbf_hours: float, samples: int) -> list[dict[str, Any]]:
+def effective(
+    profile: TrainingProfile, mtbf_hours: float, samples: int, *, best: bool = False
+) -> list[dict[str, Any]]:
     """The part of a job's time that trains it, and the parts that are lost, by way to checkpoint.
 
-    holdfast's interval is ten times as long as its image takes to stage; every other way has its own best one. A lost
-    machine is replaced at once, so nothing is lost to waiting for machines.
+    holdfast's interval is ten times as long as its image takes to stage, or with `best` its best one, which every other
+    way has. A lost machine is replaced at once, so nothing is lost to waiting for machines.
     """
     job = TrainingJob(
         _NODES, _NODES, *map(microseconds, (profile.iteration_seconds, profile.restart_seconds))
@@ -117,7 +119,7 @@ def effective(profile: TrainingProfile, mtbf_hours: float, samples: int) -> list
     found = []
     for name, measured in profile.strategies.items():
         strategy, staged = measured.strategy(name), measured.staged_seconds
-        own = name == "holdfast" and staged is not None
+        own = name == "holdfast" and staged is not None and not best
         every = round(_STAGED_PART * (staged or 0) / profile.iteration_seconds)
         intervals = [max(1, every)] if own else [round(1.25**power) for power in range(4, 45)]
         found.append({"mtbf_hours": mtbf_hours, **_best_of(job, strategy, intervals, windows)})
@@ -129,13 +131,27 @@ def _best_of(
 ) -> dict[str, Any]:
     outcome = replay(job, [StrategyLane(strategy, every) for every in intervals], windows)
     row = int(outcome.useful.sum(axis=1).argmax())
-    whole = windows.length_us * outcome.useful.shape[1]
+    split = split_of(outcome, row, job, strategy, windows.length_us)
+    return {"strategy": strategy.name, "every": intervals[row], **split}
+
+
+def split_of(
+    outcome: ReplayOutcome,
+    row: int,
+    job: TrainingJob,
+    strategy: Strategy,
+    length_us: int,
+    *,
+    first_us: int = 0,
+) -> dict[str, float]:
+    """The shares of the time that a lane of a replay has trained and lost. `first_us`: of each window's begin, which
+    is left out: the first launch.
+    """
+    whole = (length_us - first_us) * outcome.useful.shape[1]
     useful, redone = (int(of[row].sum()) * job.iteration_us for of in (outcome.useful, outcome.redone))
     training = int(outcome.training_us[row].sum())
     paused = int(outcome.interruptions[row].sum()) * (job.restart_us + strategy.restore_near_us)
     return {
-        "strategy": strategy.name,
-        "every": intervals[row],
         "effective": useful / whole,
         "saving": (training - useful - redone) / whole,
         "redone": redone / whole,

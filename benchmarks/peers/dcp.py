@@ -49,20 +49,21 @@ class _Files:
 
     def _next(self) -> FileSystemWriter:
         self._count += 1
-        return FileSystemWriter(self._newest, thread_count=_WRITER_THREADS)
+        return FileSystemWriter(self.newest, thread_count=_WRITER_THREADS)
 
     @property
-    def _newest(self) -> Path:
+    def newest(self) -> Path:
+        """Where the last save went, or goes."""
         return self._paths[self._count % 2]
 
     def verify(self) -> int:
         """All ranks together: each loads the whole."""
         state = self._workload.state_dict(tied=False)
-        if not (self._newest / ".metadata").exists():
-            raise IncompleteError(f"dcp: {self._newest} has no .metadata: it was never finished")
+        if not (self.newest / ".metadata").exists():
+            raise IncompleteError(f"dcp: {self.newest} has no .metadata: it was never finished")
         loaded = {path: torch.zeros_like(v) for path, v in leaves(state) if isinstance(v, torch.Tensor)}
         copy = _like(state, loaded)
-        load(copy, storage_reader=FileSystemReader(self._newest), no_dist=True)
+        load(copy, storage_reader=FileSystemReader(self.newest), no_dist=True)
         return require_same(state, copy, what="dcp")
 
     def marks(self) -> dict[str, float]:

@@ -34,6 +34,11 @@ class TorchSave:
         if self._rank == 0:
             write_synced(self._workload.state_dict(), self._slots.next())
 
+    @property
+    def newest(self) -> Path:
+        """Where the last save went."""
+        return self._slots.newest
+
     def before_update(self) -> None:
         """Nothing is left to wait for."""
 

@@ -13,6 +13,14 @@
 The number of the claim is the *attempt*: it only grows, and the highest one owns the run. Nobody has to be told that
 they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long it was asleep.
 
+A claim also counts the failures of all attempts before it, and says how its own stands; no other record of them exists.
+Who takes the run reads the newest claim that is whole, and adds that attempt to the sums of its own claim. Each attempt
+is counted once: whatever the writer of an older claim does when it wakes, its sums are read no more.
+
+    work: none ── first checkpoint ──► running ── the ranks have left ──► left         counted: its seconds
+                                          │ a rank, or the stager, is lost ──► lost    counted: seconds, and a failure
+                                          └ nothing more is said: taken for lost
+
 Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid namespace) its
 process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is watched: a live writer
 changes it within two heartbeats. A claim file that cannot be read counts as dead, with a warning.
@@ -27,6 +35,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from enum import StrEnum
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,6 +49,7 @@ from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal, unseal
 from holdfast.store.base import ObjectInfo, Store
 from holdfast.store.retrying import Retrying
+from holdfast.wire.failure_count import FailureCount
 
 _PUBLISHED = re.compile(r"-a(\d{3,10})[.-]")  # in names of files, manifests and slices
 # old claims are removed, so the first that is left may have any number up to it
@@ -54,8 +64,18 @@ _LOOKS_PER_HEARTBEAT = 4
 
 _Text = Annotated[str, Field(max_length=1024)]
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
 
 _log = logging.getLogger("holdfast.claim")
+
+
+class Work(StrEnum):
+    """How the attempt of a claim stands; see the module."""
+
+    NONE = "none"
+    RUNNING = "running"
+    LEFT = "left"
+    LOST = "lost"
 
 
 class _LeaseRecord(BaseModel):
@@ -75,6 +95,21 @@ class _LeaseRecord(BaseModel):
     beat: _Whole
     released: bool = False
     named: bool = False  # every manifest of the run has its attempt in its name, or is of the first
+    failures: _Whole = 0  # of the attempts before this one
+    seen_seconds: _Seconds = 0.0  # of those attempts
+    work: Work = Work.NONE
+    work_seconds: _Seconds = 0.0  # of this attempt
+
+    @property
+    def seen(self) -> FailureCount:
+        return FailureCount(self.failures, self.seen_seconds)
+
+    def seen_with_own(self, *, is_over: bool) -> FailureCount:
+        """The sums with this attempt. `is_over`: its writer is gone, so what runs by its word was lost."""
+        if self.work is Work.NONE:
+            return self.seen
+        failed = self.work is Work.LOST or (is_over and self.work is Work.RUNNING)
+        return self.seen.plus(self.work_seconds, failed=failed)
 
     @property
     def identity(self) -> Identity:
@@ -97,8 +132,19 @@ class Lease:
     of the higher claims that this writer has asked for without an answer: `check` removes them.
     """
 
-    def __init__(self, store: Store, record: _LeaseRecord) -> None:
+    def __init__(
+        self,
+        store: Store,
+        record: _LeaseRecord,
+        *,
+        before: _LeaseRecord | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.unanswered: set[str] = set()
+        self._clock, self._before = clock, before
+        self._failures = record.failures
+        # Set without the lock, which a beat may hold for as long as the store does not answer.
+        self._work, self._work_since, self._work_seconds = Work.NONE, 0.0, 0.0
         self._store = store
         self._at_once = store.inner if isinstance(store, Retrying) else store  # without retries
         self._record = record
@@ -114,6 +160,7 @@ class Lease:
         takeover: bool = False,
         identity: Identity | None = None,
         tried: set[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Lease:
         """Claim the run, with the next attempt. `takeover`: do not ask whether the last writer lives: it is fenced.
         `identity`: None: this process. `tried` gets the `write_id` of each claim that was asked for: one may be there
@@ -127,13 +174,17 @@ class Lease:
             attempts = _attempts(store)
             if attempts and not takeover:
                 _refuse_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
+            before = _newest_whole(store, attempts)
+            seen = FailureCount() if before is None else before.seen_with_own(is_over=True)
             record = _LeaseRecord(
                 attempt=(attempts[-1] if attempts else _highest_published(store, store.list())) + 1,
                 write_id=uuid.uuid4().hex,
                 **asdict(identity),
                 heartbeat_seconds=heartbeat_seconds,
                 beat=0,
-                named=_are_named(store, attempts),
+                named=_are_named(store, attempts, before),
+                failures=seen.failures,
+                seen_seconds=seen.seconds,
             )
             if tried is not None:
                 tried.add(record.write_id)
@@ -141,7 +192,7 @@ class Lease:
             # False; and where it is not exclusive someone may have written after us, which `check` sees.
             created = store.create(_name(record.attempt), record.to_bytes())
             if created or _is_of(_read(store, record.attempt), record.write_id):
-                claim = cls(store, record)
+                claim = cls(store, record, before=before, clock=clock)
                 claim.check()
                 claim._prune(attempts)
                 _log.info("claimed %s as attempt %d", store.url, record.attempt)
@@ -158,6 +209,30 @@ class Lease:
     @property
     def write_id(self) -> str:
         return self._record.write_id
+
+    @property
+    def seen(self) -> FailureCount:
+        """The failures of the attempts before this one."""
+        return FailureCount(self._failures, self._record.seen_seconds)
+
+    def begin_work(self) -> None:
+        """The attempt has begun a checkpoint: from now on its time counts. May be called again and again."""
+        if self._work is Work.NONE:
+            self._work_since = self._clock()
+            self._work = Work.RUNNING
+
+    def end_work(self, *, lost: bool) -> None:
+        """The job of this attempt is over. `lost`: by an interruption. Without effect unless its time counts."""
+        if self._work is Work.RUNNING:
+            self._work_seconds = self._clock() - self._work_since
+            self._work = Work.LOST if lost else Work.LEFT
+
+    def resume_work(self) -> None:
+        """The job of the claim before goes on under this one: it was counted as lost, and is not."""
+        before = self._before
+        if before is not None and before.attempt == self.attempt - 1 and before.work is Work.RUNNING:
+            self._failures = before.failures
+            self.begin_work()
 
     def check(self, *, at_once: bool = False) -> None:
         """Check that this process still holds the lease. Call before every act that others can see. `at_once`: ask
@@ -201,6 +276,9 @@ class Lease:
                 _log.warning("the claim on the run could not be released: %s", error)
 
     def _put(self, record: _LeaseRecord) -> None:
+        work = self._work  # before its seconds, which `end_work` sets first
+        seconds = self._clock() - self._work_since if work is Work.RUNNING else self._work_seconds
+        record = record.model_copy(update={"failures": self._failures, "work": work, "work_seconds": seconds})
         self._store.write(_name(record.attempt), record.to_bytes())
         self._record = record
 
@@ -210,6 +288,14 @@ class Lease:
                 self._store.delete(_name(attempt))
             except StoreError as error:  # it costs a line in a listing, and the next start tries again
                 _log.warning("an old claim on the run could not be removed: %s", error)
+
+
+def failures_seen(store: Store) -> FailureCount:
+    """The failures that the newest claim of the run knows of; an attempt that runs counts with its time. Raises
+    `StoreError`.
+    """
+    newest = _newest_whole(store, _attempts(store))
+    return FailureCount() if newest is None else newest.seen_with_own(is_over=False)
 
 
 def newest_attempt(store: Store) -> int:
@@ -231,8 +317,16 @@ def _says_named(store: Store, attempts: Sequence[int]) -> bool:
     return record is not None and record.named
 
 
-def _are_named(store: Store, older: Sequence[int]) -> bool:
-    return _says_named(store, older) if older else not manifests_in(store.list())
+def _are_named(store: Store, older: Sequence[int], before: _LeaseRecord | None) -> bool:
+    if older:
+        return before is not None and before.attempt == older[-1] and before.named
+    return not manifests_in(store.list())
+
+
+def _newest_whole(store: Store, attempts: Sequence[int]) -> _LeaseRecord | None:
+    """The newest claim that is not damaged; what those after it have counted is not known. None without one."""
+    claims = (_read(store, attempt) for attempt in reversed(attempts))
+    return next((claim for claim in claims if claim is not None), None)
 
 
 def may_live(store: Store, before_attempt: int) -> str:
@@ -267,6 +361,8 @@ def _holder(record: _LeaseRecord) -> str:
 def note_attempt(store: Store, attempt: int) -> bool:
     """Say that this attempt is taken, by a job without a claim: later ones get higher numbers. False: it was taken."""
     older = [one for one in _attempts(store) if one < attempt]
+    before = _newest_whole(store, older)
+    seen = FailureCount() if before is None else before.seen_with_own(is_over=True)
     record = _LeaseRecord(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
@@ -274,7 +370,9 @@ def note_attempt(store: Store, attempt: int) -> bool:
         heartbeat_seconds=1.0,
         beat=0,
         released=True,
-        named=_are_named(store, older),
+        named=_are_named(store, older, before),
+        failures=seen.failures,
+        seen_seconds=seen.seconds,
     )
     return store.create(_name(attempt), record.to_bytes()) or _is_of(_read(store, attempt), record.write_id)
 

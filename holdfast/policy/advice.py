@@ -5,45 +5,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from holdfast.errors import ConfigError
 from holdfast.policy.cost import Cost
+from holdfast.policy.hazard import Hazard
 from holdfast.policy.interval import best_interval, least_interval
 
 _OVERHEAD_MAX = 0.03  # what PCcheck and CheckFreq aim at
 _EVERY_MAX = 1_000_000
 _HOUR_SECONDS = 3600.0
 _TENTHS_BELOW_SECONDS = 10.0  # in the line: `3.4 s`, `38 s`
-
-
-@dataclass(frozen=True, slots=True)
-class Hazard:
-    """How often training is interrupted, and the price of its machines.
-
-    Attributes:
-        per_hour: Interruptions of the whole job in an hour.
-        dollars_per_hour: Price of all machines; None: not known.
-    """
-
-    per_hour: float
-    dollars_per_hour: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.per_hour < math.inf:
-            raise ConfigError(f"interruptions per hour: expected 0 or more, got {self.per_hour}")
-        if self.dollars_per_hour is not None and not 0 <= self.dollars_per_hour < math.inf:
-            raise ConfigError(f"dollars per hour: expected 0 or more, got {self.dollars_per_hour}")
-
-    @classmethod
-    def of_mtbf(cls, mtbf_hours: float, dollars_per_hour: float | None = None) -> Hazard:
-        """From the mean time between two interruptions. Raises `ConfigError`: `mtbf_hours` is not more than 0."""
-        if not mtbf_hours > 0:
-            raise ConfigError(
-                f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}"
-            )
-        return cls(1 / mtbf_hours, dollars_per_hour)
 
 
 @dataclass(frozen=True, slots=True)

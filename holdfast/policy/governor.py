@@ -13,8 +13,9 @@ import math
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
-from holdfast.policy.advice import Advice, Hazard, advice_at, advise
+from holdfast.policy.advice import Advice, advice_at, advise
 from holdfast.policy.cost import Cost
+from holdfast.policy.hazard import Hazard
 
 _LONGER, _SHORTER = 1.25, 0.75  # a tenth more or less than the truth, twice, stays within
 _LONGER_TIMES, _SHORTER_TIMES = 2, 3
@@ -36,6 +37,7 @@ class Governor:
     """See the module.
 
     Args:
+        hazard: How often training is interrupted; an attribute, too, which the owner may replace at any time.
         overhead_max: Largest share of training time that checkpoints may cost; 0.03 means 3 %.
         every_seconds_max: The longest interval to accept. If none up to this one keeps `overhead_max`, this one is
             taken, and the change says so.
@@ -46,7 +48,7 @@ class Governor:
             raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")
         if not 0 < every_seconds_max < math.inf:
             raise ConfigError(f"every_seconds_max: expected more than 0 seconds, got {every_seconds_max}")
-        self._hazard, self._overhead_max, self._every_seconds_max = hazard, overhead_max, every_seconds_max
+        self.hazard, self._overhead_max, self._every_seconds_max = hazard, overhead_max, every_seconds_max
         self._longer = self._shorter = 0
 
     def consider(self, cost: Cost, current: int | None) -> Change | None:
@@ -70,6 +72,6 @@ class Governor:
     def _advised(self, cost: Cost) -> Change:
         every_max = max(1, min(_EVERY_MAX, math.floor(self._every_seconds_max / cost.iteration_seconds)))
         try:
-            return Change(advise(cost, self._hazard, overhead_max=self._overhead_max, every_max=every_max))
+            return Change(advise(cost, self.hazard, overhead_max=self._overhead_max, every_max=every_max))
         except ConfigError as error:
-            return Change(advice_at(cost, self._hazard, every_max), str(error))
+            return Change(advice_at(cost, self.hazard, every_max), str(error))

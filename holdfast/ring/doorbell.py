@@ -53,7 +53,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "abort": {"attempt": int, "step": int, "reason": str},
     "doubt": {},  # the file beside the ring says about which steps
     "proof": {},  # the file beside the ring says what the step after a checkpoint used
-    "finish": {},
+    "finish": {},  # interrupted: a rank was lost, or told that it would be
     # flusher → stager
     "welcome": {
         "version": int,
@@ -62,7 +62,7 @@ FIELDS: dict[str, dict[str, type]] = {
         "ring_chunks": int,
         "attempt": int,
         "store_url": str,
-        "resumed": bool,
+        "resumed": bool,  # seen: the failures before (holdfast/wire/failure_count.py)
     },
     "refused": {"code": str, "message": str},
     "began": {"attempt": int, "step": int, "part_chunks": int},

@@ -80,6 +80,13 @@ class StatusLine(_Words):
     text: _Text = ""
 
 
+class FailuresStatus(_Words):
+    """Attempts that were interrupted, and the seconds of all attempts."""
+
+    failures: _Whole
+    seconds: _Seconds
+
+
 class StatusDocument(_Words):
     """All that one process says."""
 
@@ -103,6 +110,7 @@ class StatusDocument(_Words):
     stager_attached: bool | None = None
     work_ended_at_unix: _Number | None = None  # flusher without a stager only: when the last one left
     transport: Transport | None = None  # stager only; None: it has no job, or is of an older version
+    seen: FailuresStatus | None = None  # flusher only: of the run before the newest job; None: not known
     # stager that has brought the ranks to an interval (`every="auto"`): the reason, for people
     interval_why: _Text = ""
     # stager only: how the first step of this job compares with that of the run before (`resume_proof`)

@@ -25,6 +25,7 @@ from holdfast.telemetry.status_document import (
     LINES_MAX,
     RANKS_MAX,
     TEXT_CHARACTERS_MAX,
+    FailuresStatus,
     RankStatus,
     StatusDocument,
     StatusLine,
@@ -61,6 +62,7 @@ class StatusState:
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
         self._interval_why = ""
+        self._seen: FailuresStatus | None = None
         self._resume: ResumeProof | None = None
         self._transport: Transport | None = None
 
@@ -78,7 +80,7 @@ class StatusState:
                 case "flusher_replaced":
                     self._attempt = fields["attempt"]
                 case "stager_attached":
-                    self._attached, self._ended_at, self._attempt = True, None, fields["attempt"]
+                    self._stager_attached(fields)
                 case "stager_gone":
                     self._attached, self._ended_at = False, self._clock()
                 case "interval":
@@ -91,6 +93,11 @@ class StatusState:
                     self._found(fields, step)
                 case _ if step is not None:
                     self._hear_of_step(event, fields, step)
+
+    def _stager_attached(self, fields: Mapping[str, Any]) -> None:
+        self._attached, self._ended_at, self._attempt = True, None, fields["attempt"]
+        if "failures" in fields:
+            self._seen = FailuresStatus(failures=fields["failures"], seconds=fields["seen_seconds"])
 
     def _hear_of_step(self, event: str, fields: Mapping[str, Any], step: int) -> None:
         attempt = int(fields.get("attempt", self._attempt))
@@ -199,6 +206,7 @@ class StatusState:
                 work_ended_at_unix=self._ended_at,
                 transport=self._transport,
                 interval_why=self._interval_why,
+                seen=self._seen,
                 resume="" if self._resume is None else self._resume.verdict.value,
                 resume_text="" if self._resume is None else cut(self._resume.text, 4 * TEXT_CHARACTERS_MAX),
             )

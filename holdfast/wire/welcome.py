@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.wire.failure_count import NONE_SEEN, FailureCount
 from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, peer_error, to_json
 
 _SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infinity and NaN
@@ -23,6 +24,7 @@ class Welcome:
     beat_seconds: float
     share: int = 1  # which of several stagers it is, from 1
     shares: int = 1  # how many there are
+    seen: FailureCount = NONE_SEEN  # the failures of the run before this job
 
     def to_frame(self) -> bytes:
         return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))
@@ -46,7 +48,8 @@ class Welcome:
             share=int,
             shares=int,
         )
-        welcome = cls(**{name: document[name] for name in cls.__slots__})
+        seen = FailureCount.from_json(document.get("seen"))
+        welcome = cls(**{name: document[name] for name in cls.__slots__ if name != "seen"}, seen=seen)
         wholes = (
             *(welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks),
             *(welcome.share, welcome.shares),

@@ -173,9 +173,7 @@ def _timings(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
         for name, timings in known:
             rows.add_row(name, _short(timings.last), _short(timings.median), _sparks(timings, ascii_only))
         found = [Text(), rows]
-    if status.interval is not None:
-        found += [Text(plain(line)) for line in interval_lines(status.interval)]
-    return found
+    return [*found, *(Text(plain(line)) for line in interval_lines(status))]
 
 
 def _short(value: float | None) -> str:

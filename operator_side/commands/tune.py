@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +23,9 @@ from operator_side.commands.options import (
     text,
 )
 
+if TYPE_CHECKING:
+    from holdfast.wire.failure_count import FailureCount
+
 _SECONDS_MAX = 1e6
 _GBPS_BYTES = 1e9 / 8
 
@@ -31,6 +35,7 @@ _GBPS_BYTES = 1e9 / 8
     epilog=examples(
         "holdfast tune trace.csv --spot-price 12  # from a trace",
         "holdfast tune --mtbf-hours 2 --profile mine.json  # from your own figures",
+        "holdfast tune --run s3://bucket/run  # from the failures that this run has had",
         "holdfast tune trace.csv --ranks 64 --image-size 84GB --output holdfast.toml",
     ),
 )
@@ -38,10 +43,15 @@ _GBPS_BYTES = 1e9 / 8
 @PROFILE
 @text("--strategy", "Use the strategies of the profile whose names begin with this text.", "holdfast")
 @number("--mtbf-hours", "Mean hours between losses, where there is no trace.", above=0, most=1e6)
+@text("--run", "URL of a run, whose own failures say how often machines are lost.")
 @count("--nodes", "Number of machines of the job. Default: the largest number in the trace.", most=1_000_000)
 @OVERHEAD_MAX
 @SPOT_PRICE
 @STAGER_PRICE
+@file(
+    "--cluster",
+    "File with the output of `holdfast cluster status --json`, whose price is that of all machines.",
+)
 @number(
     "--lead-seconds",
     "Seconds between a preemption notice and the loss (0: no notice).",
@@ -77,11 +87,14 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         raise ConfigError(
             f"--output {output}: this file exists already; name another file, or replace it with --force"
         )
-    if (trace is None) == (options["mtbf_hours"] is None):
+    given = [name for name in ("mtbf_hours", "run") if options[name] is not None]
+    if len(given) + (trace is not None) != 1:
         raise ConfigError(
-            "expected either a TRACE or --mtbf-hours, to know how often machines are lost; got "
-            + ("neither" if trace is None else "both")
+            "expected one of TRACE, --mtbf-hours and --run, to know how often machines are lost; got "
+            + (" and ".join([*(["TRACE"] if trace else []), *given]) or "none")
         )
+    if options["cluster"] is not None and options["spot_price"] is not None:
+        raise ConfigError("expected a price either by --cluster or by --spot-price, got both")
     path = options["profile"]
     gbps = options["store_gbps"]
     question = Question(
@@ -89,12 +102,14 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         None if trace is None else read_trace(trace),
         spot_dollars=options["spot_price"],
         stager_dollars=options["stager_price"],
+        cluster_dollars=_price(options["cluster"]),
         image_bytes=_size("--image-size", options["image_size"]),
         stager=None if options["stager_type"] is None else machine(options["stager_type"]),
         stager_memory_bytes=_size("--stager-memory", options["stager_memory"]),
         store_rate=None if gbps is None else gbps * _GBPS_BYTES,
         store=_store(options["store"]),
         mtbf_hours=options["mtbf_hours"],
+        seen=_seen(options["run"]),
         strategy=options["strategy"],
         nodes=options["nodes"],
         overhead_max=options["overhead_max"],
@@ -112,6 +127,33 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         raise ConfigError(
             f"--output {output}: this file cannot be written: {error.strerror}; name another file"
         ) from error
+
+
+def _price(cluster: Path | None) -> float | None:
+    if cluster is None:
+        return None
+    try:
+        dollars = json.loads(cluster.read_bytes())["per_hour"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--cluster {cluster}: expected the output of `holdfast cluster status --json`: {error!r}"
+        ) from error
+    if not (type(dollars) in {int, float} and 0 <= dollars < _SECONDS_MAX):
+        raise ConfigError(
+            f"--cluster {cluster}: expected a price in per_hour, got {dollars!r:.80}; give --spot-price instead"
+        )
+    return float(dollars)
+
+
+def _seen(run: str | None) -> FailureCount | None:
+    from holdfast.checkpoints.lease import failures_seen
+    from operator_side.commands.target import Target
+
+    if run is None:
+        return None
+    target = Target(run, None)
+    target.look()  # a URL with nothing at it is refused
+    return failures_seen(target.catalog().store)
 
 
 def _size(option: str, given: str | None) -> int | None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.errors import ConfigError
-from holdfast.policy.advice import Advice, Hazard, advise
+from holdfast.policy.advice import Advice, advise
+from holdfast.policy.hazard import Hazard
 from operator_side.simulate.profiles import TrainingProfile
 from operator_side.simulate.replay import TrainingJob
 from operator_side.simulate.strategy import HOUR_US, Strategy, microseconds

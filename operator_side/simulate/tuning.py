@@ -1,7 +1,7 @@
 """Settings with their reasons from measured costs: the text of a `holdfast.toml`.
 
 Profile ─► places (N with the least time to durable / N) ─► Cost ─┐
-trace or MTBF, prices ────────────────────────────────────► Hazard ┴─► Advice: the interval
+trace, MTBF or run, prices ───────────────────────────────► Hazard ┴─► Advice: the interval
 image, rates, the stager's memory ─► ring, machine                     trace ─► replay: what it would come to
 """
 
@@ -15,8 +15,10 @@ from typing import Any
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import ConfigError
 from holdfast.image.layout import LARGE_IMAGE_BYTES, chunk_bytes_for
-from holdfast.policy.advice import Advice, Hazard, advise
+from holdfast.policy.advice import Advice, advise
 from holdfast.policy.cost import best_in_flight
+from holdfast.policy.hazard import Hazard
+from holdfast.wire.failure_count import FailureCount
 from operator_side.simulate.profiles import Measured, TrainingProfile
 from operator_side.simulate.scale import (
     STAGERS_SOURCE,
@@ -44,12 +46,14 @@ class Question:
     # measured figures. Strategies whose name begins with `strategy` count; where they were measured with different
     # numbers of checkpoints in flight, the best number is taken.
     profile: TrainingProfile
-    trace: Trace | None = None  # trace, mtbf_hours: how often machines are lost; one of the two
+    trace: Trace | None = None  # trace, mtbf_hours, seen: how often machines are lost; one of the three
     mtbf_hours: float | None = None
+    seen: FailureCount | None = None
     strategy: str = "holdfast"
     nodes: int | None = None  # None: as many as the trace ever has, or 1
     spot_dollars: float | None = None
     stager_dollars: float = 0.0
+    cluster_dollars: float | None = None  # of all machines, by `holdfast cluster status`
     overhead_max: float = 0.03
     lead_seconds: float = 0.0
     ranks: int | None = None
@@ -103,11 +107,16 @@ def tune(question: Question) -> Tuned:
     cost = strategy.cost(microseconds(question.profile.iteration_seconds))
     advice = advise(cost, hazard, overhead_max=question.overhead_max)
     cycle_seconds = cost.cycle_seconds(advice.every)
+    trace = question.trace
+    whence = hazard.line if trace is None else f"{trace.losses} in {trace.name}"
     notes = [
         f"Take a checkpoint every {advice.every} iterations: Checkpointer(state, every={advice.every}).",
         f"{advice.line()}.",
-        f"Overhead at most {question.overhead_max:.1%}; losses per hour: {hazard.per_hour:.3g} ({_whence(question)}).",
+        f"Overhead at most {question.overhead_max:.1%}; losses per hour: {hazard.per_hour:.3g} ({whence}).",
     ]
+    if hazard.dollars_per_hour is not None:
+        told = "as given" if question.cluster_dollars is None else "by `holdfast cluster status`"
+        notes.append(f"Price of all machines: ${hazard.dollars_per_hour:.2f} an hour, {told}.")
     if question.trace is not None:
         notes.append(_replayed(question, name, measured, advice.every, nodes))
     settings = [Setting("trainer", "in_flight_max", measured.in_flight_max, why_places)]
@@ -167,19 +176,15 @@ def _chosen(question: Question) -> tuple[str, Measured, str]:
 def _hazard(question: Question) -> tuple[Hazard, int]:
     trace = question.trace
     nodes = question.nodes or (trace.count_max if trace is not None else 1)
-    price = None
+    price = question.cluster_dollars
     if question.spot_dollars is not None:
         price = nodes * question.spot_dollars + question.stager_dollars
     if trace is not None:
         return Hazard(trace.losses_per_hour, price), nodes
+    if question.seen is not None:
+        return Hazard.of_seen(question.seen, price), nodes
     assert question.mtbf_hours is not None
     return Hazard.of_mtbf(question.mtbf_hours, price), nodes
-
-
-def _whence(question: Question) -> str:
-    if question.trace is not None:
-        return f"{question.trace.losses} in {question.trace.name}"
-    return f"{question.mtbf_hours:g} h between losses, as given"
 
 
 def _replayed(question: Question, name: str, measured: Measured, every: int, nodes: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
+from holdfast.policy.hazard import Hazard
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
@@ -24,10 +25,12 @@ from holdfast.telemetry.status_document import (
     Transport,
     checkpoint_status,
 )
+from holdfast.wire.failure_count import FailureCount
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingLook
 from operator_side.status.share_progress import ShareLook, ShareProgress, share_progress
 
+FAILURES = "; failures: "  # in the reason of an interval
 LEVELS = ("staged", "durable", "verified")
 _HISTORY = 32  # values of each timing
 
@@ -82,7 +85,9 @@ class RunStatus:
 
     Attributes:
         waits_at: HOST:PORT of a standing stager that has no job; else empty.
-        shares: Of the newest of `flights`, where several stagers write one file.
+        failures: How often the run is interrupted: the line of `every="auto"`, else by the flusher's count; empty: not
+            known.
+        shares: For the newest of `flights`, where several stagers write one file.
         resume: How the first step after the last resume compares with that of the run before: `verified resume`,
             `differs` or `not proven`; empty where nothing was resumed. `resume_text`: the same as a sentence.
     """
@@ -109,6 +114,7 @@ class RunStatus:
     pgt2: Timings
     stall: Timings
     interval: Interval | None
+    failures: str
     checkpoints: tuple[CheckpointStatus, ...]
     not_taken: Mapping[str, int]
     declined: tuple[StatusLine, ...]
@@ -218,6 +224,7 @@ def compose(
         pgt2=_timings(rows, "pgt2_seconds"),
         stall=_timings(rows, "stall_seconds"),
         interval=interval,
+        failures=_failures(flusher_said, stager_said),
         checkpoints=tuple(row for _, row in sorted(rows.items()))[-CHECKPOINTS_MAX:],
         not_taken=said.not_taken if said else {},
         declined=said.declined if said else (),
@@ -338,6 +345,14 @@ def _flights(
         row = rows[CheckpointId(here.attempt, here.step)]
         if row.durable_at_unix is None:
             yield dataclasses.replace(here, held=row.held)
+
+
+def _failures(flusher: StatusDocument | None, stager: StatusDocument | None) -> str:
+    _, begin, line = ("" if stager is None else stager.interval_why).partition(FAILURES)
+    if begin:
+        return f"{begin.removeprefix('; ')}{line}"
+    seen = None if flusher is None else flusher.seen
+    return "" if seen is None else Hazard.of_seen(FailureCount(seen.failures, seen.seconds)).line
 
 
 # -- ranks and lines ---------------------------------------------------------------------------------------------------

@@ -8,15 +8,15 @@ from holdfast.command.output import seconds
 from holdfast.telemetry.status_document import StatusLine
 from operator_side.page.words import clock, plural
 from operator_side.status.loss import Lost
-from operator_side.status.run_status import Interval, Peer, RunStatus
+from operator_side.status.run_status import FAILURES, Peer, RunStatus
 
+_RANK_STATES = ("here", "coming", "silent", "left", "lost")
 _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 
 
 def head_lines(status: RunStatus) -> list[str]:
     """The attempt, the time and the ranks; then stager and flusher."""
-    now = clock(status.now_unix)
-    where = f"attempt {status.attempt}, {now}" if status.attempt else now
+    where = f"{f'attempt {status.attempt}, ' if status.attempt else ''}{clock(status.now_unix)}"
     stager = f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}"
     return [f"{where}; {ranks_text(status)}", f"{stager}; {_peer('flusher', status.flusher, status)}"]
 
@@ -37,12 +37,8 @@ def ranks_text(status: RunStatus) -> str:
     if not status.ranks:
         return "no training job is running" if not status.is_running else "the ranks are not known"
     counts = rank_counts(status)
-    named = [
-        f"{counts[state]:,} {state}"
-        for state in ("here", "coming", "silent", "left", "lost")
-        if counts[state]
-    ]
-    return f"{plural(status.ranks_total, 'rank')}: {', '.join(named)}"
+    named = ", ".join(f"{counts[state]:,} {state}" for state in _RANK_STATES if counts[state])
+    return f"{plural(status.ranks_total, 'rank')}: {named}"
 
 
 def rank_counts(status: RunStatus) -> Counter[str]:
@@ -54,9 +50,7 @@ def rank_counts(status: RunStatus) -> Counter[str]:
 
 def lost_steps(lost: Lost) -> str:
     """`4`; `~4` if estimated; `?` if not known."""
-    if lost.steps is None:
-        return "?"
-    return f"~{lost.steps}" if lost.is_estimate else str(lost.steps)
+    return "?" if lost.steps is None else f"{'~' if lost.is_estimate else ''}{lost.steps}"
 
 
 def resumes_from(lost: Lost) -> str:
@@ -68,14 +62,16 @@ def line_text(line: StatusLine, now_unix: float) -> str:
     return f"{age(now_unix, line.at_unix)} ago {line.event}{step}: {line.text}"
 
 
-def interval_lines(interval: Interval) -> list[str]:
-    """The distance of the last saves, and the reason for it, if there is one."""
-    lines = [
-        f"interval: every {plural(interval.steps, 'step')} or {seconds(interval.seconds)}, from the last two saves"
-    ]
-    if interval.why:  # it begins with the steps, which the first line has
-        lines.append(f"  auto: {interval.why.removeprefix(f'every {interval.steps} steps: ')}")
-    return lines
+def interval_lines(status: RunStatus) -> list[str]:
+    """The distance of the last saves, the reason for it, and how often the run is interrupted, as far as known."""
+    lines, interval = [], status.interval
+    if interval is not None:
+        every = f"every {plural(interval.steps, 'step')} or {seconds(interval.seconds)}"
+        lines.append(f"interval: {every}, from the last two saves")
+        # The reason begins with the steps, which the first line has, and ends with the failures of the last one.
+        why = interval.why.partition(FAILURES)[0].removeprefix(f"every {interval.steps} steps: ")
+        lines += [f"  auto: {why}"] if why else []
+    return [*lines, status.failures] if status.failures else lines
 
 
 def age(now_unix: float, at_unix: float) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.lease import failures_seen
+from holdfast.policy.advice import advise
+from holdfast.policy.cost import Cost
+from holdfast.policy.hazard import Hazard
 from holdfast.ring.directory import runtime_directory
 from holdfast.store import open_store
 from operator_side.status.run_watch import RunWatch
@@ -69,6 +74,25 @@ class Paced:
 
         wait_until(there, WAIT_SECONDS_MAX, job.output)
 
+    def interval_of(self, job: Job) -> dict[str, Any]:
+        """The first interval that this job was brought to."""
+        count = len(self.events("interval"))
+        return self.wait_for(job, count, longer=True, than=0)
+
+    def costs(self) -> Cost:
+        """As the newest job has measured them."""
+        said = self.events("profile")[-1]
+        names = ("iteration_seconds", "stall_seconds", "staged_seconds", "durable_seconds")
+        return Cost(*(said[name] for name in names))
+
+    def kill(self, job: Job) -> None:
+        """SIGKILL every rank by its own pid; nothing is left but the store."""
+        for rank in range(RANKS):
+            path = self.cluster.out(self.cluster.started) / f"pid-{rank}"
+            os.kill(int(path.read_text()), signal.SIGKILL)
+        job.wait(WAIT_SECONDS_MAX)
+        self.cluster.wait_for_flusher()
+
     def stop(self, job: Job) -> str:
         (self.cluster.out(1) / "stop").touch()
         job.succeed(60)
@@ -82,7 +106,8 @@ class Paced:
 def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_ranks_at_one_step(
     tmp_path: Path,
 ) -> None:
-    run = Paced(tmp_path)
+    # So often that the shortest interval within the bound is the best one.
+    run = Paced(tmp_path, HOLDFAST_MTBF_HOURS="0.001")
     with run.cluster.start(RANKS) as job:
         first = run.wait_for(job, 0, longer=True, than=0)
         # One request takes as long as two intervals: on a busy machine the first interval may be a long one already.
@@ -121,3 +146,32 @@ def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_r
     refused = run.events("interval_kept", "interval_loose")
     # the end may come while the ranks are being asked for one more
     assert [line for line in refused if line["reason"] not in {"rank 0 has left", "rank 1 has left"}] == []
+
+
+def test_kills_of_the_ranks_are_counted_in_the_store_and_shorten_the_interval(tmp_path: Path) -> None:
+    # The stall, not the bound, decides.
+    run = Paced(tmp_path, PACING_STALL_SECONDS="0.1", HOLDFAST_OVERHEAD_MAX="0.5")
+    kills = 3
+    for failures in range(kills + 1):
+        with run.cluster.start(RANKS) as job:
+            line = run.interval_of(job)
+            shown = RunWatch(runtime_directory(run.cluster.store, run.cluster.runtime)).look().failures
+            run.kill(job)
+        assert shown in line["why"]
+        assert shown.startswith(f"failures: {failures} in ")
+        assert " observed, prior 1 in 3 h → one in " in shown
+        # By the costs that this job has measured, which waver with the load of the machine.
+        assert line["every"] == pytest.approx(best_every(run.costs(), 3.0 / (1 + failures)), rel=0.05)
+    assert line["every"] < 0.6 * best_every(run.costs(), 3.0), "four times the hazard, half the interval"
+    seen = failures_seen(open_store(run.cluster.store))
+    assert seen.failures == kills + 1
+    assert seen.seconds > 0
+    with run.cluster.start(RANKS, env={"HOLDFAST_MTBF_HOURS": "3"}) as job:
+        typed = run.interval_of(job)
+        run.kill(job)
+    assert typed["why"].endswith("; failures: one in 3 h, as set (mtbf_hours)")
+    assert typed["every"] == pytest.approx(best_every(run.costs(), 3.0), rel=0.05)
+
+
+def best_every(cost: Cost, mtbf_hours: float) -> int:
+    return advise(cost, Hazard.of_mtbf(mtbf_hours), overhead_max=0.5).every

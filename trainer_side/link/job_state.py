@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError
+from holdfast.wire.failure_count import NONE_SEEN, FailureCount
 
 
 class TimesLost(NamedTuple):
@@ -19,7 +20,7 @@ class TimesLost(NamedTuple):
 class JobState:
     """See the module. The link's thread writes it, any thread reads it.
 
-    `attempt` is assigned by the stager; None: the job has no stager.
+    `attempt` is assigned by the stager; None: the job has no stager. `seen`: the failures of the run before this job.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class JobState:
         store_url: str,
         chunk_bytes: int,
         attempt: int | None,
+        seen: FailureCount = NONE_SEEN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.ranks, self.store_url, self.chunk_bytes = rank, ranks, store_url, chunk_bytes
@@ -40,7 +42,7 @@ class JobState:
         self.staged_step = self.durable_step = -1  # the newest ones; -1 before the first
         self.new_pickle_reserve_bytes = 0  # for rank 0's pickle, once it has outgrown its reserve
         self.group: JobState | None = None  # of all stagers, if there are several
-        self._clock = clock
+        self.seen, self._clock = seen, clock
         self._last_problem: HoldfastError | None = None
         self._lost_before, self._lost_at = TimesLost(), 0.0
 

@@ -80,6 +80,7 @@ class Link:
             store_url=welcome.store_url,
             chunk_bytes=welcome.chunk_bytes,
             attempt=welcome.attempt,
+            seen=welcome.seen,
             clock=clock,
         )
         tiers = ", ".join(config.tiers)

@@ -51,6 +51,7 @@ class GroupState(JobState):
             store_url=lead.store_url,
             chunk_bytes=lead.chunk_bytes,
             attempt=lead.attempt,
+            seen=lead.seen,
             clock=clock,
         )
         self._links = links

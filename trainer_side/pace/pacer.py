@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.config import TrainerConfig
-from holdfast.policy.advice import Hazard
 from holdfast.policy.governor import Governor
+from holdfast.policy.hazard import Hazard
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.failure_count import FailureCount
 from holdfast.wire.pace import Wish
 from trainer_side.opaque import only_shapes, opaque
 from trainer_side.pace.schedule import Schedule, SchedulePhase
@@ -37,7 +38,8 @@ class Pacer:
     """See the module. Training thread; what is heard of comes from any.
 
     `wish` sends a wish to the stager; None: another rank measures. The steps of `optimizers` are timed until the first
-    checkpoint.
+    checkpoint. `seen`: the failures of the run before this job, unless `mtbf_hours` is set; the time of this job counts
+    from its first checkpoint.
     """
 
     def __init__(
@@ -48,15 +50,15 @@ class Pacer:
         events: EventLog,
         optimizers: Sequence[Optimizer],
         *,
+        seen: FailureCount,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schedule, self._wish, self._events = schedule, wish, events
         self._profile = StepProfile(clock)
-        price = config.dollars_per_hour
-        mtbf_hours = config.mtbf_hours
-        hazard = Hazard(0.0, price) if mtbf_hours is None else Hazard.of_mtbf(mtbf_hours, price)
+        self._config, self._seen, self._clock = config, seen, clock
+        self._saved_at: float | None = None  # the first time
         self._governor = Governor(
-            hazard, overhead_max=config.overhead_max, every_seconds_max=config.every_seconds_max
+            self._hazard(), overhead_max=config.overhead_max, every_seconds_max=config.every_seconds_max
         )
         self._due_step = -1
         self._heard: deque[tuple[str, Mapping[str, Any], int | None]] = deque(maxlen=_HEARD_MAX)
@@ -87,6 +89,7 @@ class Pacer:
             self._looks += 1  # the time is not yet known, but it is longer than the interval
         if saved:
             self._profile.saved(step)
+            self._saved_at = self._clock() if self._saved_at is None else self._saved_at
         elif due:
             self._profile.declined()
 
@@ -108,9 +111,17 @@ class Pacer:
             self._events.emit("profile", self._profile.fields(peak_bytes))
             _log.info("profile of this training:\n%s", self._profile.table(peak_bytes))
         paced = self._schedule.phase is SchedulePhase.PACED
+        self._governor.hazard = hazard = self._hazard()
         change = self._governor.consider(self._profile.cost(), self._schedule.every if paced else None)
         if change is not None:
-            wish(Wish(change.advice.every, self._due_step, change.line()))
+            wish(Wish(change.advice.every, self._due_step, f"{change.line()}; {hazard.line}"))
+
+    def _hazard(self) -> Hazard:
+        config = self._config
+        if config.mtbf_hours is not None:
+            return Hazard.of_mtbf(config.mtbf_hours, config.dollars_per_hour)
+        since = 0.0 if self._saved_at is None else self._clock() - self._saved_at
+        return Hazard.of_seen(self._seen.plus(since, failed=False), config.dollars_per_hour)
 
     def _take(self, event: str, fields: Mapping[str, Any], step: int) -> None:
         profile = self._profile

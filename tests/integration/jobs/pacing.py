@@ -1,7 +1,8 @@
 """A training job that finds its interval by itself: `python pacing.py OUT`; it ends when there is a file `stop` in OUT.
 
 The ranks meet in each step, as in any data-parallel training, so all of them end after the same one. Rank 0 writes
-each step into `step`. PACING_STEP_SECONDS is how long a step takes.
+each step into `step`. PACING_STEP_SECONDS is how long a step takes, PACING_STALL_SECONDS how much longer one with a
+checkpoint takes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from trainer_side import Checkpointer, init_torch_distributed
 
 def main() -> None:
     out, step_seconds = Path(sys.argv[1]), float(os.environ["PACING_STEP_SECONDS"])
+    stall_seconds = float(os.environ.get("PACING_STALL_SECONDS", "0"))
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     rank, _ = init_torch_distributed("gloo")
+    (out / f"pid-{rank}").write_text(str(os.getpid()))
     do_without_compiler()
     torch.manual_seed(1)
     model = torch.nn.Linear(256, 256)
@@ -34,7 +37,8 @@ def main() -> None:
             time.sleep(step_seconds)
             optimizer.step()
             optimizer.zero_grad()
-            checkpointer.step(step)
+            if checkpointer.step(step):
+                time.sleep(stall_seconds)
             if rank == 0:
                 (out / "step").write_text(str(step))
                 going = torch.zeros(1) if (out / "stop").exists() else torch.ones(1)

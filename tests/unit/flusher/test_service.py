@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,14 @@ from flusher.service import FlusherService
 from flusher.verify_and_prune import Maintenance, MaintenanceRules
 from flusher.workers import Inbox
 from flusher.writer_lease import WriterLease
+from holdfast.checkpoints.identity import Identity
+from holdfast.checkpoints.lease import Lease, failures_seen
 from holdfast.config import FlusherConfig
 from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Channel, Listener, Message, connect
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.failure_count import FailureCount
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
@@ -92,14 +97,22 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
 class Bench:
     """A service on a ring that a dead flusher left, with one checkpoint that is being received."""
 
-    def __init__(self, directory: Path, held: contextlib.ExitStack) -> None:
-        self.store = MemoryStore()
+    def __init__(
+        self,
+        directory: Path,
+        held: contextlib.ExitStack,
+        *,
+        adopted: bool = True,
+        store: MemoryStore | None = None,
+    ) -> None:
+        self.store = store or MemoryStore()
         self.directory = directory
         layout = made_up(3, entries=3, chunk_bytes=4096, ranks=1, entry_bytes_max=5000).layout
         self.ring = Ring.create(directory, chunk_bytes=4096, ring_chunks=8, attempt=1)
         held.callback(self.ring.close)
-        self.ring.write_checkpoint(1, 7, "receiving", self.ring.put_layout(layout), {})
-        self.ring.mark_filling(2, 1, 7, 0)
+        if adopted:
+            self.ring.write_checkpoint(1, 7, "receiving", self.ring.put_layout(layout), {})
+            self.ring.mark_filling(2, 1, 7, 0)
         config = FlusherConfig(store="memory://run", chunk_bytes=4096, ring_bytes=8 * 4096, grace_seconds=0)
         inbox = Inbox()
         held.callback(inbox.close)
@@ -116,7 +129,7 @@ class Bench:
             context,
             maintenance=maintenance,
             listener=listener,
-            adopted=True,
+            adopted=adopted,
         )
 
 
@@ -199,6 +212,75 @@ def test_told_to_end_with_a_dead_stager_it_leaves_nothing(bench: Bench) -> None:
     bench.service.run()
     assert not bench.service.leaves_ring
     assert bench.ring.checkpoint_names() == []
+
+
+@pytest.mark.parametrize(
+    ("end", "failures"), [("left", 0), ("interrupted", 1), ("gone", 1), ("nothing begun", 0)]
+)
+def test_the_claim_counts_a_job_by_its_end(tmp_path: Path, end: str, failures: int) -> None:
+    with contextlib.ExitStack() as held:
+        bench = Bench(tmp_path / "run", held, adopted=False)
+        layout = made_up(3, entries=3, chunk_bytes=4096, ranks=1, entry_bytes_max=5000).layout
+        digest = bench.ring.put_layout(layout)
+
+        def stager() -> None:
+            channel = connect(bench.directory / SOCKET_NAME)
+            channel.send("hello", version=VERSION, pid=1, attempt=0, share=[0, 1], lead_attempt=0)
+            said = await_kinds(channel, "welcome")
+            assert said[0].fields["seen"] == {"failures": 0, "seconds": 0.0}
+            if end != "nothing begun":
+                channel.send("begin", attempt=1, step=9, layout_digest=digest)
+                await_kinds(channel, "began")
+            if end in {"left", "interrupted"}:
+                channel.send("finish", interrupted=end == "interrupted")
+                await_kinds(channel, "drained")
+            channel.close()
+
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(stager)
+            bench.service.run()
+            ended.result(SECONDS_MAX)
+    assert failures_seen(bench.store).failures == failures
+    assert (failures_seen(bench.store).seconds > 0) == (end != "nothing begun")
+
+
+def test_a_job_that_goes_on_under_the_next_flusher_is_not_counted_as_lost(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as held:
+        store = MemoryStore()
+        dead = Lease.take(store, identity=dataclasses.replace(Identity.of_this_process(), started=1))
+        dead.begin_work()
+        dead.release()
+        bench = Bench(tmp_path / "run", held, store=store)
+        stager = stand_still(bench.ring, held)
+
+        def resume() -> dict[str, object]:
+            channel = connect(bench.directory / SOCKET_NAME)
+            channel.send("hello", version=VERSION, pid=1, attempt=1, share=[0, 1], lead_attempt=0)
+            welcome = await_kinds(channel, "welcome")[0]
+            channel.send("finish", interrupted=False)
+            await_kinds(channel, "drained")
+            stager.let_go()
+            return dict(welcome.fields)
+
+        with ThreadPoolExecutor(1) as pool:
+            said = pool.submit(resume)
+            bench.service.run()
+        welcome = said.result(SECONDS_MAX)
+        assert welcome["resumed"]
+        assert FailureCount.from_json(welcome["seen"]).failures == 0
+    assert failures_seen(store).failures == 0
+
+
+def await_kinds(channel: Channel, kind: str) -> list[Message]:
+    """What the flusher says, up to a message of this kind."""
+    said: list[Message] = []
+    deadline = time.monotonic() + SECONDS_MAX
+    while all(message.kind != kind for message in said):
+        assert time.monotonic() < deadline, said
+        assert not channel.closed, said
+        said += channel.poll()
+        time.sleep(0.01)
+    return said
 
 
 class HungUp:

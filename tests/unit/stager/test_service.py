@@ -69,6 +69,28 @@ def test_the_end_waits_for_the_flusher(bench: Bench) -> None:
     assert "finish" in [message.kind for message in bench.flusher.poll()]
 
 
+@pytest.mark.parametrize(
+    ("notice", "is_lost", "interrupted"),
+    [("", False, False), ("terminate", False, True), ("rebalance", False, False), ("", True, True)],
+)
+def test_the_flusher_hears_whether_the_job_was_interrupted(
+    bench: Bench, notice: str, is_lost: bool, interrupted: bool
+) -> None:
+    bench.runs = True
+    if notice:
+        body = {"kind": notice, "seconds_left": 100.0, "source": "aws", "said_by": "", "rank": -1}
+        bench.port.say(1, Kind.NOTICE, body=wire.to_json(body))
+    bench.turn()
+    if is_lost:
+        bench.port.seen.lost.append((1, "rank 1 was killed"))
+    for rank in range(1 if is_lost else 2):
+        bench.port.say(rank, Kind.BYE, attempt=0)
+    bench.flusher.send("drained")
+    bench.service.run()
+    said = [message.fields for message in bench.flusher.poll() if message.kind == "finish"]
+    assert [fields["interrupted"] for fields in said] == [interrupted]
+
+
 def test_a_step_that_waits_only_for_the_flusher_is_staged_before_it_finishes(bench: Bench) -> None:
     """The ranks have sent everything and left, and the flusher, slow or stopped, never says `began`."""
     bench.runs = True

@@ -7,8 +7,9 @@ import math
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.policy.advice import Hazard, advise
+from holdfast.policy.advice import advise
 from holdfast.policy.cost import Cost
+from holdfast.policy.hazard import Hazard
 
 _COST = Cost(iteration_seconds=0.5, stall_seconds=0.2, staged_seconds=3.0, durable_seconds=9.0)
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.policy.advice import Hazard
 from holdfast.policy.cost import Cost
 from holdfast.policy.governor import Governor
+from holdfast.policy.hazard import Hazard
 
 
 def cost(durable: float, *, iteration: float = 1.0, stall: float = 0.01) -> Cost:

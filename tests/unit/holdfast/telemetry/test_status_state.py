@@ -9,6 +9,7 @@ from holdfast.telemetry.status_document import (
     LINES_MAX,
     RANKS_MAX,
     CheckpointStatus,
+    FailuresStatus,
     RankStatus,
 )
 from holdfast.telemetry.status_state import StatusState
@@ -30,7 +31,8 @@ def newest(state: StatusState) -> CheckpointStatus:
 def test_a_checkpoint_is_followed_from_the_flushers_events() -> None:
     state = StatusState("flusher", "r", clock=lambda: 1000.0)
     state.hear("flusher_ready", {"attempt": 1}, None)
-    state.hear("stager_attached", {"attempt": 1, "pid": 5, "resumed": False}, None)
+    attached = {"attempt": 1, "pid": 5, "resumed": False, "failures": 2, "seen_seconds": 60.0}
+    state.hear("stager_attached", attached, None)
     state.hear("flush_began", {"attempt": 1, "image_bytes": 100}, 7)
     state.hear("flush_held", {"attempt": 1, "code": "store", "message": "no room"}, 7)
     assert newest(state).held == "no room"
@@ -52,6 +54,7 @@ def test_a_checkpoint_is_followed_from_the_flushers_events() -> None:
     )
     said = state.said()
     assert said.stager_attached
+    assert said.seen == FailuresStatus(failures=2, seconds=60.0)
     assert [(rank.rank, rank.stall_seconds) for rank in said.ranks] == [(1, 0.5), (0, 0.2)]
     assert [(line.event, line.text) for line in said.problems] == [
         ("flush_held", "store; no room"),

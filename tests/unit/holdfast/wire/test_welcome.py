@@ -9,10 +9,11 @@ import pytest
 
 from holdfast.errors import FencedError, ProtocolError, StoreError
 from holdfast.wire import frames as wire
+from holdfast.wire.failure_count import FailureCount
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.welcome import Welcome
 
-_WELCOME = Welcome("file:///run", 7, 1 << 20, 64, 2, 60.0, 5.0, share=2, shares=3)
+_WELCOME = Welcome("file:///run", 7, 1 << 20, 64, 2, 60.0, 5.0, share=2, shares=3, seen=FailureCount(3, 60.5))
 
 
 def test_welcome_comes_back() -> None:
@@ -27,6 +28,21 @@ def test_welcome_with_nothing_in_it_is_refused(name: str) -> None:
     for value in (0, None, "7"):
         with pytest.raises(ProtocolError):
             Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json({**document, name: value})))
+
+
+def test_a_stager_that_says_nothing_of_failures_has_seen_none() -> None:
+    document = json.loads(wire.decode(_WELCOME.to_frame()).body)
+    del document["seen"]
+    assert Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json(document))).seen == FailureCount()
+
+
+@pytest.mark.parametrize(
+    "seen", [7, {}, {"failures": 1}, {"failures": -1, "seconds": 1.0}, {"failures": 1, "seconds": 1e99}]
+)
+def test_failures_that_are_no_two_numbers_are_refused(seen: object) -> None:
+    document = json.loads(wire.decode(_WELCOME.to_frame()).body) | {"seen": seen}
+    with pytest.raises(ProtocolError, match="failures seen: expected two numbers"):
+        Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json(document)))
 
 
 def test_a_share_that_is_not_one_of_them_is_refused() -> None:

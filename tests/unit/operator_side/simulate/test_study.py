@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.policy.advice import Hazard, advise
+from holdfast.policy.advice import advise
+from holdfast.policy.hazard import Hazard
 from operator_side.simulate.profiles import (
     MEASURED,
     Measured,

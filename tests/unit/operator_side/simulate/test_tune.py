@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoints.lease import Lease
 from holdfast.command import cli
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
-from holdfast.policy.advice import Hazard, advise
+from holdfast.policy.advice import advise
 from holdfast.policy.cost import Cost
+from holdfast.policy.hazard import Hazard
+from holdfast.store import open_store
 from tests.unit.operator_side.simulate.test_traces import COUNTS
 
 _MEASURED = {
@@ -100,7 +103,7 @@ def test_the_interval_is_the_one_that_the_policy_advises(run: Any, tmp_path: Pat
     assert code == 0
     assert f"Checkpointer(state, every={advice.every})" in out
     assert advice.line() in _said(out)
-    assert "2 h between losses, as given" in _said(out)
+    assert "failures: one in 2 h, as set (mtbf_hours)" in _said(out)
     assert "Replayed" not in out, "there is no trace"
 
 
@@ -253,11 +256,48 @@ def test_a_bound_that_cannot_be_kept_says_what_can(run: Any, tmp_path: Path) -> 
     assert "Possible: " in err
 
 
-@pytest.mark.parametrize("asked", [(), ("trace.csv", "--mtbf-hours", "2")])
-def test_tune_takes_either_a_trace_or_an_mtbf(run: Any, asked: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "asked", [(), ("trace.csv", "--mtbf-hours", "2"), ("--run", "/mnt/run", "--mtbf-hours", "2")]
+)
+def test_tune_takes_one_of_trace_mtbf_and_run(run: Any, asked: tuple[str, ...]) -> None:
     code, _, err = run(*asked)
     assert code == 2
-    assert "expected either a TRACE or --mtbf-hours" in err
+    assert "expected one of TRACE, --mtbf-hours and --run" in err
+
+
+def test_the_price_is_that_of_the_cluster_or_as_given_and_says_which(run: Any, tmp_path: Path) -> None:
+    asked = ("--mtbf-hours", "2", "--profile", _profile(tmp_path))
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(json.dumps({"per_hour": 12.4, "nodes": [], "taken": []}))
+    code, out, _ = run(*asked, "--cluster", cluster)
+    assert code == 0
+    assert "Price of all machines: $12.40 an hour, by `holdfast cluster status`." in _said(out)
+    given = run(*asked, "--spot-price", "3", "--nodes", "4")[1]
+    assert "Price of all machines: $12.00 an hour, as given." in _said(given)
+    assert "Price" not in run(*asked)[1]
+    assert "got both" in run(*asked, "--cluster", cluster, "--spot-price", "3")[2]
+    for wrong in ("{}", "[]", "no JSON", '{"per_hour": null}', '{"per_hour": -1}'):
+        cluster.write_text(wrong)
+        code, _, err = run(*asked, "--cluster", cluster)
+        assert code == 2
+        assert f"--cluster {cluster}: expected" in err
+
+
+def test_the_failures_of_a_run_are_taken_from_its_claims(run: Any, tmp_path: Path) -> None:
+    asked = ("--profile", _profile(tmp_path), "--run", tmp_path / "run")
+    code, _, err = run(*asked)
+    assert code == 5
+    assert "there is nothing at this URL" in err
+    clock = [0.0]
+    for _ in range(3):
+        lease = Lease.take(open_store(str(tmp_path / "run")), takeover=True, clock=lambda: clock[0])
+        lease.begin_work()
+        clock[0] += 3600
+        lease.end_work(lost=True)
+        lease.release()
+    code, out, _ = run(*asked)
+    assert code == 0
+    assert "failures: 3 in 3 h observed, prior 1 in 3 h → one in 1.5 h" in _said(out)
 
 
 @pytest.mark.parametrize("size", ["many", "0", "-1GB", "0.3B", "99999999999TB"])

@@ -204,6 +204,19 @@ def test_the_interval_has_the_stagers_reason_and_none_from_one_that_says_none() 
         assert "auto" not in shown(found)
 
 
+def test_the_failures_are_those_of_the_interval_or_what_the_flusher_has_counted() -> None:
+    line = "failures: 1 in 60 s observed, prior 1 in 3 h → one in 90 min"
+    flusher = said("flusher", done(30), done(45), seen={"failures": 1, "seconds": 60.0})
+    counted = "failures: 1 in 60 s observed, prior 1 in 3 h → one in 1.5 h"
+    assert status(flusher_said=flusher, stager_said=said("stager")).failures == counted
+    why = f"every 15 steps: 0.9 % stall; {line}"
+    found = status(flusher_said=flusher, stager_said=said("stager", interval_why=why))
+    assert found.failures == line
+    assert f"auto: 0.9 % stall\n{line}" in shown(found)
+    assert shown(found).count("failures:") == 1
+    assert status(flusher_said=said("flusher"), stager_said=said("stager")).failures == ""
+
+
 def test_the_document_is_json_and_has_all_of_it() -> None:
     found = json.loads(json.dumps(many().document()))
     assert set(found) >= {

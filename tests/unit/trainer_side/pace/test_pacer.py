@@ -12,15 +12,20 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.notices.messages import Announcement, StepWord
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.failure_count import NONE_SEEN, FailureCount
 from holdfast.wire.pace import Wish
 from trainer_side.pace.pacer import Pacer
 from trainer_side.pace.schedule import Schedule, chosen_interval
+
+_OFTEN = 1e-3  # mtbf_hours with which the shortest interval within the bound is the best one
 
 
 class Rank:
     """Trains in steps of 0.1 s; what becomes of a checkpoint is said by the test."""
 
-    def __init__(self, path: Path, *, rank: int = 0, **settings: object) -> None:
+    def __init__(
+        self, path: Path, *, rank: int = 0, seen: FailureCount = NONE_SEEN, **settings: object
+    ) -> None:
         self.now, self.step, self.wishes = 100.0, -1, list[Wish]()
         self.path, self.events = path, EventLog(path, role="trainer", rank=rank)
         self.schedule = Schedule(auto=True, wait_seconds_max=1)
@@ -28,7 +33,9 @@ class Rank:
         self.optimizer = torch.optim.SGD([self.parameter], lr=0.1)
         config = TrainerConfig.model_validate(settings)
         wish = self.wishes.append if rank == 0 else None
-        self.pacer = Pacer(self.schedule, wish, config, self.events, [self.optimizer], clock=lambda: self.now)
+        self.pacer = Pacer(
+            self.schedule, wish, config, self.events, [self.optimizer], seen=seen, clock=lambda: self.now
+        )
         self.events.emit("plan", {"image_bytes": 2000, "slice_bytes": 1000, "in_flight_max": 1})
 
     def train(self, steps: int = 1, *, durable: float | None = 0.2, stall: float = 0.001) -> list[int]:
@@ -69,13 +76,16 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_pacer_profiles_wishes_and_follows_the_appointment(path: Path) -> None:
-    rank = Rank(path, overhead_max=0.03, dollars_per_hour=36.0)
+    rank = Rank(path, overhead_max=0.03, dollars_per_hour=36.0, mtbf_hours=_OFTEN)
     assert rank.train(31) == [15]
     assert rank.wishes == [], "of the first checkpoint nothing is concluded"
     assert rank.train(2) == [31]
     (wish,) = rank.wishes
     assert (wish.every, wish.after) == (2, 31)
-    assert wish.why == "every 2 steps: 0.5 % stall, expected loss 0.3 s or $0.00 per preemption"
+    assert wish.why == (
+        "every 2 steps: 0.5 % stall, expected loss 0.3 s or $0.00 per preemption; "
+        "failures: one in 4 s, as set (mtbf_hours)"
+    )
     (profile,) = rank.written("profile")
     assert profile["iteration_seconds"] == pytest.approx(0.1)
     assert profile["image_bytes"] == 2000
@@ -87,7 +97,7 @@ def test_the_pacer_profiles_wishes_and_follows_the_appointment(path: Path) -> No
 
 
 def test_a_slow_store_makes_it_longer_before_anything_is_durable_and_relief_shorter(path: Path) -> None:
-    rank = Rank(path)
+    rank = Rank(path, mtbf_hours=_OFTEN)
     rank.train(33)
     rank.appoint()
     rank.train(20)
@@ -95,13 +105,39 @@ def test_a_slow_store_makes_it_longer_before_anything_is_durable_and_relief_shor
     rank.train(20, durable=None)
     longer = rank.wishes[before]
     assert longer.every > 3
-    slow = Rank(path)
+    slow = Rank(path, mtbf_hours=_OFTEN)
     slow.train(33, durable=5.0)
     slow.appoint()
     slow.train(200, durable=5.0)
-    assert {wish.every for wish in slow.wishes} == {49}
+    assert {wish.every for wish in slow.wishes} == {50}
     slow.train(400, durable=0.4)
     assert slow.wishes[-1].every == 4
+
+
+def test_failures_that_the_run_has_seen_shorten_the_interval_and_a_set_mtbf_wins(path: Path) -> None:
+    def first_wish(seen: FailureCount, mtbf_hours: float | None = None) -> Wish:
+        rank = Rank(path, seen=seen, mtbf_hours=mtbf_hours)
+        rank.train(33)
+        return rank.wishes[0]
+
+    none, three = first_wish(FailureCount()), first_wish(FailureCount(3, 600.0))
+    assert none.every == pytest.approx(46, abs=1), "Daly: sqrt(2 × 0.001 s × 3 h) is 4.6 s of 0.1 s each"
+    assert three.every == pytest.approx(none.every / 2, abs=1), "four times the hazard, half the interval"
+    assert "; failures: 0 in 2 s observed, prior 1 in 3 h → one in 3 h" in none.why
+    assert "; failures: 3 in 10 min observed, prior 1 in 3 h → one in 48 min" in three.why
+    typed = first_wish(FailureCount(3, 600.0), mtbf_hours=3.0)
+    assert typed.every == none.every
+    assert typed.why.endswith("failures: one in 3 h, as set (mtbf_hours)")
+
+
+def test_the_time_of_this_job_counts_from_its_first_checkpoint(path: Path) -> None:
+    rank = Rank(path)
+    rank.train(33)
+    rank.appoint()
+    rank.now += 240 * 3600.0  # ten days without a failure
+    rank.train(400)
+    assert rank.wishes[-1].every > 6 * rank.wishes[0].every
+    assert "failures: 0 in 240 h observed, prior 1 in 3 h → one in 243 h" in rank.wishes[-1].why
 
 
 def test_a_bound_that_cannot_be_kept_is_in_the_line(path: Path) -> None:

@@ -1,0 +1,83 @@
+"""How often training is interrupted: as typed, or estimated from what the run has seen; and what its machines cost.
+
+    prior: 1 failure in 3 h      ─┐
+    seen:  n failures in T hours ─┴─► (1 + n) / (3 h + T) failures per hour
+
+Failures that come at random have a rate; with a Gamma prior over it, the posterior is a Gamma again, and this is its
+mean. The prior weighs as much as one failure: the run's own failures soon outweigh it, and so does a day without any.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError
+from holdfast.wire.failure_count import FailureCount
+
+PRIOR_MTBF_HOURS = 3.0  # spot traces of the papers have from some minutes to a day
+_PRIOR_FAILURES = 1.0
+_HOUR_SECONDS, _MINUTE_SECONDS = 3600.0, 60.0
+_TENTHS_BELOW = 9.95  # `5.2 h`, `27 h`
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """How often training is interrupted, and the price of its machines.
+
+    Attributes:
+        per_hour: Interruptions of the whole job in an hour.
+        dollars_per_hour: Price of all machines; None: not known.
+        line: How the rate came about, for people; empty: not said.
+    """
+
+    per_hour: float
+    dollars_per_hour: float | None = None
+    line: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.per_hour < math.inf:
+            raise ConfigError(f"interruptions per hour: expected 0 or more, got {self.per_hour}")
+        if self.dollars_per_hour is not None and not 0 <= self.dollars_per_hour < math.inf:
+            raise ConfigError(f"dollars per hour: expected 0 or more, got {self.dollars_per_hour}")
+
+    @classmethod
+    def of_mtbf(cls, mtbf_hours: float, dollars_per_hour: float | None = None) -> Hazard:
+        """From the mean time between two interruptions. Raises `ConfigError`: `mtbf_hours` is not more than 0."""
+        if not mtbf_hours > 0:
+            raise ConfigError(
+                f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}"
+            )
+        line = f"failures: one in {_time(mtbf_hours)}, as set (mtbf_hours)"
+        return cls(1 / mtbf_hours, dollars_per_hour, line)
+
+    @classmethod
+    def of_seen(
+        cls,
+        seen: FailureCount,
+        dollars_per_hour: float | None = None,
+        *,
+        prior_mtbf_hours: float = PRIOR_MTBF_HOURS,
+    ) -> Hazard:
+        """The posterior mean after what was seen. Raises `ConfigError`: `prior_mtbf_hours` is not more than 0."""
+        if not 0 < prior_mtbf_hours < math.inf:
+            raise ConfigError(
+                f"mean time between interruptions: expected more than 0 hours, got {prior_mtbf_hours}"
+            )
+        hours = seen.seconds / _HOUR_SECONDS
+        per_hour = (_PRIOR_FAILURES + seen.failures) / (_PRIOR_FAILURES * prior_mtbf_hours + hours)
+        line = (
+            f"failures: {seen.failures} in {_time(hours)} observed, prior 1 in {_time(prior_mtbf_hours)} → one in "
+            f"{_time(1 / per_hour)}"
+        )
+        return cls(per_hour, dollars_per_hour, line)
+
+
+def _time(hours: float) -> str:
+    """`40 s`, `12 min`, `5.2 h`, `27 h`."""
+    seconds = hours * _HOUR_SECONDS
+    if seconds < 2 * _MINUTE_SECONDS:
+        return f"{seconds:.0f} s"
+    if hours < 1:
+        return f"{seconds / _MINUTE_SECONDS:.0f} min"
+    return f"{hours:.1f}".removesuffix(".0") + " h" if hours < _TENTHS_BELOW else f"{hours:.0f} h"

@@ -1,0 +1,71 @@
+"""The hazard: between what is believed and what was seen, nearer to the second the more was seen; and its line."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError
+from holdfast.policy.hazard import PRIOR_MTBF_HOURS, Hazard
+from holdfast.wire.failure_count import FailureCount
+
+_HOUR_SECONDS = 3600.0
+_counts = st.builds(FailureCount, st.integers(0, 10_000), st.floats(0, 1e7))
+_priors = st.floats(0.01, 1000)
+
+
+def test_the_line_says_what_was_seen_and_what_follows() -> None:
+    hazard = Hazard.of_seen(FailureCount(3, 5.2 * _HOUR_SECONDS))
+    assert hazard.per_hour == pytest.approx(4 / 8.2)
+    assert hazard.line == "failures: 3 in 5.2 h observed, prior 1 in 3 h → one in 2 h"
+    many = Hazard.of_seen(FailureCount(99, 600.0), prior_mtbf_hours=0.5)
+    assert many.line == "failures: 99 in 10 min observed, prior 1 in 30 min → one in 24 s"
+    assert Hazard.of_seen(FailureCount()).line == "failures: 0 in 0 s observed, prior 1 in 3 h → one in 3 h"
+    assert Hazard.of_mtbf(8.0).line == "failures: one in 8 h, as set (mtbf_hours)"
+
+
+@given(_counts, _priors)
+def test_the_estimate_lies_between_the_prior_and_what_was_seen(
+    seen: FailureCount, prior_hours: float
+) -> None:
+    per_hour = Hazard.of_seen(seen, prior_mtbf_hours=prior_hours).per_hour
+    rates = [1 / prior_hours]
+    if seen.seconds > 0:
+        rates.append(seen.failures * _HOUR_SECONDS / seen.seconds)
+        assert min(rates) * (1 - 1e-9) <= per_hour <= max(rates) * (1 + 1e-9)
+    else:
+        assert per_hour == pytest.approx((1 + seen.failures) / prior_hours)
+
+
+@given(_counts, st.floats(1, 1e6))
+def test_a_failure_raises_it_and_time_without_one_lowers_it(seen: FailureCount, seconds: float) -> None:
+    before = Hazard.of_seen(seen).per_hour
+    assert Hazard.of_seen(seen.plus(0.0, failed=True)).per_hour > before
+    assert Hazard.of_seen(seen.plus(seconds, failed=False)).per_hour < before
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e5), st.booleans()), max_size=20))
+def test_the_order_of_the_attempts_does_not_matter(attempts: list[tuple[float, bool]]) -> None:
+    there, back = FailureCount(), FailureCount()
+    for seconds, failed in attempts:
+        there = there.plus(seconds, failed=failed)
+    for seconds, failed in reversed(attempts):
+        back = back.plus(seconds, failed=failed)
+    assert there.failures == back.failures == sum(failed for _, failed in attempts)
+    assert Hazard.of_seen(there).per_hour == pytest.approx(Hazard.of_seen(back).per_hour)
+
+
+@given(st.floats(0.05, 50))
+def test_much_that_was_seen_decides_alone(mtbf_hours: float) -> None:
+    seen = FailureCount(10_000, 10_000 * mtbf_hours * _HOUR_SECONDS)
+    assert Hazard.of_seen(seen).per_hour == pytest.approx(1 / mtbf_hours, rel=0.01)
+    assert Hazard.of_seen(FailureCount()).per_hour == pytest.approx(1 / PRIOR_MTBF_HOURS)
+
+
+@pytest.mark.parametrize("hours", [0.0, -1.0, math.nan, math.inf])
+def test_a_prior_that_is_no_time_is_refused(hours: float) -> None:
+    with pytest.raises(ConfigError, match="expected more than 0 hours"):
+        Hazard.of_seen(FailureCount(), prior_mtbf_hours=hours)
