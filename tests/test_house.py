@@ -89,7 +89,7 @@ BUDGETS = {
     "stager/session": 1400,
     "trainer_side": 2250,
     "trainer_side/convert": 1900,
-    "trainer_side/data": 900,
+    "trainer_side/data": 950,
     "trainer_side/frameworks": 1150,
     "trainer_side/link": 2250,
     "trainer_side/notice": 1150,
