@@ -48,6 +48,16 @@ def _table(document: Document) -> Iterator[str]:
             yield from _less(what, found.pop(_OURS), found, " s", 3)
 
 
+def _models(document: Document) -> Iterator[str]:
+    for model, of in document["models"].items():
+        for what, figure in (("stall", "stall_seconds"), ("durable", "done_seconds")):
+            values = {
+                peer: medians(of["rounds"], peer, figure) for peer in PEERS if peer not in NEVER_DURABLE
+            }
+            found = {peer: value.median for peer, value in values.items() if value is not None}
+            yield from _less(f"{model}, {what}", found.pop(_OURS), found, " s", 3)
+
+
 def _runs(runs: list[dict[str, Any]], what: str) -> Iterator[str]:
     peers = dict.fromkeys(run["peer"] for run in runs if run["peer"] not in {"none", _OURS})
     for every in sorted({run["every"] for run in runs}):
@@ -123,6 +133,7 @@ def _more(what: str, ours: float, others: Mapping[str, float]) -> Iterator[str]:
 
 _FINDERS: Mapping[str, Callable[[Document], Iterator[str]]] = {
     "table": _table,
+    "models": _models,
     "makespan": _makespan,
     "workloads": _workloads,
     "restore": _restore,

@@ -32,11 +32,11 @@ class FlushEvents:
         self._emit("flush_taken_over", key, file=progress.head.file, parts_done=len(progress.parts))
 
     def share_sealed(self, key: CheckpointId, share: ImageShare) -> None:
-        """Of each of several flushers; `durable` is of the one that publishes."""
+        """Each of several flushers says it; `durable` is said by the one that publishes."""
         self._emit("share_sealed", key, share=str(share.number), chunks=len(share.chunks))
 
     def seal_read(self, key: CheckpointId, seal: ShareSeal) -> None:
-        """Of the one that leads: another share is written."""
+        """The one that leads says it: another share is written."""
         self._emit("seal_read", key, share=str(ShareNumber(seal.index, seal.count)), host=seal.host)
 
     def published(self, key: CheckpointId, manifest: Manifest) -> None:

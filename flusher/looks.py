@@ -3,7 +3,7 @@
     own chunks still come     half of the time waited so far, up to 2 s: the others are hardly further
     own share is all there    at once, then a tenth of the time waited since, up to 10 s: whatever comes is used at once
 
-So a look is late by a tenth of the wait, and the looks of a long wait are few.
+A look is thus late by a tenth of the wait, and the looks of a long wait are few.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from flusher.engine import Engine
 from flusher.progress import Progress, progress_path
 from holdfast.errors import ConfigError, PeerLost, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.ring.checkpoint_record import CheckpointRecord
 from holdfast.ring.journal import SlotRecord, SlotState
-from holdfast.ring.ring import CheckpointRecord, Ring
+from holdfast.ring.ring import Ring
 
 _log = logging.getLogger("holdfast.flusher")
 

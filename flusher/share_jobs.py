@@ -89,7 +89,8 @@ class ShareJobs:
         file: str,
         write_id: str,
     ) -> None:
-        """The upload is open here. The lead says so to the others."""
+        """The upload is open here. The lead says so to the others. Raises `PeerLost`: it was given up before."""
+        self._records(key).refuse_given_up(share.index)
         start = self._starts[key] = ShareStart.of(key, layout, share, upload, file=file, write_id=write_id)
         if self._index == 0:
             self._records(key).begin(start, layout)

@@ -347,7 +347,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """What was written is taken back; to the engine."""
+    """The written parts are taken back; to the engine."""
 
     key: CheckpointId
     error: HoldfastError

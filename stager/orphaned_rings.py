@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.shares import ShareNumber
+from holdfast.ring.checkpoint_record import checkpoint_names
 from holdfast.ring.directory import check_private_directory, runtime_directory, share_directories
-from holdfast.ring.ring import checkpoint_names
 from holdfast.ring.side_files import read_writers
 from holdfast.telemetry.status_socket import ask, socket_path
 
@@ -29,13 +29,13 @@ class OrphanedRing(NamedTuple):
     has_stager: bool
 
     def command(self, store: str) -> str:
-        """What a person types to publish what is in it."""
+        """The line for a person to type, which publishes what is in it."""
         share = f" --share {self.share}" if self.share.writers > 1 else ""
         return f"holdfast flusher --store {store}{share}"
 
 
 def orphaned_rings(store: str, runtime_dir: Path | None, own: ShareNumber) -> list[OrphanedRing]:
-    """Those of a run, by share. `own`: the share of the stager that asks."""
+    """The orphaned rings of a run, by share. `own`: the share of the stager that asks."""
     lead = runtime_directory(store, runtime_dir)
     places = {0: lead, **share_directories(lead)}
     found = []

@@ -70,26 +70,26 @@ BUDGETS = {
     "holdfast/notices": 800,
     "holdfast/notify": 600,
     "holdfast/policy": 450,
-    "holdfast/ring": 2050,
+    "holdfast/ring": 2100,
     "holdfast/store": 3700,
-    "holdfast/telemetry": 2350,
+    "holdfast/telemetry": 2400,
     "holdfast/wire": 1900,
     "operator_side": 200,
     "operator_side/cluster": 900,
-    "operator_side/commands": 4250,
+    "operator_side/commands": 4300,
     "operator_side/doctor": 650,
     "operator_side/drill": 1500,
-    "operator_side/live": 450,
+    "operator_side/live": 400,
     "operator_side/page": 250,
     "operator_side/report": 1350,
     "operator_side/simulate": 1750,
     "operator_side/status": 1100,
-    "operator_side/supervise": 2950,
-    "stager": 4900,
+    "operator_side/supervise": 3050,
+    "stager": 5000,
     "stager/session": 1400,
     "trainer_side": 2250,
     "trainer_side/convert": 1900,
-    "trainer_side/data": 900,
+    "trainer_side/data": 950,
     "trainer_side/frameworks": 1150,
     "trainer_side/link": 2250,
     "trainer_side/notice": 1150,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_300
+PRODUCT_LINES_MAX = 85_600
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

@@ -56,7 +56,8 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     kills = _kills(epochs)
     progress(f"killed {len(kills)} times")
     with DrillRun(_setup(folder, "killed", epochs, width), folder / "killed", kills=len(kills)) as killed:
-        struck = disturb(killed, kills, 0.0, deadline, progress)
+        steps = epochs * epoch_steps(_RANKS)
+        struck = disturb(killed, kills, 0.0, deadline, progress, steps=steps, comparable=range(steps))
     for one in (undisturbed, killed):
         if one.exit_code != 0:
             raise RuntimeError(f"a training ended with {one.exit_code}; it said:\n{one.last_words()}")

@@ -158,7 +158,10 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
         best = min(by_threads, key=lambda threads: by_threads[threads])
         cluster.quiet()
         return {"done_seconds": by_threads[best], "threads": float(best)}
-    return cluster.save(peer)
+    figures = cluster.save(peer)
+    if peer in NEVER_DURABLE:
+        figures["staged_seconds"] = figures["done_seconds"]  # of the rank that saves: the others know of none
+    return figures
 
 
 def phases_of(manifests: Sequence[Manifest]) -> dict[str, Any]:

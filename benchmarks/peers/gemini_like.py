@@ -3,8 +3,8 @@
     save() ─► copy in this machine's memory, beside the computation ─► a peer's memory (gemini_memory.py) ─► "kept"
     before_update() waits for the copy; the next save() waits for "kept": one checkpoint at a time
 
-Nothing becomes durable: "staged" and the end are the moment at which the peer has all of it. Kinder to it than its code
-is: a local socket takes the place of the network, which it need not share with the training. Rank 0 alone saves.
+Nothing becomes durable: it ends when the peer has all of it. Kinder to it than its code is: a local socket takes the
+place of the network, which it need not share with the training. Rank 0 alone saves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 
 import torch
 
@@ -33,7 +32,6 @@ class GeminiLike:
     def __init__(self, workload: Workload, rank: int) -> None:
         self._workload, self._rank = workload, rank
         self._copied, self._sent = Background(), Background()
-        self._marks: dict[str, float] = {}
         if rank:
             return
         self._memory = torch.zeros(FlatState(workload.state_dict()).room_bytes, dtype=torch.uint8)
@@ -47,7 +45,6 @@ class GeminiLike:
             return
         self._copied.wait()
         self._sent.wait()
-        self._marks = {}
         state = FlatState(self._workload.state_dict())
 
         def copy() -> None:
@@ -63,7 +60,6 @@ class GeminiLike:
             raise RuntimeError(
                 "gemini-like: the peer's memory did not say that it keeps the state; see the log"
             )
-        self._marks["staged"] = time.monotonic()
 
     def before_update(self) -> None:
         self._copied.wait()
@@ -72,7 +68,7 @@ class GeminiLike:
         return self._copied.done() and self._sent.done()
 
     def marks(self) -> dict[str, float]:
-        return dict(self._marks)
+        return {}
 
     def verify(self) -> int:
         """What the peer's memory holds is fetched from there."""

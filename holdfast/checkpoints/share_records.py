@@ -8,9 +8,9 @@
 
     committed ─► all go      void ─► all go but the void, which later ones of the lead remove, and the next writer
 
-Whoever gives a checkpoint up puts the void in the place of its own seal first, and only the lead replaces a seal by
-one. So the seals alone say whether it may be published: nobody has to look for a void after them. Each object has its
-own CRC-32, and is input from outside.
+A flusher that gives a checkpoint up puts the void in the place of its own seal first, and only the lead replaces a seal
+by one: the seals alone say whether it may be published, and nobody has to look for a void after them. Each object has
+its own CRC-32, and is input from outside.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class ShareRecords:
         staged_at_unix: float,
         record: dict[str, Any],
     ) -> ShareSeal:
-        """A share is written, and stays. May be called again. Raises `PeerLost`: it was given up before."""
+        """A share is written, and stays. May be called again. After `refuse_given_up`, by the same process."""
         made = ShareSeal(
             **_of(start, share),
             entry_crcs=sums.entry_crcs,
@@ -219,13 +219,14 @@ class ShareRecords:
             staged_at_unix=staged_at_unix,
             record=record,
         )
-        name = f"seal-{share.index + 1}"
-        if not self._create(name, made):
-            void = self._void_at(name)
-            if void is not None:
-                raise voided(void)
-            self._write(name, made)  # over that of a flusher that died, perhaps of an upload before this one
+        self._write(f"seal-{share.index + 1}", made)
         return made
+
+    def refuse_given_up(self, index: int) -> None:
+        """Raises `PeerLost`: a writer of this share, which has died since, has given the checkpoint up."""
+        void = self._void_at(f"seal-{index + 1}")
+        if void is not None:
+            raise voided(void)
 
     def seal(self, start: ShareStart, index: int) -> ShareSeal | None:
         """None: that share is not written yet. Raises `PeerLost`: its writer has given it up; `ProtocolError`: it is of
@@ -246,7 +247,8 @@ class ShareRecords:
         name = f"seal-{index + 1}"
         if index == 0:
             self._write(name, void)
-        elif not self._create(name, void) and self._void_at(name) is None:
+        # Some servers ignore that a creation is exclusive, so what stands there is looked at first.
+        elif self._void_at(name) is None and (self._is_there(name) or not self._create(name, void)):
             return False
         self._create("void", void)
         return True
@@ -265,6 +267,13 @@ class ShareRecords:
 
     def _create(self, name: str, record: _Record) -> bool:
         return self._store.create(self._prefix + name, seal(record.model_dump_json().encode(), _CRC_FIELD))
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self._store.size(self._prefix + name)
+        except StoreMissing:
+            return False
+        return True
 
     def _void_at(self, name: str) -> ShareVoid | None:
         try:

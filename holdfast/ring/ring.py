@@ -18,7 +18,6 @@ state has one writer.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import fcntl
 import logging
 import mmap
@@ -29,13 +28,17 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, Literal, Self
 
 from holdfast.errors import ConfigError, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
+from holdfast.ring.checkpoint_record import (
+    CheckpointRecord,
+    checkpoint_names,
+    checkpoint_path,
+    read_checkpoint,
+)
 from holdfast.ring.directory import (
     check_private_directory,
     make_private_directory,
@@ -53,33 +56,10 @@ from holdfast.ring.side_files import (
     stager_file,
     write_side_file,
 )
-from holdfast.sealed import seal, unseal
 
 _log = logging.getLogger("holdfast.ring")
-_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{1,19})-(\d{1,19})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_CRC_FIELD = "checkpoint_crc32"
 _SPARE_BYTES = 16 << 20  # layouts and checkpoint files lie in the same memory
-_Whole = Annotated[int, Field(ge=0, lt=2**62)]
-
-
-class CheckpointRecord(BaseModel):
-    """The record of one checkpoint while it is in the ring.
-
-    Attributes:
-        state: `receiving` until all slices are in the ring, then `staged`.
-        layout_digest: Which layout its chunks follow; the layout lies beside it.
-        record: Times and bytes of the phases so far: `{"ranks": {"0": {"saved_at_unix": ...}}, "stager": {...}}`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-
-    version: Literal[2] = 2
-    attempt: Annotated[int, Field(ge=1, lt=2**62)]
-    step: _Whole
-    state: Literal["receiving", "staged"]
-    layout_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    record: dict[str, Any] = Field(default_factory=dict)
 
 
 class Ring:
@@ -399,8 +379,7 @@ class Ring:
         document = CheckpointRecord(
             attempt=attempt, step=step, state=state, layout_digest=layout_digest, record=dict(record)
         )
-        data = seal(document.model_dump_json().encode(), _CRC_FIELD)
-        self._write(f"checkpoint-{attempt}-{step}.json", data)
+        self._write(checkpoint_path(self.directory, attempt, step).name, document.to_bytes())
 
     def checkpoint(self, attempt: int, step: int) -> CheckpointRecord | None:
         """The record of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
@@ -419,7 +398,7 @@ class Ring:
 
     def remove_checkpoint(self, attempt: int, step: int) -> None:
         """Forget a checkpoint that is durable or given up; nothing happens if it is not there."""
-        (self.directory / f"checkpoint-{attempt}-{step}.json").unlink(missing_ok=True)
+        checkpoint_path(self.directory, attempt, step).unlink(missing_ok=True)
         # Last: a staged checkpoint without its record would look as if chunks had been lost.
         (self.directory / f"flush-{attempt}-{step}").unlink(missing_ok=True)
 
@@ -460,37 +439,6 @@ class Ring:
 
     def _write(self, name: str, data: bytes) -> None:  # the simulation refuses it to the dead
         write_side_file(self.directory / name, data)
-
-
-def checkpoint_names(directory: Path) -> list[CheckpointId]:
-    """Ids of all checkpoint files beside a ring, oldest first; none where the directory is gone."""
-    with contextlib.suppress(FileNotFoundError):
-        found = (_CHECKPOINT_NAME.fullmatch(path.name) for path in directory.iterdir())
-        return sorted(CheckpointId(int(match[1]), int(match[2])) for match in found if match)
-    return []
-
-
-def read_checkpoint(directory: Path, attempt: int, step: int) -> CheckpointRecord | None:
-    """The record of one checkpoint beside a ring, or None. Raises `ProtocolError` when its file is damaged."""
-    path = directory / f"checkpoint-{attempt}-{step}.json"
-    try:
-        data = read_side_file(path)
-    except FileNotFoundError:
-        return None
-    body = unseal(data, _CRC_FIELD)
-    if body is None:
-        raise ProtocolError(
-            f"{path}: its CRC-32 is wrong; the file was damaged in memory, or another version has written it"
-        )
-    try:
-        found = CheckpointRecord.model_validate_json(body)
-    except (ValidationError, RecursionError) as error:
-        raise ProtocolError(f"{path}: the file is not a checkpoint record: {error}") from error
-    if (found.attempt, found.step) != (attempt, step):
-        raise ProtocolError(
-            f"{path}: the record names attempt {found.attempt}, step {found.step}, which its file name does not"
-        )
-    return found
 
 
 def _check_room(directory: Path, needed_bytes: int) -> None:

@@ -70,6 +70,8 @@ class CheckpointRow:
     pgt1_seconds: float | None = None
     pgt2_seconds: float | None = None
     nonfinite: int | None = None  # how many of its numbers are not finite; None: not counted
+    # when each of several stagers' shares (K/S) was written
+    sealed: dict[str, float] = field(default_factory=dict)
     record_stalls: dict[int, float] = field(default_factory=dict)
     ranks: dict[int, RankTimes] = field(default_factory=dict)
 
@@ -204,6 +206,11 @@ class _Gathering:
                 row.staged_at_unix = row.staged_at_unix or event.time
                 row.state, row.note = ("durable", "") if row.state == "failed" else (row.state, row.note)
                 _advance(row, "durable")
+            case (
+                "share_sealed" | "seal_read"
+            ):  # the lead reads the seal of a share whose own log is not at hand
+                share = text(event.fields.get("share"))
+                row.sealed[share] = min(event.time, row.sealed.get(share, event.time))
             case "doubted":
                 row.note = text(event.fields.get("note"))
                 _advance(row, "doubtful")

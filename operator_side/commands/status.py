@@ -12,15 +12,7 @@ import click
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json
 from holdfast.errors import ConfigError
-from operator_side.commands.options import (
-    DOLLARS_PER_HOUR,
-    check_dollars_per_hour,
-    count,
-    exit_codes,
-    file,
-    flag,
-    number,
-)
+from operator_side.commands import options as option
 
 _ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
 
@@ -31,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command(
     short_help="Watch a run: its progress, and the loss if it were killed now.",
-    epilog=exit_codes("5 there is no such run on this machine or in the store")
+    epilog=option.exit_codes("5 there is no such run on this machine or in the store")
     + examples(
         "holdfast status",
         "ssh -t stager holdfast status --dollars-per-hour 12.40",
@@ -40,19 +32,19 @@ if TYPE_CHECKING:
     ),
 )
 @click.argument("run", metavar="[RUN]", required=False)
-@flag("--once", "Print the state once and end; this is the default where stdout is not a terminal.")
-@flag("--web", "Serve the status as a live page on 127.0.0.1 until Ctrl-C.")
-@count("--port", "Port of the page; 0 takes any that is free.", 8765, least=0, most=65535)
-@file(
+@option.flag("--once", "Print the state once and end; this is the default where stdout is not a terminal.")
+@option.flag("--web", "Serve the status as a live page on 127.0.0.1 until Ctrl-C.")
+@option.count("--port", "Port of the page; 0 takes any that is free.", 8765, least=0, most=65535)
+@option.file(
     "--events events",
     "With --web and RUN: event log, or log directory of `holdfast run`; repeatable. Default: where `holdfast run` of "
     "this machine and user puts them.",
     metavar="FILE",
     multiple=True,
 )
-@number("--interval-seconds", "Seconds between two updates.", 1.0, least=0.1, most=3600)
-@DOLLARS_PER_HOUR
-@file("--runtime-dir", "Directory with the rings of this machine. Default: /dev/shm/holdfast-UID.")
+@option.number("--interval-seconds", "Seconds between two updates.", 1.0, least=0.1, most=3600)
+@option.DOLLARS_PER_HOUR
+@option.file("--runtime-dir", "Directory with the rings of this machine. Default: /dev/shm/holdfast-UID.")
 @json_option
 def status(
     as_json: bool,
@@ -77,7 +69,7 @@ def status(
     JSON: {"runs": [{"run", "attempt", "is_running", "levels", "loss_trainers", "loss_node", "flights", "ring",
     "ranks", …}]}; docs/status.md describes every field.
     """
-    check_dollars_per_hour(dollars_per_hour)
+    option.check_dollars_per_hour(dollars_per_hour)
     if web and (once or as_json):
         raise ConfigError(
             "--web serves a page: leave out --once and --json; the page has a link to its JSON document"

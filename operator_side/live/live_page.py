@@ -104,7 +104,7 @@ def live_page(
 
 
 def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
-    """What the run does now, or how it ended, as far as it is known; and the colour of that."""
+    """The present act of the run, or how it ended, as far as it is known; and the colour of that."""
     counts = rank_counts(status)
     last = facts.attempts[-1] if facts is not None and facts.attempts else None
     if status.waits_at:
@@ -118,17 +118,15 @@ def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
     if last is None:
         return "idle", "no training job is running"
     if not last.cause:
-        began = f"launched {age(status.now_unix, last.began_at_unix)} ago"
-        return "starting", f"attempt {last.number}, {began}, has no stager here"
+        began = age(status.now_unix, last.began_at_unix)
+        return "starting", f"attempt {last.number} was launched {began} ago; no stager is here"
     ended = f"attempt {last.number} ended at {moment(last.stopped_at_unix)}"
     return "lost" if last.was_lost else "idle", f"{ended} ({last.cause}): {last.message}"
 
 
 def _tiles(status: RunStatus, facts: RunFacts | None) -> Iterator[Tile]:
-    if facts is not None and facts.attempts:
-        yield from run_tiles(facts, _last_good(status))
-    else:
-        yield _last_good(status)
+    good = _last_good(status)
+    yield from run_tiles(facts, good) if facts is not None and facts.attempts else [good]
     if facts is not None and facts.losses:
         step, loss = facts.losses[-1]
         yield Tile("loss", f"{loss:.4g}", f"of step {step}", "training")
@@ -156,7 +154,7 @@ def _level(title: str, name: Colour, status: RunStatus) -> Tile:
 
 
 def _loss(name: str, lost: Lost) -> Tile:
-    """What a kill would lose is not red: nothing is lost yet."""
+    """The loss of a kill is not red: nothing is lost yet."""
     price = "" if lost.dollars is None else f", {dollars(lost.dollars)}"
     steps = lost_steps(lost)
     note = f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}"
@@ -164,9 +162,9 @@ def _loss(name: str, lost: Lost) -> Tile:
 
 
 def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
-    """The attempts, of which a running one reaches to now."""
+    """The attempts, of which one that runs or starts reaches to now."""
     shown = facts.attempts[-_ATTEMPTS_SHOWN:]
-    if shown and not shown[-1].cause and status.is_running:
+    if shown and not shown[-1].cause and (status.is_running or shown[-1].training_at_unix is None):
         shown[-1] = dataclasses.replace(
             shown[-1], heard_at_unix=max(status.now_unix, shown[-1].heard_at_unix)
         )
@@ -174,7 +172,7 @@ def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
 
 
 def _checkpoints(status: RunStatus, facts: RunFacts | None) -> Sequence[CheckpointRow | CheckpointStatus]:
-    """Those of the logs, which have all that were saved; or, where logs are elsewhere, the newest."""
+    """The checkpoints of the logs, which have all that were saved; or, where logs are elsewhere, the newest."""
     logged: Sequence[CheckpointRow] = facts.rows if facts is not None else ()
     return _thinned(max(logged, status.checkpoints, key=len))
 

@@ -13,7 +13,13 @@ from operator_side.page.words import moment, plural
 from operator_side.report.attempts import ReportedAttempt
 from operator_side.report.facts import Happened, RunFacts, ring_bytes, spread_of
 from operator_side.report.goodput import PARTS
-from operator_side.report.run_charts import durations_chart, goodput_chart, losses_chart, timeline_chart
+from operator_side.report.run_charts import (
+    DURATIONS,
+    durations_chart,
+    goodput_chart,
+    losses_chart,
+    timeline_chart,
+)
 from operator_side.report.run_tiles import last_good_tile, run_tiles
 from operator_side.report.sentences import look_at, what_happened
 
@@ -50,15 +56,11 @@ def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
         goodput_parts=goodput_chart(facts.goodput) if facts.goodput else None,
         losses=losses_chart(thinned(facts.losses, _BARS_MAX)),
         seconds={
-            "stall of training (slowest rank)": _known(row.stall_seconds for row in facts.rows),
-            "save() to staged": _known(row.pgt1_seconds for row in facts.rows),
-            "save() to durable": _known(row.pgt2_seconds for row in facts.rows),
+            name: [value for row in facts.rows if (value := getattr(row, field)) is not None]
+            for name, _, field in DURATIONS
         },
         ring=[nbytes for _, nbytes in ring_bytes(facts.rows, facts.end_unix or 0.0)],
-        rates={
-            "save() to staged": _rates(facts.rows, "pgt1_seconds"),
-            "save() to durable": _rates(facts.rows, "pgt2_seconds"),
-        },
+        rates={name: _rates(facts.rows, field) for name, _, field in DURATIONS[1:]},
         detailed=_worth_details(facts.rows),
         few=partial(thinned, most=_ROWS_MAX),
         spread_of=spread_of,
@@ -101,10 +103,6 @@ def _stands_out(item: object) -> bool:
         case Happened():
             return item.is_notice
     return False
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
 
 
 def _rates(rows: Iterable[CheckpointRow], seconds: str) -> list[float]:

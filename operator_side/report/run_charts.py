@@ -17,7 +17,7 @@ _PHASES: tuple[tuple[str, str, str, Colour, str], ...] = (
     ("to durable", "staged_at_unix", "durable_at_unix", "durable", "staged to durable"),
     ("read back", "durable_at_unix", "read_at_unix", "verified", "durable to read back"),
 )
-_DURATIONS: tuple[tuple[str, Colour, str], ...] = (
+DURATIONS: tuple[tuple[str, Colour, str], ...] = (
     ("stall of training", "stall", "stall_seconds"),
     ("save() to staged", "staged", "pgt1_seconds"),
     ("save() to durable", "durable", "pgt2_seconds"),
@@ -60,22 +60,25 @@ def _attempts(attempts: Iterable[ReportedAttempt], lost: list[Span]) -> list[Ser
     starting: list[Span] = []
     training: list[Span] = []
     back: list[Span] = []
+    is_back = False
     for one in attempts:
         name, began, until = f"attempt {one.number}", one.began_at_unix, one.stopped_at_unix
         trained = one.training_at_unix
+        start = back if is_back else starting
         if trained is None:
-            starting.append(Span("job", began, until, f"{name}: started, never trained"))
+            start.append(Span("job", began, until, f"{name}: started, never trained"))
         else:
-            starting.append(Span("job", began, trained, f"{name}: starting, {brief(trained - began)}"))
+            start.append(Span("job", began, trained, f"{name}: starting, {brief(trained - began)}"))
             training.append(Span("job", trained, until, f"{name}: training, {brief(until - trained)}"))
         if one.was_lost:
             words = f"{name} {one.cause}: {one.message}"
             lost.append(Span("trouble", until, until, words))
             back.append(Span("job", until, one.ended_at_unix or until, words))
+        is_back = one.was_lost or (is_back and trained is None)
     return [
         Series("training", "training", training),
         Series("starting", "starting", starting),
-        Series("ending after a loss", "back", back),
+        Series("getting back after losses", "back", back),
         Series("killed, lost or bad", "lost", lost),
     ]
 
@@ -111,7 +114,7 @@ def goodput_chart(goodput: Goodput) -> Chart:
 def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
     """Seconds of checkpoints over their steps."""
     series = []
-    for name, colour, field in _DURATIONS:
+    for name, colour, field in DURATIONS:
         said = [(row.step, getattr(row, field)) for row in rows]
         points = [(step, value) for step, value in said if value is not None and value > 0]
         series.append(Series(name, colour, points=points))

@@ -37,10 +37,9 @@ def _goodput(facts: RunFacts) -> Tile:
     goodput = facts.goodput
     if goodput is None or goodput.share is None:
         return Tile("goodput", "-", "no log says when the run trained")
-    work, up_seconds = goodput.parts["new work"], goodput.up_seconds
     about = "~" if goodput.is_estimate else ""
-    note = f"{brief(work)} of {brief(up_seconds)} is work that was kept"
-    return Tile("goodput", about + share(work, up_seconds), note, "training")
+    figure = about + share(goodput.parts["new work"], goodput.up_seconds)
+    return Tile("goodput", figure, f"of {brief(goodput.up_seconds)} is work that was kept", "training")
 
 
 def _lost_steps(facts: RunFacts) -> Tile:
@@ -71,12 +70,10 @@ def _interruptions(facts: RunFacts) -> Tile:
     found = facts.interruptions
     if not found:
         return Tile("interruptions", "0", plural(len(facts.attempts), "attempt"))
-    back = [one.down_seconds for one in found if one.back is not None]
-    note = f"back after {brief(max(back))} at most" if back else "training did not resume"
-    if back and found[-1].back is None:
-        note = "training has not resumed since the last"
-    if _is_coming_back(facts):
-        note = "on its way back"
+    if found[-1].back is None:
+        note = "on its way back" if _is_coming_back(facts) else "training did not resume"
+    else:
+        note = f"back after {brief(max(one.down_seconds for one in found if one.back is not None))} at most"
     return Tile("interruptions", str(len(found)), note, "lost")
 
 

@@ -25,8 +25,6 @@ _PHASE_NAMES = {
     "restored": "to restore the state",
     "training": "to the first step",
 }
-
-
 _CAVEATS = {
     "drifted": "put together what ranks held whose replicas were not the same",
     "doubtful": "may be torn, as something else than the optimizer changed the state",
@@ -131,6 +129,7 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
         read = "read back and found good" if newest.state == "verified" else "not read back yet"
         text += f"; the newest good one is step {newest.step} (attempt {newest.attempt}), {read}"
     yield text + "."
+    yield from _shares([row.sealed for row in rows if len(row.sealed) > 1])
     bad = [row for row in rows if row.state == "bad"]
     if bad:
         them = "it" if len(bad) == 1 else "them"
@@ -156,6 +155,18 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)
         )
         yield f"{plural(len(facts.checkpoints.not_taken), 'step')} came to no checkpoint ({causes})."
+
+
+def _shares(sealed: list[dict[str, float]]) -> Iterator[str]:
+    """`sealed`: of each checkpoint of several stagers, when each share was written."""
+    if not sealed:
+        return
+    (last, times), *_ = Counter(max(one, key=one.__getitem__) for one in sealed).most_common(1)
+    behind = statistics.median(max(one.values()) - min(one.values()) for one in sealed)
+    yield (
+        f"Among {plural(len(sealed), 'checkpoint')} of several stagers, share {last} was the last to be written of "
+        f"{times:,}; the last share came {brief(behind)} after the first at the median."
+    )
 
 
 def _time(facts: RunFacts) -> Iterator[str]:

@@ -24,9 +24,9 @@ import numpy as np
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.layout import Layout
+from holdfast.ring.checkpoint_record import checkpoint_names, read_checkpoint
 from holdfast.ring.directory import check_private_directory, open_private_file
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Journal, SlotState
-from holdfast.ring.ring import checkpoint_names, read_checkpoint
 from holdfast.ring.side_files import SourceFiles, read_side_file, read_writers
 
 _PART = re.compile(rb'[0-9a-f]{8} \{"part":(\d{1,19}),')

@@ -87,7 +87,7 @@ class RunStatus:
         waits_at: HOST:PORT of a standing stager that has no job; else empty.
         failures: How often the run is interrupted: the line of `every="auto"`, else by the flusher's count; empty: not
             known.
-        shares: Of the newest of `flights`, where several stagers write one file.
+        shares: For the newest of `flights`, where several stagers write one file.
         resume: How the first step after the last resume compares with that of the run before: `verified resume`,
             `differs` or `not proven`; empty where nothing was resumed. `resume_text`: the same as a sentence.
     """

@@ -19,7 +19,7 @@ from operator_side.status.ring_files import RingLook
 
 @dataclass(frozen=True, slots=True)
 class ShareLook:
-    """What this machine has of one more stager of a run. `index`: of its share; 0 leads."""
+    """The files that this machine has of one more stager of a run. `index`: of its share; 0 leads."""
 
     index: int
     ring: RingLook | None

@@ -10,13 +10,13 @@ from operator_side.page.words import clock, plural
 from operator_side.status.loss import Lost
 from operator_side.status.run_status import FAILURES, Peer, RunStatus
 
+_RANK_STATES = ("here", "coming", "silent", "left", "lost")
 _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 
 
 def head_lines(status: RunStatus) -> list[str]:
     """The attempt, the time and the ranks; then stager and flusher."""
-    now = clock(status.now_unix)
-    where = f"attempt {status.attempt}, {now}" if status.attempt else now
+    where = f"{f'attempt {status.attempt}, ' if status.attempt else ''}{clock(status.now_unix)}"
     stager = f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}"
     return [f"{where}; {ranks_text(status)}", f"{stager}; {_peer('flusher', status.flusher, status)}"]
 
@@ -37,12 +37,8 @@ def ranks_text(status: RunStatus) -> str:
     if not status.ranks:
         return "no training job is running" if not status.is_running else "the ranks are not known"
     counts = rank_counts(status)
-    named = [
-        f"{counts[state]:,} {state}"
-        for state in ("here", "coming", "silent", "left", "lost")
-        if counts[state]
-    ]
-    return f"{plural(status.ranks_total, 'rank')}: {', '.join(named)}"
+    named = ", ".join(f"{counts[state]:,} {state}" for state in _RANK_STATES if counts[state])
+    return f"{plural(status.ranks_total, 'rank')}: {named}"
 
 
 def rank_counts(status: RunStatus) -> Counter[str]:
@@ -54,9 +50,7 @@ def rank_counts(status: RunStatus) -> Counter[str]:
 
 def lost_steps(lost: Lost) -> str:
     """`4`; `~4` if estimated; `?` if not known."""
-    if lost.steps is None:
-        return "?"
-    return f"~{lost.steps}" if lost.is_estimate else str(lost.steps)
+    return "?" if lost.steps is None else f"{'~' if lost.is_estimate else ''}{lost.steps}"
 
 
 def resumes_from(lost: Lost) -> str:

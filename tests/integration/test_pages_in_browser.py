@@ -38,7 +38,9 @@ for (const [name, width] of frames) {
 </script>"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+
 def test_pages_fit_a_phone_and_draw_every_chart(tmp_path: Path) -> None:
     facts = facts_of(STATUS, EVENTS, price=12.4)
     pages = {"report.html": page_of(facts).encode()}
@@ -56,6 +58,13 @@ def test_pages_fit_a_phone_and_draw_every_chart(tmp_path: Path) -> None:
     for name, of in seen.items():
         assert of["beyond"] <= 0, f"{name} is broader than its window"
         assert of["drawn"] == of["charts"] > 0, name
+
+
+def test_a_page_whose_server_is_gone_says_since_when(tmp_path: Path) -> None:
+    (tmp_path / "live.html").write_bytes(live_page(run(2), None, every_seconds=0.1))
+    dom, _ = _opened(tmp_path / "live.html", tmp_path / "profile")
+    (said,) = re.findall(r'<p id="connection" class="panel warning" role="status">([^<]*)</p>', dom)
+    assert re.match(r"No answer since \d\d:\d\d:\d\d UTC; the page shows the state of then", said)
 
 
 def _opened(page: Path, profile: Path) -> tuple[str, str]:

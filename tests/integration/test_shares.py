@@ -12,8 +12,12 @@ from typing import cast
 import pytest
 import torch
 
+from holdfast.config import StagerConfig
 from holdfast.image.shares import ShareNumber, Shares
 from holdfast.store import open_store, part_chunks_for
+from stager import flusher_process
+from stager.flusher_process import attach
+from tests.support.cluster import wait_until
 from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
 from tests.support.s3_place import S3Place
@@ -60,7 +64,10 @@ class Machines:
         attempt = self.stagers[index].attempt
         self.stagers[index].close()
         self.flushers[index] = self.flusher(index)
-        self.stagers[index] = self.stager(index, attempt)
+        self.stagers[index] = stager = self.stager(index, attempt)
+        # As a real one says again what it knows: the step may have become durable before it came.
+        digest = self.image.layout.digest
+        stager.channel.send("begin", attempt=attempt, step=5, layout_digest=digest)
 
     def save(self, step: int, *indexes: int) -> None:
         for index in indexes or range(WRITERS):
@@ -169,6 +176,41 @@ def test_the_next_flusher_that_leads_publishes_what_all_had_sealed(
     assert machines.names() == ["step-000000005.json", "step-000000005.pt"]
     assert (machines.flushers[0].store / "step-000000005.pt").read_bytes() == machines.image.final
     assert machines.flushers[0].manifest(5)["record"]["stager"].keys() == {"staged_at_unix"}
+
+
+def test_a_relaunch_with_one_stager_publishes_what_three_had_staged(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three were on this machine, and all are killed before a share is sealed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    machines.begin(faults=dict.fromkeys(range(WRITERS), "flusher@part_recorded=kill"))
+    for index in range(WRITERS):
+        stager = machines.stagers[index]
+        stager.begin(machines.image, 5)
+        stager.send(machines.image, 5, machines.shares.chunks_of(index))
+        stager.staged(machines.image, 5)
+    for index in range(WRITERS):
+        machines.flushers[index].wait_killed()
+        machines.stagers[index].close()
+    chunk_bytes = machines.image.layout.chunk_bytes
+    config = StagerConfig(
+        store=machines.flushers[0].url,
+        runtime_dir=tmp_path / "rt",
+        chunk_bytes=chunk_bytes,
+        ring_bytes=24 * chunk_bytes,
+        keep_last=0,
+    )
+    found = attach(config)
+    assert found.attempt == 2
+    wait_until(lambda: bool(machines.flushers[0].manifest(5)), 60.0, "step 5 is not published")
+    found.channel.send("finish")
+    found.close()
+    assert len(flusher_process._started) == WRITERS
+    while flusher_process._started:
+        assert flusher_process._started.popitem()[0].wait(60) == 0
+    assert machines.names() == ["step-000000005.json", "step-000000005.pt"]
+    assert (machines.flushers[0].store / "step-000000005.pt").read_bytes() == machines.image.final
+    assert list((tmp_path / "rt").glob("*/journal")) == []
 
 
 def test_a_share_that_is_aborted_fails_the_step_everywhere_by_name(machines: Machines) -> None:

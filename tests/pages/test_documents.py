@@ -229,7 +229,7 @@ def test_a_guide_ends_in_its_boundaries(page: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["kubernetes", "skypilot", "slurm"])
-def test_what_to_change_names_fields_that_the_files_have(folder: str) -> None:
+def test_a_table_of_changes_names_fields_that_the_files_have(folder: str) -> None:
     section = text(f"infra/{folder}/README.md").partition("\n## What to change\n")[2].partition("\n## ")[0]
     fields = [
         name

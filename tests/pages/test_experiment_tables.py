@@ -64,7 +64,7 @@ def test_a_stagers_size_is_held_against_the_most_cpus_with_the_same_memory() -> 
 
 def _models(mlc_base: list[float]) -> dict[str, Any]:
     def figures(seconds: float) -> dict[str, float]:
-        return {"stall_seconds": seconds / 10, "staged_seconds": seconds, "done_seconds": seconds}
+        return {"stall_seconds": 0.1, "staged_seconds": seconds, "done_seconds": seconds}
 
     return {
         "models": {
@@ -88,6 +88,11 @@ def test_ten_models_are_held_against_what_acute_claims_of_each(mlc_base: list[fl
     document = _models(mlc_base)
     assert _verdict("models", "table 2", document)[0] == verdict
     assert "1 GB 2.0, 1 GB 2.0" in _verdict("models", "fig. 11", document)[1]
+    assert behind({**document, "experiment": "models"}) == (
+        "**Here holdfast is behind:** model1, durable: 1.000 s against mlc-base 0.500 s."
+        if 0.5 in mlc_base
+        else ""
+    )
     figures, ratios, _ = models.grids(document)
     assert figures.rows[0] == (
         "model0, 100.0 M, 1.00 GB",
@@ -127,7 +132,7 @@ def test_gates_are_compared_where_both_were_measured() -> None:
     assert gates.rows[0][-2:] == ("0.25 (0.25–0.25)", "300 (300–300)")
 
 
-def test_what_never_becomes_durable_has_no_such_time() -> None:
+def test_a_peer_that_keeps_in_memory_has_no_time_until_durable() -> None:
     figures = {"stall_seconds": 0.1, "staged_seconds": 1.0, "done_seconds": 1.0}
     rounds = [
         {"holdfast": {**figures, "done_seconds": 2.0}, "torch.save+fsync": figures, "gemini-like": figures}

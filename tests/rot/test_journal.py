@@ -17,8 +17,9 @@ from flusher.engine import Engine
 from flusher.recovery import settle, take_up
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.ring.checkpoint_record import CheckpointRecord
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SlotRecord, SlotState
-from holdfast.ring.ring import CheckpointRecord, Ring
+from holdfast.ring.ring import Ring
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import made_up
 

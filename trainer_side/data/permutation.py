@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # The number is even, so that the halves end where they began. With 8 the orders of 5 samples are visibly not equally
 # likely.

@@ -49,7 +49,7 @@ class StepProfile:
         self._on_way: dict[int, float] = {}  # step → since when
         self._asked: dict[int, float] = {}  # step → begin of its `save()`
         self._stored_at = -math.inf  # the last one was durable
-        # Of the newest step: how much longer its iteration was, and its wait for room. None: not known yet.
+        # The newest step: how much longer its iteration was, and its wait for room. None: not known yet.
         self._newest = -1
         self._lasted: float | None = None
         self._waited: float | None = None

@@ -18,10 +18,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from holdfast.crc import crc32, crc32_of_each
@@ -32,7 +31,10 @@ from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent, brought
 from trainer_side.state.survey import Sources, StorageSource
 
-_Numbers = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    _Numbers = npt.NDArray[np.int64]
 Span = Callable[[int, int], torch.Tensor | None]  # bytes of the device, from an address on
 
 

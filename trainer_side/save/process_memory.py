@@ -6,10 +6,12 @@ Making these touches nothing, and they are read only where tensors lie that are 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 WORD_BYTES = 8
 PROCESS_BEGIN = 64

@@ -19,10 +19,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from holdfast.image.layout import Layout
@@ -35,9 +34,13 @@ from trainer_side.state.skeleton import Capture
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.survey import Sources, StorageSource
 
-_Places = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.uint64]
-_Mask = npt.NDArray[np.bool_]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    _Places = npt.NDArray[np.int64]
+    _Words = npt.NDArray[np.uint64]
+    _Mask = npt.NDArray[np.bool_]
+
 _WORDS = 4  # of one piece
 _DRAWN_OF = 1 << 24
 _LOOKS_MAX = 4096  # batches; they hold no tensor

@@ -20,6 +20,7 @@ from flusher.verify_and_prune import Maintenance, MaintenanceRules, NoMaintenanc
 from flusher.workers import Inbox
 from flusher.writer_lease import MemberLease, WriterLease
 from holdfast.checkpoints.lease import Lease
+from holdfast.checkpoints.share_records import ShareRecords
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.shares import ShareNumber, Shares
@@ -29,6 +30,7 @@ from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.concurrency import ConcurrencyLimit
 from holdfast.store.guarded import guarded
 from holdfast.telemetry.events import EventLog
+from tests.support.events import read_events
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
@@ -180,7 +182,8 @@ def test_the_commit_of_four_shares_adds_two_round_trips(tmp_path: Path) -> None:
     lead.stage()
     drain(lead)
     drain(*members)
-    first, last = (acts.index(("create", name)) for name in (f"{FOLDER}seal-1", "step-000000005.json"))
+    first = acts.index(("write", f"{FOLDER}seal-1"))
+    last = acts.index(("create", "step-000000005.json"))
     between = [act for act, name in acts[first + 1 : last] if not name.startswith(".holdfast/writer-")]
     assert between == ["resume", "publish"]
     assert store.objects["step-000000005.pt"] == IMAGE.final
@@ -202,6 +205,43 @@ def test_the_lead_gives_up_a_share_that_is_not_sealed_in_time(
     drain(member)
     assert "share 1, on" in str(member.heard.failures[-1])
     assert member.heard.durables == []
+
+
+def test_durable_is_told_once_by_the_lead_and_each_share_tells_of_its_own(
+    tmp_path: Path, writers: list[Writer]
+) -> None:
+    for writer in writers:
+        writer.save()
+    drain(*writers)
+    shown = {"share_sealed", "seal_read", "durable", "published"}
+    told = [
+        [(one["event"], one.get("share")) for one in read_events(tmp_path / str(index) / "events.jsonl")]
+        for index in range(2)
+    ]
+    assert [one for one in told[0] if one[0] in shown] == [
+        ("share_sealed", "1/2"),
+        ("seal_read", "2/2"),
+        ("durable", None),
+    ]
+    assert [one for one in told[1] if one[0] in shown] == [("share_sealed", "2/2"), ("published", None)]
+
+
+def test_a_share_that_its_flusher_gave_up_before_it_died_is_not_begun_again(
+    store: MemoryStore, writers: list[Writer]
+) -> None:
+    lead, member = writers
+    ShareRecords(store, KEY).put_void(1, "its disk is gone")
+    store.delete(f"{FOLDER}void")  # it died between the two
+    lead.fill()
+    member.save()
+    turn_until(writers, lambda: member.engine.only_sealed)
+    lead.stage()
+    drain(*writers)
+    for writer in writers:
+        assert "share 2, on" in str(writer.heard.failures[-1])
+        assert "its disk is gone" in str(writer.heard.failures[-1])
+    assert "step-000000005.json" not in store.objects
+    assert lead.heard.durables == member.heard.durables == []
 
 
 def test_a_share_that_is_sealed_needs_its_flusher_no_more(store: MemoryStore, writers: list[Writer]) -> None:

@@ -135,16 +135,19 @@ def test_the_first_void_stays_and_says_who_and_why() -> None:
     assert [name.rpartition(".")[2] for name in store.objects] == ["void"]
 
 
-def test_a_share_that_was_given_up_is_never_sealed_and_the_seals_alone_say_so() -> None:
+def test_a_share_that_was_given_up_is_begun_no_more_and_the_seals_alone_say_so() -> None:
     store = MemoryStore()
     records, start = begun(store)
     seal_all(records, start)
     store.delete(".holdfast/shares/a000007-s000000120.seal-2")
     assert records.put_void(1, "its disk is gone")
+    assert records.put_void(1, "said again")
     with pytest.raises(PeerLost, match=r"share 2, on .* its disk is gone"):
         records.seal(start, 1)
     with pytest.raises(PeerLost, match=r"share 2, on .* its disk is gone"):
-        records.put_seal(start, ImageShare(SHARES, 1), sums(1), staged_at_unix=0.0, record={})
+        records.refuse_given_up(1)
+    records.refuse_given_up(0)
+    records.refuse_given_up(2)
 
 
 def test_a_share_that_is_sealed_is_given_up_by_the_lead_alone() -> None:

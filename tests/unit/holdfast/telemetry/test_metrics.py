@@ -92,6 +92,16 @@ def test_a_held_checkpoint_is_held_until_it_ends_or_goes_on(end: str) -> None:
     assert value(metrics, "holdfast_checkpoints_held") == 1
 
 
+def test_a_share_is_counted_when_it_is_sealed_and_is_held_no_more() -> None:
+    metrics = Metrics("flusher", "r")
+    metrics.hear("flush_held", {"attempt": 1}, 5)
+    metrics.hear("share_sealed", {"attempt": 1, "share": "2/2", "chunks": 3}, 5)
+    metrics.hear("published", {"attempt": 1, "file": "step-000000005.pt"}, 5)
+    assert value(metrics, "holdfast_checkpoints_held") == 0
+    assert value(metrics, "holdfast_checkpoints_total", outcome="share_sealed") == 1
+    assert value(metrics, "holdfast_checkpoints_total", outcome="durable") == 0
+
+
 def test_peers_come_and_go() -> None:
     metrics = Metrics("stager", "r")
     metrics.hear("rank_silent", {"silent_rank": 1}, None)

@@ -118,6 +118,18 @@ def test_a_checkpoint_is_one_trace_with_its_phases_though_two_processes_tell_it(
     assert set(services.values()) == {"holdfast-flusher"}
 
 
+@pytest.mark.parametrize(("share", "ended"), [("1/2", 1006.25), ("2/2", 1003.0)])
+def test_the_flush_of_a_share_ends_with_its_seal_and_that_of_the_lead_with_the_file(
+    share: str, ended: float
+) -> None:
+    told = flusher()
+    told.hear(1001.0, "flush_began", attempt=ATTEMPT, image_bytes=100, share=share)
+    told.hear(1003.0, "share_sealed", attempt=ATTEMPT, share=share, chunks=3)
+    if share == "1/2":
+        told.hear(1006.25, "durable", **durable())
+    assert times(told.one("flush")) == (1001.0, ended)
+
+
 def test_attributes_are_the_words_and_units_of_the_project() -> None:
     of_stager, of_flusher = stager(), flusher()
     of_stager.hear(1004.0, "staged", pgt1_seconds=4.0, image_bytes=100)

@@ -75,8 +75,10 @@ def test_tiles_say_what_a_kill_loses_and_how_far_the_run_is() -> None:
 def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
     def state(found: RunStatus, *events: LoggedEvent) -> tuple[str, str]:
         text = shown(found, gather("r", Log(list(events))))
-        (said,) = re.findall(r'</h1>\s*<p class="(\w+)"><span class="dot">■</span> ([^<]*)</p>', text)
-        return said
+        shown_as: list[tuple[str, str]] = re.findall(
+            r'</h1>\s*<p class="(\w+)"><span class="dot">■</span> ([^<]*)</p>', text
+        )
+        return shown_as[0]
 
     gone = status(flusher=Peer("gone"), stager=Peer("gone"))
     silent = status(stager=Peer("silent"))
@@ -88,7 +90,7 @@ def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
     assert state(status(stager_said=said("stager", ranks=[{"rank": 0}]))) == ("training", "training")
     assert state(silent, launched) == ("back", "the stager does not answer")
     assert state(gone) == ("idle", "no training job is running")
-    assert state(gone, launched) == ("starting", "attempt 1, launched 2 min ago, has no stager here")
+    assert state(gone, launched) == ("starting", "attempt 1 was launched 2 min ago; no stager is here")
     assert state(gone, launched, killed) == ("lost", f"{at} (killed): by SIGKILL")
     assert state(gone, launched, done_well) == ("idle", f"{at} (done): well")
 
@@ -143,14 +145,19 @@ def test_the_interval_is_said_once() -> None:
     assert line in Page(shown(status(stager_said=stager))).text
 
 
-def test_an_attempt_that_runs_reaches_to_now() -> None:
+def test_an_attempt_that_runs_or_starts_reaches_to_now() -> None:
     events = [
         LoggedEvent(NOW - 100, "launched", "supervisor", None, None, {"attempt": 1}),
         LoggedEvent(NOW - 90, "training", "supervisor", None, None, {"attempt": 1}),
     ]
-    figures = Page(shown(run(2), gather("r", Log(events)))).of("figure")
-    training = json.loads(figures[-1]["data-chart"] or "")["series"][0]
-    assert (training["name"], training["data"][0]["x"]) == ("training", [NOW - 90, NOW])
+    starts = status(flusher=Peer("gone"), stager=Peer("gone"))
+    for found, said_so, name, began in (
+        (run(2), 2, "training", NOW - 90),
+        (starts, 1, "starting", NOW - 100),
+    ):
+        figures = Page(shown(found, gather("r", Log(events[:said_so])))).of("figure")
+        series = json.loads(figures[-1]["data-chart"] or "")["series"][0]
+        assert (series["name"], series["data"][0]["x"]) == (name, [began, NOW])
 
 
 def test_hostile_names_are_texts() -> None:

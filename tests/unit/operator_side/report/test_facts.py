@@ -384,6 +384,27 @@ def test_a_log_of_a_version_that_stated_no_cause_is_counted_by_its_sentence(tmp_
     ]
 
 
+def test_the_share_that_is_written_last_is_told(tmp_path: Path) -> None:
+    lines: list[Line] = []
+    for step in (10, 20, 30):
+        said = {share: {"attempt": 1, "step": step, "share": share} for share in ("1/3", "2/3", "3/3")}
+        lines += [
+            *checkpoint(step, 10.0 * step),
+            (10.0 * step + 1, "flusher", "share_sealed", said["1/3"]),
+            (10.0 * step + 1, "flusher", "share_sealed", said["2/3"]),
+            (10.0 * step + 2, "flusher", "seal_read", {**said["3/3"], "host": "kelp-3"}),
+            (10.0 * step + 3, "flusher", "seal_read", {**said["2/3"], "host": "kelp-2"}),
+        ]
+    told = what_happened(facts_of(written(tmp_path / "log", lines)))
+    (line,) = [line for line in told if "several stagers" in line]
+    assert line.startswith(
+        "Among 3 checkpoints of several stagers, share 3/3 was the last to be written of 3; "
+    )
+    assert line.endswith("the last share came 1.00 s after the first at the median.")
+    alone = facts_of(written(tmp_path / "one", checkpoint(10, 100.0)))
+    assert not any("several stagers" in line for line in what_happened(alone))
+
+
 def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
     message = "step 10 (attempt 4) is set aside: 2 attempts …; the next goes back to step 5"
     line: Line = (

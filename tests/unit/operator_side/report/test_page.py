@@ -60,6 +60,8 @@ def test_charts_show_attempts_parts_of_the_time_and_durations() -> None:
     drawn = {one["name"]: one for one in timeline["series"]}
     assert len(drawn["killed, lost or bad"]["data"]) == 3
     assert len(drawn["training"]["data"]) == 4
+    assert len(drawn["starting"]["data"]) == 1, "as in the parts of the time, a start that follows no loss"
+    assert len(drawn["getting back after losses"]["data"]) == 6, "each loss has an end and a start"
     assert "killed by SIGKILL" in drawn["killed, lost or bad"]["data"][1]["text"]
     bars = [bar["x"] for one in time["series"] for bar in one["data"]]
     assert [begin for begin, _ in bars[1:]] == [end for _, end in bars[:-1]], (
@@ -155,7 +157,7 @@ def test_every_section_is_there_and_has_its_figures() -> None:
         "step 19",
         "work done twice",
         "save() to durable",
-        "stall of training (slowest rank)",
+        "stalls are those of the slowest rank",
         "emergency_staged",
         "Step 4, attempt 1: verified, durable after 0.67 s",
         "How full the ring was, and how large it is, is not in the logs",
