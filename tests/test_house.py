@@ -76,7 +76,7 @@ BUDGETS = {
     "holdfast/wire": 1900,
     "operator_side": 200,
     "operator_side/cluster": 900,
-    "operator_side/commands": 4300,
+    "operator_side/commands": 4250,
     "operator_side/doctor": 650,
     "operator_side/drill": 1500,
     "operator_side/live": 400,
