@@ -50,7 +50,7 @@ class Program:
     Attributes:
         model: As of `benchmarks.workload`.
         compute_seconds, update_seconds: Of an iteration; both are timed waits, as if a device worked.
-        peer: What saves and restores without holdfast; empty: nothing does.
+        peer: The library that saves and restores without holdfast; empty: nothing does.
     """
 
     model: str

@@ -5,10 +5,10 @@
     all costs ─► replay of that trace ─► the same parts, predicted       one failure in 10 min, 3 h, 8 h ─► a model
 
 holdfast runs under `holdfast run`; torch.save and DCP's async_save under a shell that starts mpirun again. The time
-scale is compressed: a rank is killed every three relaunches on average, so that a window of minutes has some kills. Of
-hours it is the model that speaks, with the costs of these runs. What replaces a rank is there at once, so nothing is
-lost to waiting for machines but the pause before a relaunch. "Saving" is what training took longer than so many
-iterations of the undisturbed run; it has their noise, too.
+scale is compressed: a rank is killed every three relaunches on average, so that a window of minutes has some kills. For
+hours the model speaks, with the costs of these runs. A replacement for a rank is there at once, so nothing is lost to
+waiting for machines but the pause before a relaunch. "Saving" is what training took longer than this many iterations of
+the undisturbed run; it has their noise, too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ The number of the claim is the *attempt*: it only grows, and the highest one own
 they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long it was asleep.
 
 A claim also counts the failures of all attempts before it, and says how its own stands; no other record of them exists.
-Who takes the run reads the newest claim that is whole, and adds that attempt to the sums of its own claim. Each attempt
+The next writer reads the newest claim that is whole, and adds that attempt to the sums of its own claim. Each attempt
 is counted once: whatever the writer of an older claim does when it wakes, its sums are read no more.
 
     work: none ── first checkpoint ──► running ── the ranks have left ──► left         counted: its seconds

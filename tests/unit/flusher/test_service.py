@@ -272,7 +272,7 @@ def test_a_job_that_goes_on_under_the_next_flusher_is_not_counted_as_lost(tmp_pa
 
 
 def await_kinds(channel: Channel, kind: str) -> list[Message]:
-    """What the flusher says, up to a message of this kind."""
+    """The flusher's messages, up to a message of this kind."""
     said: list[Message] = []
     deadline = time.monotonic() + SECONDS_MAX
     while all(message.kind != kind for message in said):
