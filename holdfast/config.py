@@ -302,9 +302,10 @@ class _RingConfig(RoleConfig):
         niceness: CPU priority that stager and flusher give up, 0 to 19; with 10 they yield to training ranks on the
             same machine, which must leave some CPU time to them (docs/design/001-flusher-owns-the-ring.md).
         share: The share of each checkpoint that this stager receives and its flusher writes, as K/S: the K-th of S
-            stagers of the run, from 1. The first one leads. 1/1: the run has no other stager.
-        metrics_port: Port on which the stager serves /metrics to Prometheus; the flusher takes the next port. Without a
-            port neither serves it.
+            stagers of the run, from 1. The first one leads. 1/1: the run has no other stager. Under mpirun it is not
+            set: there the K-th stager of the job has the K-th share.
+        metrics_port: Port on which the stager serves /metrics to Prometheus; the flusher takes the next port, and the
+            next of several stagers under mpirun the one after that. Without a port neither serves it.
         metrics_address: Address on which stager and flusher serve /metrics; 127.0.0.1 is reached from this machine
             alone.
     """
@@ -453,7 +454,8 @@ class StagerConfig(_RingConfig):
         share = info.data.get("share", WHOLE)
         if value is None and share != WHOLE:
             raise ValueError(
-                f"HOST:PORT where share is {share}: several stagers serve ranks over TCP alone, and not under mpirun"
+                f"HOST:PORT where share is {share}: under mpirun a stager has the share of its place in the job, so "
+                "leave the setting share out"
             )
         return value
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
@@ -42,17 +43,24 @@ def find_mpirun() -> str:
     return mpirun
 
 
+class Stagers(NamedTuple):
+    """Number of stagers of a job; with `hosts` also the host of all of them, as mpirun knows it."""
+
+    number: int = 1
+    host: str = ""
+
+
 def mpirun_command(
     ranks: int,
     trainer: Sequence[str],
     *,
     stager: Sequence[str] | None = None,
+    stagers: Stagers | None = None,
     ulfm: bool = True,
     hosts: Mapping[str, int] | None = None,
-    stager_host: str = "",
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Build the command line of one MPI job: `ranks` trainers, and one stager if asked for.
+    """Build the command line of one MPI job: `ranks` trainers, and one stager or several if asked for.
 
     Leftovers of a killed mpirun in the temporary directory are removed: the next one that gets its process id would not
     start ("The PMIx server's listener thread failed to start"). In a container that starts again that is the very next
@@ -62,16 +70,17 @@ def mpirun_command(
         ranks: Number of training ranks.
         trainer: Their command, such as `[sys.executable, "train.py"]`.
         stager: The stager's command, such as `["holdfast", "stager", "--store", url]`, or None.
+        stagers: How many of them, and where; None: one.
         ulfm: Ask for fault tolerance, so that the job survives a rank's death.
-        hosts: How many of them on which host; None: all on this machine.
-        stager_host: With `hosts`: the stager's, as mpirun knows it.
+        hosts: How many trainers on which host; None: all on this machine.
         options: More options for mpirun.
     """
     command = [find_mpirun()]
     _remove_dead_sessions(Path(tempfile.gettempdir()))
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # mpirun refuses root otherwise; containers run as root
-    processes = ranks + (stager is not None)
+    number, host = stagers or Stagers()
+    processes = ranks + (number if stager is not None else 0)
     if hosts is not None or processes > (os.cpu_count() or 1):
         command.append("--oversubscribe")  # with hosts: their slots say how many; mpirun would count cores
     if ulfm:
@@ -86,7 +95,8 @@ def mpirun_command(
         command += ["--host", ",".join(f"{name}:{slots}" for name, slots in hosts.items())]
     command += ["-n", str(ranks), *trainer]
     if stager is not None:
-        command += [":", *(("--host", f"{stager_host}:1") if hosts is not None else ()), "-n", "1", *stager]
+        at = ("--host", f"{host}:{number}") if hosts is not None else ()
+        command += [":", *at, "-n", str(number), *stager]
     return command
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.save_record import StepRecord
+from holdfast.image.shares import WHOLE
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
@@ -174,10 +175,10 @@ class Actions:
         ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record.to_json())
         reach(Point.STAGED)
         self.line.send("staged", attempt=attempt, step=action.step)
-        self.events.emit(
-            "staged",
-            {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes},
-            step=action.step,
-        )
+        told: dict[str, object] = {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes}
+        share = self.line.share_of(action.layout).number
+        if share != WHOLE:
+            told["share"] = str(share)
+        self.events.emit("staged", told, step=action.step)
         self._tell(Tell(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
         self.notices.staged(action.step, action.layout.image_bytes, now - offered_at)

@@ -28,13 +28,17 @@ from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from holdfast.telemetry.event_files import EVENTS_NAME, log_directory
 
 if TYPE_CHECKING:
+    from holdfast.image.shares import ShareNumber
     from holdfast.notify.log_watch import LogWatch
     from holdfast.notify.notifier import Destination
+    from stager.flusher_process import Flusher, FlusherAhead
+    from stager.mpi import MpiStagers
     from stager.standing import StandingStager
 
 _log = logging.getLogger("holdfast.stager")
 
 _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import torch first
+_METRICS_PORTS = 2  # the stager's own, and the next one for its flusher
 
 
 @click.command(
@@ -42,6 +46,7 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
     epilog=examples(
         "mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://bucket/run",
         "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run --ring-bytes 8GiB --keep-last 5",
+        "mpirun --with-ft ulfm -n 8 python train.py : -n 2 holdfast stager --store s3://bucket/run",
         "holdfast stager --store s3://bucket/run --listen 0.0.0.0:29411 --key-file key",
         "holdfast stager --store s3://bucket/run --listen 0.0.0.0:29411 --key-file key --share 1/2",
     ),
@@ -99,12 +104,14 @@ def stager(
 ) -> None:
     """Receive the checkpoints of a job and pass them to the flusher, which writes them to the store.
 
-    Under mpirun the stager is one process of the job: add it to the mpirun line once, after the training script. It
-    ends when every training rank has left and every staged checkpoint is in the store.
+    Under mpirun the stager is a process of the job: add it to the mpirun line, after the training script. It ends when
+    every training rank has left and every staged checkpoint is in the store.
 
     With --listen it stands alone, for ranks that torchrun or another launcher starts with HOLDFAST_STAGER=HOST:PORT. It
     serves one job after the other and keeps the newest checkpoints in memory between them, until it is told to stop.
-    Several stagers with --share on machines of their own receive and write each checkpoint together.
+
+    Several stagers receive and write each checkpoint together: with -n S under mpirun, where the K-th of them has share
+    K/S; with --share K/S beside --listen.
 
     The stager starts the flusher if none serves the run yet.
 
@@ -180,19 +187,29 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None, peopl
     """As a process of an MPI job."""
     # Here and not above: importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
     from stager.flusher_process import FlusherAhead
-    from stager.service import StartRefused, serve
+    from stager.service import StartRefused, serve, tell_end
 
     ahead = FlusherAhead(config) if config else None
     from stager.mpi import MpiTrainersPort
 
     port = MpiTrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
+    if config is not None:
+        config = _with_share(config, port.stagers.share)
     try:
-        lost_ranks = serve(port, config, problem, ahead=ahead)
+        flusher, problem = _attached(config, problem, port.stagers, ahead)
+        lost_ranks = serve(port, config, problem, flusher)
     except StartRefused as refused:
         _close(people, {"event": "gave_up", "message": str(refused.error)})
         click.get_current_context().exit(refused.error.exit_code)
-    except HoldfastError:
-        raise
+    except HoldfastError as error:
+        if problem is not None or port.stagers.share.writers == 1:
+            raise
+        # The ranks may still be there, and at the end of MPI each process would wait for them.
+        tell_end(port, error)
+        _log.error("%s", error)
+        _close(people, {"event": "gave_up", "message": str(error)})
+        logging.shutdown()
+        os._exit(error.exit_code)
     except Exception:  # noqa: BLE001 - whatever it is, the trainers must not wait for it
         # Told by a death that MPI sees at once: at the end of MPI the trainers would wait for us, and we for them.
         message = "the stager ends by an unexpected error; the flusher still writes what is staged"
@@ -205,6 +222,37 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None, peopl
         _close(people, None)
         logging.shutdown()
         os._exit(0)
+
+
+def _with_share(config: StagerConfig, share: ShareNumber) -> StagerConfig:
+    """The settings of this one of the job's stagers, which have been given the same; those of a machine need ports of
+    their own.
+    """
+    port = config.metrics_port
+    update = {"share": share, "metrics_port": None if port is None else port + _METRICS_PORTS * share.index}
+    return config.model_copy(update=update)
+
+
+def _attached(
+    config: StagerConfig | None,
+    problem: HoldfastError | None,
+    stagers: MpiStagers,
+    ahead: FlusherAhead | None,
+) -> tuple[Flusher | None, HoldfastError | None]:
+    """The flusher, or why there is none. The others wait for the attempt of the first stager, which tells them here."""
+    from stager.flusher_process import attach
+
+    try:
+        if problem is not None:
+            raise problem
+        assert config is not None
+        lead_attempt = stagers.hear_attempt(config.start_seconds_max)
+        flusher = attach(config, ahead=ahead, lead_attempt=lead_attempt)
+    except HoldfastError as error:
+        stagers.tell(error)
+        return None, error
+    stagers.tell(flusher.attempt)
+    return flusher, None
 
 
 def _stand_alone(config: StagerConfig, *, once: bool, own_host: str | None) -> None:

@@ -21,10 +21,12 @@ from typing import Any
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
-from holdfast.image.shares import WHOLE
+from holdfast.image.layout import Layout
+from holdfast.image.shares import WHOLE, ImageShare, Shares
 from holdfast.log_files import log_path
 from holdfast.process import wait_readable
 from holdfast.ring.doorbell import Message
+from holdfast.store import part_chunks_for
 from holdfast.telemetry.events import EventLog
 from stager.flusher_process import Flusher, attach
 
@@ -69,6 +71,12 @@ class FlusherLine:
     def leads_others(self) -> bool:
         """Whether other stagers have the attempt of this one's flusher."""
         return self._config.share.leads and self._config.share != WHOLE
+
+    def share_of(self, layout: Layout) -> ImageShare:
+        """The share of an image that this stager receives, as the ranks know it, too."""
+        number, url = self._config.share, self.flusher.store_url
+        part_chunks = 1 if number == WHOLE else part_chunks_for(url, layout.image_bytes, layout.chunk_bytes)
+        return ImageShare(Shares.of(layout, number.writers, part_chunks), number.index)
 
     @property
     def log_path(self) -> Path:

@@ -62,14 +62,19 @@ class FlusherAhead:
         """Its process; None if none waits."""
         return None if self._process is None else self._process.pid
 
-    def begin(self) -> subprocess.Popen[bytes] | None:
-        """Tell it to begin; the caller has it from now on. None without one."""
+    def begin(self, config: StagerConfig) -> subprocess.Popen[bytes] | None:
+        """Tell it to begin, with those of these settings that may be known only now; the caller has it from now on.
+        None without one.
+        """
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
+            options = f"--share {config.share}"
+            if config.metrics_port is not None:
+                options += f" --metrics-port {config.metrics_port}"
             # Where it has died, its output says why.
             with contextlib.suppress(BrokenPipeError), process.stdin as told:
-                told.write(b"begin\n")
+                told.write(f"{options}\n".encode())
         return process
 
     def close(self) -> None:
@@ -247,7 +252,7 @@ def _launch(
 def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) -> None:
     """Have a flusher begin, and wait until it says that it is ready."""
     path = log_path("flusher", config.store)
-    process = (ahead and ahead.begin()) or _launch(config, [], subprocess.DEVNULL)
+    process = (ahead and ahead.begin(config)) or _launch(config, [], subprocess.DEVNULL)
     assert process.stdout is not None
     with process.stdout as output:
         line = _first_line(output, deadline)

@@ -1,7 +1,8 @@
 """All MPI calls of the stager; the only file of this package that imports `mpi4py.MPI` (importing it starts MPI).
 
-    MpiTrainersPort.join()   collective at start-up: who is a trainer; one communicator of our own
+    MpiTrainersPort.join()   collective at start-up: who is a trainer and who a stager; two communicators of our own
     MpiTrainersPort          control messages from and to every trainer, payloads straight into the ring, who is dead
+    MpiStagers               the place of this stager among those of the job; the attempt, from the first to the others
 
 Rules: errors are returned, never abort; nothing blocks or spins; a receive is posted before its credit is sent, so a
 payload always finds its place. Under ULFM (`mpirun --with-ft ulfm`) a dead trainer shows as an error on the probe; it
@@ -20,10 +21,12 @@ from collections.abc import Sequence
 import mpi4py
 import numpy as np
 
-from holdfast.errors import ConfigError, PeerLost
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.image.entries import Extent
+from holdfast.image.shares import WRITERS_MAX, ShareNumber
 from holdfast.process import FINALIZE_SECONDS_MAX, end_within
-from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag, payload_messages
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, Role, data_tag, payload_messages
 from stager.trainers_port import PollResult
 
 mpi4py.rc.thread_level = "serialized"  # one thread of this process talks to MPI
@@ -62,11 +65,81 @@ def _finalize() -> None:
 atexit.register(_finalize)
 
 
-class MpiTrainersPort:
-    """Everything between the stager and its trainers, who are numbered 0 to `ranks` - 1. Get one by `join`."""
+class MpiStagers:
+    """The stagers of the job, in the order of their world ranks, which is that of their shares. Main thread.
 
-    def __init__(self, control: MPI.Intracomm, trainers: Sequence[int]) -> None:
-        self._comm = control
+    Attributes:
+        share: The share of this stager. The first stager leads: its flusher gives the attempt of the job.
+    """
+
+    def __init__(self, stagers: MPI.Comm) -> None:
+        self._comm = stagers
+        self.share = ShareNumber(stagers.rank, stagers.size)
+        self._telling: list[tuple[MPI.Request, bytes]] = []
+
+    def tell(self, attempt: int | HoldfastError) -> None:
+        """Send the others the attempt, or why there is none; a stager that does not lead tells nothing."""
+        if not self.share.leads:
+            return
+        if isinstance(attempt, HoldfastError):
+            message = wire.encode(Kind.REFUSED, body=wire.error_body(attempt))
+        else:
+            message = wire.encode(Kind.WELCOME, attempt=attempt)
+        for other in range(1, self.share.writers):
+            try:
+                self._telling.append((self._comm.Isend([message, MPI.BYTE], other, CONTROL_TAG), message))
+            except MPI.Exception as error:  # it is dead, as the ranks find out, too
+                _log.debug("stager %d/%d is not told: %s", other + 1, self.share.writers, error)
+
+    def hear_attempt(self, seconds_max: float) -> int:
+        """Wait for what the first stager tells; 0 for that one itself.
+
+        Raises:
+            PeerLost: It is dead, or has told nothing within `seconds_max`.
+            HoldfastError: It could not start; its error, of its class.
+        """
+        if self.share.leads:
+            return 0
+        status, deadline = MPI.Status(), time.monotonic() + seconds_max
+        try:
+            while not self._comm.Iprobe(0, CONTROL_TAG, status):
+                if time.monotonic() > deadline:
+                    raise PeerLost(
+                        f"the stager of share {self.share} waited {seconds_max:g} s for the first stager of the job to "
+                        "name the attempt; look at its log"
+                    )
+                time.sleep(_PAUSE_SECONDS)
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            self._comm.Recv([buffer, MPI.BYTE], 0, CONTROL_TAG)
+        except MPI.Exception as error:
+            raise PeerLost(
+                f"the first stager of the job is dead, and the stager of share {self.share} does not know the attempt "
+                f"(MPI: {error.Get_error_string()})"
+            ) from error
+        return _attempt_told(wire.decode(buffer))
+
+
+def _attempt_told(frame: wire.Frame) -> int:
+    if frame.kind is Kind.REFUSED:
+        body = wire.json_body(frame, code=str, message=str)
+        error = wire.peer_error(body["code"], body["message"])
+        raise type(error)(f"the first stager of the job could not start: {error}")
+    if frame.kind is not Kind.WELCOME or frame.attempt < 1:
+        raise ProtocolError(
+            f"the first stager of the job sent {frame.kind.name} of attempt {frame.attempt}, expected WELCOME of an "
+            "attempt above 0; install the same holdfast on all machines"
+        )
+    return frame.attempt
+
+
+class MpiTrainersPort:
+    """Everything between the stager and its trainers, who are numbered 0 to `ranks` - 1. Get one by `join`.
+
+    `stagers`: the stagers of the job, of which this process is one.
+    """
+
+    def __init__(self, control: MPI.Intracomm, trainers: Sequence[int], stagers: MpiStagers) -> None:
+        self._comm, self.stagers = control, stagers
         self._world_ranks = list(trainers)
         self._trainer = {world_rank: rank for rank, world_rank in enumerate(trainers)}
         self._lost: set[int] = set()
@@ -82,7 +155,7 @@ class MpiTrainersPort:
 
         Raises:
             PeerLost: They did not all join within `seconds_max`.
-            ConfigError: There is no trainer, or another stager.
+            ConfigError: There is no trainer, or too many stagers.
         """
         world = MPI.COMM_WORLD
         world.Set_errhandler(MPI.ERRORS_RETURN)
@@ -97,20 +170,21 @@ class MpiTrainersPort:
                     "trainer makes a Checkpointer"
                 )
             time.sleep(_PAUSE_SECONDS)
-        stagers = np.flatnonzero(roles == Role.STAGER)
+        stagers = int(np.count_nonzero(roles == Role.STAGER))
         trainers = np.flatnonzero(roles == Role.TRAINER)
-        if len(stagers) > 1:
+        if stagers > WRITERS_MAX:
             raise ConfigError(
-                f"{len(stagers)} stagers in one MPI job, at world ranks {stagers.tolist()}; expected one"
+                f"{stagers} stagers in one MPI job, expected at most {WRITERS_MAX}; start fewer"
             )
         control = world.Dup()  # in the same order as trainer_side.ranks.mpi_world.MpiWorld
         control.Set_errhandler(MPI.ERRORS_RETURN)
-        world.Split(MPI.UNDEFINED, world.rank)
+        among_stagers = world.Split(Role.STAGER, world.rank)
+        among_stagers.Set_errhandler(MPI.ERRORS_RETURN)
         if not len(trainers):
             raise ConfigError(
                 "no trainer in this MPI job; start the stager with mpirun -n N TRAINER : -n 1 holdfast stager"
             )
-        return cls(control, trainers.tolist())
+        return cls(control, trainers.tolist(), MpiStagers(among_stagers))
 
     def fileno(self) -> None:
         """MPI has none."""

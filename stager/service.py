@@ -20,11 +20,9 @@ from collections.abc import Callable
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
-from holdfast.image.layout import Layout
-from holdfast.image.shares import Shares
+from holdfast.image.shares import WHOLE
 from holdfast.process import yield_to_training
 from holdfast.ring.ring_keeper import is_kept
-from holdfast.store import part_chunks_for
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_document import RankStatus, Transport
@@ -38,7 +36,7 @@ from stager.actions import Actions
 from stager.doubt_handler import DoubtHandler
 from stager.flusher_handler import FlusherHandler, slot_owners
 from stager.flusher_line import FlusherLine
-from stager.flusher_process import Flusher, FlusherAhead, attach, reap
+from stager.flusher_process import Flusher, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
 from stager.previous_jobs import PreviousJobs
@@ -61,6 +59,7 @@ _IDLE_PAUSE_SECONDS_MAX = 5e-3
 # A full ring waits for the store: a look at the ranks every moment finds nothing.
 _PAUSE_PER_SECOND_WAITED = 0.02
 _REFUSAL_PAUSE_SECONDS = 5e-3
+_LAST_WORDS_SECONDS_MAX = 2.0
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 
@@ -83,7 +82,7 @@ class StagerService:
         self._trainers = Trainers(port, rank_seconds_max=config.rank_seconds_max, clock=clock)
         self._payloads = Payloads(port, flusher.ring)
         free_slots, flusher_slots = slot_owners(flusher.ring)
-        share = _share(config, flusher.store_url)
+        share = None if config.share == WHOLE else lambda layout: self._line.share_of(layout).chunks
         self._session = Session(
             ranks=port.ranks,
             free_slots=free_slots,
@@ -260,19 +259,6 @@ class StagerService:
         )
 
 
-def _share(config: StagerConfig, store_url: str) -> Callable[[Layout], range] | None:
-    """The chunks of an image that this stager receives, as the ranks know it, too; None for all of them."""
-    index, writers = config.share.index, config.share.writers
-    if writers == 1:
-        return None
-
-    def chunks_of(layout: Layout) -> range:
-        part_chunks = part_chunks_for(store_url, layout.image_bytes, layout.chunk_bytes)
-        return Shares.of(layout, writers, part_chunks).chunks_of(index)
-
-    return chunks_of
-
-
 class StartRefused(Exception):
     """The ranks have been told why there is no stager for them, and one of them says it."""
 
@@ -286,15 +272,13 @@ def serve(
     config: StagerConfig | None,
     problem: HoldfastError | None = None,
     attached: Flusher | None = None,
-    ahead: FlusherAhead | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
     lead_attempt: int = 0,
 ) -> set[int]:
     """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
 
     `problem`: why it cannot; without a `config`, where the settings are wrong. `attached`: the flusher, if this stager
-    has attached to it already; `ahead`: one that waits to begin; `lead_attempt`: see `attach`. Returns the ranks that
-    were lost, or are left alone.
+    has attached to it already; `lead_attempt`: see `attach`. Returns the ranks that were lost, or are left alone.
 
     Raises:
         StartRefused: There is no flusher, or there are no settings, and the ranks were told.
@@ -306,7 +290,7 @@ def serve(
             raise problem
         assert config is not None
         segments = SegmentList(config.runtime_dir)
-        flusher = attached or attach(config, ahead=ahead, lead_attempt=lead_attempt)
+        flusher = attached or attach(config, lead_attempt=lead_attempt)
     except HoldfastError as error:
         is_told = refuse_start(port, error, is_stopping)
         if segments is not None:
@@ -377,3 +361,14 @@ def refuse_start(
         waiting -= {rank for rank, _ in seen.lost}
         time.sleep(_REFUSAL_PAUSE_SECONDS)
     return is_told
+
+
+def tell_end(port: TrainersPort, error: HoldfastError) -> None:
+    """Tell every rank that this stager ends by `error`; without that they would wait until it was silent for long."""
+    ended = ProtocolError(f"it has ended: {error}")  # a lost peer would be another rank
+    for rank in range(port.ranks):
+        port.send(rank, wire.encode(Kind.REFUSED, body=wire.error_body(ended)))
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS_MAX
+    while port.unsent and time.monotonic() < deadline:
+        port.poll()
+        time.sleep(_REFUSAL_PAUSE_SECONDS)

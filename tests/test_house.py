@@ -76,7 +76,7 @@ BUDGETS = {
     "holdfast/wire": 1900,
     "operator_side": 200,
     "operator_side/cluster": 900,
-    "operator_side/commands": 4250,
+    "operator_side/commands": 4300,
     "operator_side/doctor": 650,
     "operator_side/drill": 1500,
     "operator_side/live": 400,
@@ -84,8 +84,8 @@ BUDGETS = {
     "operator_side/report": 1350,
     "operator_side/simulate": 1750,
     "operator_side/status": 1100,
-    "operator_side/supervise": 2950,
-    "stager": 4900,
+    "operator_side/supervise": 3050,
+    "stager": 5000,
     "stager/session": 1400,
     "trainer_side": 2250,
     "trainer_side/convert": 1900,
@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_350
+PRODUCT_LINES_MAX = 85_600
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

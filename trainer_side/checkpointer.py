@@ -153,7 +153,7 @@ class Checkpointer:
             every=every,
             store_url=job.store_url,
             attempt=attempt,
-            has_stager=job.has_stager,
+            stagers=job.stagers,
             fresh=fresh,
         )
 

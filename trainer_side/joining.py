@@ -55,11 +55,11 @@ def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventL
         PeerLost: Somebody did not come.
         HoldfastError: The stager could not start.
     """
-    alone = not world.has_stager
+    alone = world.stagers == 0
     compare(config, world.peers(), alone=alone)
     if alone and config.tiers:
         return NoStager(config, world)
-    if len(config.stagers) > 1:
+    if world.stagers > 1:
         return meet_stagers(config, world, inbox, events)
     return meet_stager(config, world, inbox, events)
 
@@ -76,7 +76,7 @@ def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events:
 
 def _meet_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     identify(f"rank:{world.rank}")
-    greeted = _greet(config, world.port(), 0, world.ranks)
+    greeted = _greet(config, world, world.port(), 0)
     again = None
     if world.again is not None and config.on_stager_lost != "end":
         again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
@@ -91,13 +91,13 @@ def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events
     """
     if config.tiers:
         raise ConfigError(
-            f"trainer setting tiers: expected none with {len(config.stagers)} stagers, got {', '.join(config.tiers)}: "
-            "local tiers beside several stagers are not supported; unset HOLDFAST_TIERS, or name one stager"
+            f"trainer setting tiers: expected none with {world.stagers} stagers, got {', '.join(config.tiers)}: "
+            "local tiers beside several stagers are not supported; unset HOLDFAST_TIERS, or start one stager"
         )
     lead = _meet_lead(config, world, inbox, events)
     links = [lead]
     try:
-        others = range(1, len(config.stagers))
+        others = range(1, world.stagers)
         links.extend(_meet_member(config, world, index, lead, inbox, events) for index in others)
     except BaseException:
         for link in links:
@@ -112,7 +112,7 @@ def _meet_member(
     config: TrainerConfig, world: World, index: int, lead: Link, inbox: StagerInbox, events: EventLog
 ) -> Link:
     attempt = lead.job.attempt
-    greeted = _greet(config, world.member(index, attempt), index, world.ranks)
+    greeted = _greet(config, world, world.member(index, attempt), index)
     said = greeted.welcome.attempt, greeted.welcome.store_url, greeted.welcome.chunk_bytes
     expected = attempt, lead.job.store_url, lead.job.chunk_bytes
     if said != expected:
@@ -123,7 +123,7 @@ def _meet_member(
             "with the same store and chunk_bytes"
         )
     again = None
-    if config.on_stager_lost == "train":
+    if config.on_stager_lost == "train" and world.again is not None:
         # The lead looks whether another start of the job has gone on.
         again = Reconnect(lambda generation: world.member(index, _attempt_of(lead), generation), lambda: 0)
     own = ShareInbox(world.rank, lambda: inbox.last_step)
@@ -140,23 +140,25 @@ def _attempt_of(lead: Link) -> int:
     return lead.job.attempt
 
 
-def _greet(config: TrainerConfig, port: StagerPort, index: int, ranks: int) -> Greeted:
+def _greet(config: TrainerConfig, world: World, port: StagerPort, index: int) -> Greeted:
     meet_once(port)
-    greeted = greet(port, ranks=ranks, seconds_max=config.start_seconds_max)
-    said, stagers = greeted.welcome, max(1, len(config.stagers))
-    if (said.share, said.shares) != (index + 1, stagers):
+    greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
+    said, name = greeted.welcome, _name(config, world, index)
+    if (said.share, said.shares) != (index + 1, world.stagers):
         port.leave(_LEAVE_SECONDS_MAX)
         raise ConfigError(
-            f"{_name(config, index)}: expected the stager with share {index + 1}/{stagers}, got share "
+            f"{name}: expected the stager with share {index + 1}/{world.stagers}, got share "
             f"{said.share}/{said.shares}; name all stagers in HOLDFAST_STAGER in the order of their shares"
         )
-    return greeted._replace(name=_name(config, index))
+    return greeted._replace(name=name)
 
 
-def _name(config: TrainerConfig, index: int) -> str:
-    """The name of a stager in messages."""
-    stagers = config.stagers
-    return f"stager {index + 1}/{len(stagers)} at {stagers[index]}" if len(stagers) > 1 else "the stager"
+def _name(config: TrainerConfig, world: World, index: int) -> str:
+    """The name of a stager in messages; of an MPI job none has an address."""
+    if world.stagers == 1:
+        return "the stager"
+    place = f" at {config.stagers[index]}" if config.stagers else ""
+    return f"stager {index + 1}/{world.stagers}{place}"
 
 
 def _newest_published(store_url: str) -> int:

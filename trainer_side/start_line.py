@@ -11,10 +11,10 @@ _SIGNALS = ("sigterm", "sigusr1")
 
 
 def start_line(
-    config: TrainerConfig, *, every: int | None, store_url: str, attempt: int, has_stager: bool, fresh: bool
+    config: TrainerConfig, *, every: int | None, store_url: str, attempt: int, stagers: int, fresh: bool
 ) -> str:
     """The line. `every` is the number of steps between two checkpoints; None: `auto`; 0: only `save()` takes any."""
-    where = _through_stager(config, store_url) if has_stager else _in_tiers(config, store_url)
+    where = _through_stagers(config, store_url, stagers) if stagers else _in_tiers(config, store_url)
     begins = "; starts from scratch, because the script says fresh=True" if fresh else ""
     return (
         f"holdfast saves {_how_often(config, every)} {where} (attempt {attempt}){begins}; {_watched(config)}"
@@ -32,10 +32,12 @@ def _how_often(config: TrainerConfig, every: int | None) -> str:
     return "every step" if every == 1 else f"every {every} steps"
 
 
-def _through_stager(config: TrainerConfig, store_url: str) -> str:
+def _through_stagers(config: TrainerConfig, store_url: str, stagers: int) -> str:
     stager = "the stager" if config.stager is None else f"the stager {config.stager}"
     if len(config.stagers) > 1:
         stager = f"the stagers {', '.join(config.stagers)}"
+    elif stagers > 1:
+        stager = f"{stagers} stagers"
     elif config.stager == OWN_STAGER:
         stager = "a stager of this job on rank 0's machine"
     beside = f", and in {', '.join(config.tiers)}" if config.tiers else ""

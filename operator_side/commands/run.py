@@ -62,6 +62,11 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     "--min-ranks",
     "Smallest number of training ranks to start with where hosts are missing. Default: the value of --ranks.",
 )
+@option.count(
+    "--stagers",
+    "Number of stagers on this machine, each of which receives and writes a share of every checkpoint.",
+    1,
+)
 @option.choice(
     "--launcher",
     ["mpirun", "torchrun"],
@@ -213,7 +218,9 @@ def _supervised(
         is_done = verdict.cause is Cause.DONE
         return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
 
-    files = RunFiles(runtime_directory(config.store, config.runtime_dir), logs, events)
+    shares = range(options["stagers"])
+    rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
+    files = RunFiles(rings, logs, events)
     job = JobProcesses(line, environment_of_job(), files, _relay)
     watch = FleetWatch(fleet, options["poll_seconds"])
     return Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell), job
@@ -377,7 +384,7 @@ def _unless_not_durable(done: Verdict, step: int, store: str) -> Verdict:
 def _mpirun(
     launch: Launch, command: Sequence[str], config: StagerConfig, events: Path, options: dict[str, Any]
 ) -> list[str]:
-    from holdfast.mpirun import mpirun_command
+    from holdfast.mpirun import Stagers, mpirun_command
     from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
     from operator_side.supervise.rank import STAGER, TRAINER
 
@@ -399,9 +406,9 @@ def _mpirun(
         launch.ranks,
         [*keeper, TRAINER, *command],
         stager=stager,
+        stagers=Stagers(options["stagers"], options["stager_host"] or socket.gethostname()),
         ulfm=options["ulfm"],
         hosts=hosts,
-        stager_host=options["stager_host"] or socket.gethostname(),
         options=more,
     )
 

@@ -21,7 +21,17 @@ from operator_side.supervise.supervisor import environment_of_job
 from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments, torchrun_line
 
 RESTARTS_MAX = 3  # torchrun counts all of them, and not those in a row without progress
-_OF_HOSTS = ("min_ranks", "hosts", "slurm", "cluster", "agent", "stager_host", "exported", "poll_seconds")
+_OF_HOSTS = (
+    "min_ranks",
+    "stagers",
+    "hosts",
+    "slurm",
+    "cluster",
+    "agent",
+    "stager_host",
+    "exported",
+    "poll_seconds",
+)
 _OF_MPIRUN = ("ulfm", "mpirun_options", "hosts_seconds_max", "silent_seconds_max", "stall_seconds_max")
 _OF_CRASHES = ("crashes_max", "set_aside_max")
 _OF_STANDING = ("listen", "ranks", "key", "key_file", "tls_cert", "tls_key")

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import WHOLE
 from holdfast.wire.step_proof import ProofVerdict
 from operator_side.supervise.hosts import Host, place
 from operator_side.supervise.limits import Limits, Patience
@@ -96,10 +97,9 @@ class Core:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
-            case StepStaged(step):
-                if self._attempt is not None:
-                    self._attempt.staged_step = max(self._attempt.staged_step, step)
-                self._progress(step, now)
+            case StepStaged(step, share):
+                if self._attempt.staged(step, share) if self._attempt is not None else share == WHOLE:
+                    self._progress(step, now)
             case StepDurable(step, of_attempt):
                 if not CheckpointId(of_attempt, step).is_set_aside(self._suspicion.set_aside):
                     self._progress(step, now)
@@ -127,9 +127,8 @@ class Core:
         match event:
             case ProcessBegan(rank, host):
                 attempt.began[rank] = host
-            case Joined():
-                attempt.met = True
-                return self._reached("joined", "all ranks and the stager have joined", {}, now)
+            case Joined() if attempt.is_last_to_join():
+                return self._reached("joined", "all ranks and stagers have joined", {}, now)
             case RankRestored(rank, step, of_attempt, before) if attempt.is_last(attempt.restored, rank):
                 told = {"step": step}
                 self.newest_step = max(self.newest_step, step)  # from a ring it may not be durable
@@ -162,7 +161,8 @@ class Core:
         by_us = self.phase is SupervisorPhase.ENDING
         death = Death(event.rank, event.status, event.exception, by_us, out_of_memory=event.out_of_memory)
         attempt.deaths.append(death)
-        if attempt.first_death_at is not None or not (event.status or event.rank == attempt.ranks):
+        left = event.rank >= attempt.ranks and attempt.stagers_ended()
+        if attempt.first_death_at is not None or not (event.status or left):
             return []
         attempt.first_death_at = now
         if by_us or not event.status:
@@ -281,7 +281,7 @@ class Core:
             self._waiting_said = True
             message = f"there are hosts for {ranks} ranks, and at least {limits.ranks_min} are needed; waiting for more"
             return [Note("waiting", message, {"ranks": ranks}, loud=True), LookAtFleet(limits.ranks - ranks)]
-        self._attempt = RunRecord(self._next_attempt, ranks, placed, now)
+        self._attempt = RunRecord(self._next_attempt, ranks, placed, now, limits.stagers)
         self._resumption.reached("launched", now)
         self._next_attempt += 1
         self.phase = SupervisorPhase.RUNNING

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.supervised import LAST_WORDS, MARK
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise import supervisor_messages as messages
@@ -89,12 +90,14 @@ def exception_of(lines: list[str]) -> str:
 
 
 class Output:
-    """The log files of one attempt; after its `ranks` trainers comes the stager. `relay`: shows (stream, text)."""
+    """The log files of one attempt; after its `ranks` trainers come the stagers. `relay`: shows (stream, text)."""
 
-    def __init__(self, directory: Path, ranks: int, relay: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, directory: Path, ranks: int, relay: Callable[[str, str], None], *, stagers: int = 1
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._ranks, self._relay = ranks, relay
+        self._ranks, self._stagers, self._relay = ranks, stagers, relay
         self._files: dict[int | None, IO[str]] = {}
         self._tails: dict[int | None, deque[str]] = {}
         self._rest = b""
@@ -118,7 +121,11 @@ class Output:
     def path(self, rank: int | None) -> Path:
         if rank is None:
             return self.directory / "mpirun.log"
-        return self.directory / ("stager.log" if rank == self._ranks else f"rank-{rank}.log")
+        if rank < self._ranks:
+            return self.directory / f"rank-{rank}.log"
+        return self.directory / (
+            "stager.log" if self._stagers == 1 else f"stager-{rank - self._ranks + 1}.log"
+        )
 
     def tail(self, rank: int | None) -> list[str]:
         return list(self._tails.get(rank, ()))[-_SHOWN_LINES:]
@@ -134,7 +141,7 @@ class Output:
         return report
 
     def _keep(self, line: OutputLine) -> None:
-        if line.rank is not None and line.rank > self._ranks:
+        if line.rank is not None and line.rank >= self._ranks + self._stagers:
             line = OutputLine(None, line.stream, line.text)
         tail = self._tails.setdefault(line.rank, deque(maxlen=_TAIL_LINES))
         if not line.text and not (tail and tail[-1]):
@@ -147,13 +154,22 @@ class Output:
         self._relay(line.stream, line.text)
 
 
+def _share(said: object) -> ShareNumber | None:
+    """The share of one of several stagers; None: it cannot be read."""
+    try:
+        return WHOLE if said is None else ShareNumber.of_text(str(said))
+    except ValueError:
+        return None
+
+
 def meaning(said: dict[str, Any]) -> messages.Told | None:
     """The event for the core in one line of an event log; None if it does not matter."""
     step, role = said.get("step"), said.get("role")
     if type(step) is int:
         match said.get("event"), role:
             case "staged", "stager":
-                return messages.StepStaged(step)
+                share = _share(said.get("share"))
+                return None if share is None else messages.StepStaged(step, share)
             case "durable" | "recovered", "flusher":
                 attempt = said.get("attempt")
                 return messages.StepDurable(step, attempt if type(attempt) is int else 0)

@@ -25,7 +25,8 @@ _log = logging.getLogger("holdfast.run")
 class RunFiles(NamedTuple):
     """Where a supervised run keeps its files, all on this machine, which is not taken away."""
 
-    ring: Path  # runtime directory of the run, which the supervisor keeps for the next attempt
+    # Runtime directories of the run, one for each stager, the first one's first; kept for the next attempt.
+    rings: tuple[Path, ...]
     logs: Path  # `status.jsonl`, with a line for each decision, and a folder for each attempt
     events: Path  # the event log that stager and flusher write
 
@@ -41,14 +42,14 @@ class JobProcesses:
         relay: Callable[[str, str], None],
     ) -> None:
         self._command, self._environment = command, environment
-        self._logs, self._relay = files.logs, relay
-        self._segments = Segments(files.ring)
+        self._logs, self._relay, self._stagers = files.logs, relay, len(files.rings)
+        self._segments = Segments(files.rings[0])
         self._attempt: Attempt | None = None
         self._output: Output | None = None  # kept after the attempt, for its last words
 
     def launch(self, launch: Launch) -> None:
         directory = self._logs / f"attempt-{launch.attempt:03d}"
-        self._output = Output(directory, launch.ranks, self._relay)
+        self._output = Output(directory, launch.ranks, self._relay, stagers=self._stagers)
         environment = {**self._environment, ATTEMPT_VARIABLE: str(launch.attempt)}
         if launch.set_aside:
             labels = [environment.get(SET_ASIDE_VARIABLE, ""), *(key.label for key in launch.set_aside)]

@@ -13,6 +13,7 @@ class Limits:
 
     ranks: int
     ranks_min: int
+    stagers: int = 1
     crashes_max: int = 2  # the run ends after this many equal crashes in a row without progress
     set_aside_max: int = 2  # checkpoints in a row to set aside first, if crashes came after their restore
     restarts_max: int = 8  # the run ends after this many in a row without progress, whatever the cause

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import ShareNumber
 from operator_side.supervise.hosts import Host
 from operator_side.supervise.limits import Limits
-from operator_side.supervise.verdict import Death, Evidence
+from operator_side.supervise.verdict import Death, Evidence, process_name
 
 
 @dataclass(slots=True)
@@ -18,15 +19,17 @@ class RunRecord:
     """The running attempt."""
 
     number: int
-    ranks: int  # number of trainers; the stager has this number as its rank
+    ranks: int  # number of trainers; the first stager has this number as its rank
     hosts: tuple[Host, ...] | None  # None: everything runs on this machine
     begun_at: float
+    stagers: int = 1
     began: dict[int, str] = field(default_factory=dict)
-    met: bool = False  # all ranks and the stager have joined
+    ready: int = 0  # stagers that say that all processes have met
     restored: set[int] = field(default_factory=set)
     restored_from: CheckpointId | None = None  # by every rank; None before that, and in a new run
     before: CheckpointId | None = None  # they would restore it if that one were set aside
     staged_step: int = -1  # the highest step that this attempt has staged; -1: none
+    shares_staged: dict[int, set[int]] = field(default_factory=dict)  # of each step
     stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
     # By the stager, before any process had reported a failure of its own.
@@ -42,7 +45,32 @@ class RunRecord:
     mpirun_status: int = 0
 
     def name(self, rank: int) -> str:
-        return "the stager" if rank == self.ranks else f"rank {rank}"
+        return process_name(rank, self.ranks, self.stagers)
+
+    @property
+    def met(self) -> bool:
+        """Whether all ranks and stagers have joined."""
+        return self.ready >= self.stagers
+
+    def is_last_to_join(self) -> bool:
+        """Note that a stager says that all processes have met. Returns whether it was the last one."""
+        self.ready += 1
+        return self.ready == self.stagers
+
+    def stagers_ended(self, *, well: bool = False) -> bool:
+        """Whether every stager has ended; `well`: by itself, with status 0."""
+        ended = {death.rank for death in self.deaths if death.status == 0 or not well}
+        return ended.issuperset(range(self.ranks, self.ranks + self.stagers))
+
+    def staged(self, step: int, share: ShareNumber) -> bool:
+        """Note that a share of a step is staged. Returns whether all of the step is."""
+        shares = self.shares_staged.setdefault(step, set())
+        shares.add(share.index)
+        if len(shares) < share.writers:
+            return False
+        self.staged_step = max(self.staged_step, step)
+        self.shares_staged = {other: them for other, them in self.shares_staged.items() if other > step}
+        return True
 
     def is_last(self, reached: set[int], rank: int) -> bool:
         """Add a trainer to `reached`. Returns whether it was the last one."""
@@ -71,20 +99,21 @@ class RunRecord:
 
     def waits_for_the_lost(self) -> bool:
         """Whether mpirun, which was asked to end, only waits for hosts that do not answer."""
-        # The stager ends last, and is here. After its end mpirun passes on nothing more from the hosts that are left.
+        # Stagers end last, and are here. After that mpirun passes on nothing more from the hosts that are left.
         ended = {death.rank for death in self.deaths}
         lost = {rank for rank, host in self.began.items() if rank in self.silent_since or host in self.gone}
-        return self.ranks in ended and not lost <= ended
+        return self.stagers_ended() and not lost <= ended
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
         """Why the attempt cannot go on; empty if it can."""
         # If a rank was killed before all had joined, the others wait for it in MPI for ever, and have nothing to save.
-        # If the stager has ended by itself, they have all left it, or are lost: there is nothing more that they save.
-        left = any(death.rank == self.ranks and death.status == 0 for death in self.deaths)
-        hopeless = (left or not self.met) and any(death.from_outside for death in self.deaths)
+        # If the stagers have ended by themselves, all ranks have left them, or are lost: they save nothing more.
+        hopeless = (self.stagers_ended(well=True) or not self.met) and any(
+            death.from_outside for death in self.deaths
+        )
         patience = 0.0 if hopeless else limits.lost_seconds_max
         if self.first_death_at is not None and now >= self.first_death_at + patience:
-            ended = [d.rank for d in self.deaths if d.status or d.rank == self.ranks]
+            ended = [d.rank for d in self.deaths if d.status or d.rank >= self.ranks]
             rank = (ended or self.lost_first)[0]
             return f"{self.name(rank)} has ended, and the other processes cannot go on without it; they are ended"
         for rank, since in self.silent_since.items():
@@ -107,4 +136,5 @@ class RunRecord:
             self.noticed,
             self.given_up,
             stopping,
+            stagers=self.stagers,
         )

@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -103,7 +103,7 @@ class Supervisor:
         tell: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._core, self._job, self._watch = core, job, watch
-        self._ring = files.ring
+        self._rings = files.rings
         self._follower = Follower(files.events)
         self._last_look, self._tell = last_look, tell
         self._status = EventLog(files.logs / "status.jsonl", role="supervisor")
@@ -113,7 +113,7 @@ class Supervisor:
 
     def run(self) -> Verdict:
         """Supervise to the end; no process of the job is left. Raises `ConfigError`: the folder is not safely ours."""
-        flusher = KeptFlusher(self._ring)
+        flushers = [KeptFlusher(ring) for ring in self._rings]
         before = {
             number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
         }
@@ -122,12 +122,13 @@ class Supervisor:
             self._do(self._core.begin())
             while self._verdict is None:
                 self._turn()
-            self._wait_for(flusher)
+            self._wait_for(flushers)
             verdict = self._last_look(self._verdict)
             fields = {"cause": verdict.cause.value, "exit_code": verdict.exit_code}
             self._note("over", verdict.message, fields, loud=verdict.exit_code != 0)
         finally:
-            flusher.let_go()
+            for flusher in flushers:
+                flusher.let_go()
             self._job.close()
             self._watch.stop()
             self._status.close()
@@ -191,7 +192,7 @@ class Supervisor:
 
     def _keep_evidence(self, key: CheckpointId) -> None:
         try:
-            note_set_aside(self._ring, key)
+            note_set_aside(self._rings[0], key)  # retention is the first flusher's
         except HoldfastError as error:
             _log.warning("retention is not told to keep %s, and may remove it: %s", key, error)
 
@@ -200,24 +201,35 @@ class Supervisor:
         self._status.emit(event, {"message": message, **fields})
         self._tell({"event": event, "role": "supervisor", "message": message, **fields})
 
-    def _wait_for(self, flusher: KeptFlusher) -> None:
-        """Wait until everything staged is durable and the ring is removed."""
-        flusher.let_go()
+    def _wait_for(self, flushers: Sequence[KeptFlusher]) -> None:
+        """Wait until everything staged is durable and the rings are removed."""
+        for flusher in flushers:  # all of them first: they wait for each other
+            flusher.let_go()
         deadline = time.monotonic() + _DRAIN_SECONDS_MAX
+        for flusher, ring in zip(flushers, self._rings, strict=True):
+            if not self._has_ended(flusher, ring, deadline):
+                return
+        for flusher, ring in zip(flushers, self._rings, strict=True):
+            if flusher.left_ring:
+                message = (
+                    f"not every staged checkpoint is in the store; the ring is kept in {ring}: start the run again, "
+                    "or `holdfast flusher`, to publish them"
+                )
+                self._note("ring_left", message, {"directory": str(ring)}, loud=True)
+
+    def _has_ended(self, flusher: KeptFlusher, ring: Path, deadline: float) -> bool:
+        """Wait for its end; False at the deadline, or at a signal."""
         if not flusher.ends_within(_TURN_SECONDS):
             message = "waiting until the flusher has made every staged checkpoint durable"
             self._note("draining", message, {}, loud=False)
         while not flusher.ends_within(_TURN_SECONDS):
             if self._signals or time.monotonic() > deadline:
-                message = f"the flusher is still writing, and goes on without this command; its ring is {self._ring}"
+                message = (
+                    f"the flusher is still writing, and goes on without this command; its ring is {ring}"
+                )
                 self._note("flusher_left", message, {}, loud=True)
-                return
-        if flusher.left_ring:
-            message = (
-                f"not every staged checkpoint is in the store; the ring is kept in {self._ring}: start the run again, "
-                "or `holdfast flusher`, to publish them"
-            )
-            self._note("ring_left", message, {"directory": str(self._ring)}, loud=True)
+                return False
+        return True
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         # A second signal does not wait. But a shell hands on the SIGHUP that the kernel has sent to all, too.

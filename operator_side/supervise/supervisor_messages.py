@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.hosts import Host
 from operator_side.supervise.verdict import Verdict
@@ -27,7 +28,7 @@ class ProcessBegan(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """All processes of the job have met."""
+    """All processes of the job have met, as one of the stagers says."""
 
 
 class RankRestored(NamedTuple):
@@ -70,6 +71,7 @@ class Exited(NamedTuple):
 
 class StepStaged(NamedTuple):
     step: int
+    share: ShareNumber = WHOLE
 
 
 class StepDurable(NamedTuple):

@@ -93,6 +93,7 @@ class Evidence:
     given_up: str = ""  # why the supervisor ended the attempt; empty if it did not
     stopping: bool = False
     launcher: str = "mpirun"
+    stagers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +237,15 @@ def _silent_end(evidence: Evidence) -> Verdict:
 
 
 def _who(rank: int, evidence: Evidence) -> str:
-    name = "the stager" if rank == evidence.ranks else f"rank {rank}"
+    name = process_name(rank, evidence.ranks, evidence.stagers)
     return f"{name} on {evidence.began[rank]}" if rank in evidence.began else name
+
+
+def process_name(rank: int, ranks: int, stagers: int) -> str:
+    """The name of a process of the job in messages; the stagers come after the `ranks` trainers."""
+    if rank < ranks:
+        return f"rank {rank}"
+    return "the stager" if stagers == 1 else f"stager {rank - ranks + 1}/{stagers}"
 
 
 def signal_name(number: int) -> str:

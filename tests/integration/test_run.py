@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -194,6 +195,21 @@ def test_a_job_whose_ranks_are_killed_goes_on_by_itself(run: Run, reference: Pat
     assert SECRET not in run.said()
     assert "was killed by SIGKILL from outside" in run.said()
     assert run.restored_from() == [(SAVED, {RING})] * 2
+
+
+def test_a_job_with_two_stagers_goes_on_from_both_rings(run: Run, reference: Path) -> None:
+    run.main_job(options=("--stagers", "2", "--set=chunk_bytes=8KiB"))
+    run.pause()
+    for rank in range(2):
+        os.kill(run.pid(rank), signal.SIGKILL)
+    check_resumed(run, reference, "killed")
+    assert run.restored_from() == [(SAVED, {RING})] * 2
+    manifests = [path.with_suffix(".json") for path in run.folder.glob("step-*.pt")]
+    writers = [json.loads(path.read_text())["record"]["flusher"] for path in manifests]
+    assert {writer["shares"] for writer in writers} == {2}, (
+        "a stager wrote all of it, so the ring of one is enough"
+    )
+    assert not runtime_directory(run.store, run.runtime, share=1).exists()
 
 
 def test_a_rank_that_is_killed_with_its_wrapper_is_no_bug(run: Run, reference: Path) -> None:

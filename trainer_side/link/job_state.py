@@ -47,6 +47,11 @@ class JobState:
         self._lost_before, self._lost_at = TimesLost(), 0.0
 
     @property
+    def stagers(self) -> int:
+        """How many stagers the job has, lost or not."""
+        return int(self.has_stager)
+
+    @property
     def has_stager(self) -> bool:
         """Whether the job has a stager, lost or not."""
         return bool(self.attempts)

@@ -220,8 +220,15 @@ class Link:
         self._command(leave)
 
     def lose(self, error: HoldfastError) -> None:
-        """Act as if the stager were lost; one that comes again is searched as ever. Any thread."""
-        self._command(lambda: self._lose(error))
+        """Leave the stager, and act as if it were lost; one that comes again is searched as ever. Any thread."""
+
+        def lose() -> None:
+            if self.job.problem is None:
+                # It lives, and would take this rank for silent.
+                self._session.port.leave(0.0, lost=True)
+            self._lose(error)
+
+        self._command(lose)
 
     def close_at_exit(self) -> None:
         """A script that ends without `close` must not leave the stager waiting for this rank."""

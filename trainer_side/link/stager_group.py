@@ -58,6 +58,10 @@ class GroupState(JobState):
         for link in links:
             link.job.group = self
 
+    @property
+    def stagers(self) -> int:
+        return len(self._links)
+
     def has_lost(self, error: HoldfastError) -> bool:
         return super().has_lost(error) or any(link.job.has_lost(error) for link in self._links)
 

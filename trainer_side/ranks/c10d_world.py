@@ -64,7 +64,7 @@ class C10dWorld:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             tie()  # to torchrun's agent: a worker that outlives it would be in the way of the next start
         self.rank, self.ranks = _own_place()
-        self.has_stager = config.stager is not None
+        self.stagers = len(config.stagers)
         self.stager_advice = (
             f"start `holdfast stager --store URL --listen HOST:PORT --ranks {self.ranks}` and set "
             "HOLDFAST_STAGER=HOST:PORT; or set HOLDFAST_STAGER=own and HOLDFAST_STORE=URL, and rank 0 starts one"

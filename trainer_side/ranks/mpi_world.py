@@ -1,4 +1,4 @@
-"""The MPI job of a training rank: who is a trainer and who the stager, and how MPI ends.
+"""The MPI job of a training rank: who is a trainer and who a stager, and how MPI ends.
 
 The first that imports it starts MPI. `MpiWorld.join` is collective, once per process; three communicators of our own.
 """
@@ -18,6 +18,7 @@ import numpy as np
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
+from holdfast.image.shares import WRITERS_MAX
 from holdfast.net.handshake import INCARNATION_BYTES, Start
 from holdfast.process import FINALIZE_SECONDS_MAX, at_exit, end_within
 from holdfast.wire.frames import Role
@@ -74,11 +75,7 @@ at_exit(_finalize)  # first registered, last called
 
 
 class MpiWorld:
-    """The `World` of an MPI job. Get it by `join`.
-
-    Attributes:
-        stager: Rank of the stager among all processes of the MPI job; None if the job has none.
-    """
+    """The `World` of an MPI job. Get it by `join`."""
 
     stager_advice = (
         "add `: -n 1 holdfast stager --store URL` to the mpirun line, or set HOLDFAST_STAGER=own and "
@@ -98,23 +95,21 @@ class MpiWorld:
         mine = np.array([Role.TRAINER], dtype=np.int32)
         roles = np.zeros(world.size, dtype=np.int32)
         wait([world.Iallgather(mine, roles)], seconds_max, "all processes of the MPI job to join holdfast")
-        stagers = np.flatnonzero(roles == Role.STAGER)
-        if len(stagers) > 1:
+        stagers: list[int] = np.flatnonzero(roles == Role.STAGER).tolist()
+        self.stagers = len(stagers)
+        if self.stagers > WRITERS_MAX:
             raise ConfigError(
-                f"{len(stagers)} stagers in one MPI job, at world ranks {stagers.tolist()}; expected one"
+                f"{self.stagers} stagers in one MPI job, expected at most {WRITERS_MAX}; start fewer"
             )
-        self.stager = int(stagers[0]) if len(stagers) else None
-        self.has_stager = self.stager is not None
-        # In the same order on every process: the stager takes part in both.
+        # In the same order on every process: each stager takes part in both.
         control = world.Dup()
         self._trainers = world.Split(Role.TRAINER, world.rank)
         self._council, self._uncaught = self._trainers.Dup(), self._trainers.Dup()
         for comm in (control, self._trainers, self._council, self._uncaught):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.ranks = self._trainers.rank, self._trainers.size
-        self._port: MpiStagerPort | TcpStagerPort | None = (
-            None if self.stager is None else MpiStagerPort(control, self.stager)
-        )
+        # By their shares, which are in the order of the stagers' world ranks.
+        self._ports: list[MpiStagerPort | TcpStagerPort] = [MpiStagerPort(control, rank) for rank in stagers]
         self._wants_own: TrainerConfig | None = None
         self._own: StartedStager | None = None
         node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
@@ -128,7 +123,7 @@ class MpiWorld:
 
         Raises:
             PeerLost: Not all processes joined within `seconds_max`.
-            ConfigError: More than one stager, or MPI without threads.
+            ConfigError: Too many stagers, or MPI without threads.
         """
         if cls._joined is None:
             cls._joined = cls(seconds_max)
@@ -141,32 +136,32 @@ class MpiWorld:
         return cls._joined
 
     def _leave(self) -> None:
-        """At exit: a rank that never got as far as a link must say good-bye as well, or the stager waits for it."""
-        if self._port is not None:
-            self._port.leave(_LEAVE_SECONDS_MAX)
+        """At exit: a rank that never got as far as a link must say good-bye as well, or the stagers wait for it."""
+        for port in self._ports:
+            port.leave(_LEAVE_SECONDS_MAX)
 
     def want_own_stager(self, config: TrainerConfig) -> None:
         """From now on the job has a stager, which rank 0 starts when the ranks first ask for the port. ConfigError:
         mpirun has started one as well.
         """
-        if self.stager is not None:
+        if self.stagers:
             raise ConfigError(
                 "trainer setting stager: own, and the mpirun line has a stager as well; unset it (HOLDFAST_STAGER), or "
                 "take the stager out of the mpirun line"
             )
-        self._wants_own, self.has_stager = config, True
+        self._wants_own, self.stagers = config, 1
 
     def port(self) -> MpiStagerPort | TcpStagerPort:
         """As `World.port`; collective where the stager is the job's own. HoldfastError: as `StartedStager`."""
-        if self._port is None and self._wants_own is not None:
+        if not self._ports and self._wants_own is not None:
             peers = self.peers()
             incarnation = peers.broadcast(os.urandom(INCARNATION_BYTES) if self.rank == 0 else None)
             start = Start(incarnation.hex(), incarnation)
             self._own = StartedStager(self._wants_own, peers, start, one_machine=self.one_machine)
-            self._port = self._own.port
-        if self._port is None:
+            self._ports.append(self._own.port)
+        if not self._ports:
             raise no_stager(self)
-        return self._port
+        return self._ports[0]
 
     @property
     def again(self) -> Callable[[int], StagerPort] | None:
@@ -175,12 +170,12 @@ class MpiWorld:
 
     def _again(self, generation: int) -> StagerPort:
         assert self._own is not None
-        self._port = self._own.again(generation)
-        return self._port
+        port = self._ports[0] = self._own.again(generation)
+        return port
 
-    def member(self, index: int, attempt: int, generation: int = 0) -> MpiStagerPort:  # noqa: ARG002
-        """As `World.member`: an MPI job has one stager."""
-        raise no_stager(self)
+    def member(self, index: int, attempt: int, generation: int = 0) -> MpiStagerPort | TcpStagerPort:  # noqa: ARG002
+        """As `World.member`: the first stager tells the others the attempt itself, and none is reached again."""
+        return self._ports[index]
 
     def peers(self) -> MpiPeers:
         return MpiPeers(self._trainers)

@@ -107,6 +107,7 @@ class World(Protocol):
     """The job as its ranks met at start-up.
 
     Attributes:
+        stagers: How many stagers the job has; of several each has a share of every checkpoint.
         stager_advice: How a job like this one gets a stager, for messages: a command and what else is to be done.
     """
 
@@ -114,7 +115,7 @@ class World(Protocol):
     ranks: int
     local_rank: int
     one_machine: bool
-    has_stager: bool
+    stagers: int
     stager_advice: str
 
     def port(self) -> StagerPort:

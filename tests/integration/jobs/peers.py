@@ -86,7 +86,7 @@ def small(peers: Peers, world: World) -> dict[str, Any]:
         "heard": heard,
         "agreed": agreed,
         "said": [int(text) for text in said],
-        "world": [world.rank, world.ranks, world.local_rank, world.one_machine, world.has_stager],
+        "world": [world.rank, world.ranks, world.local_rank, world.one_machine, world.stagers > 0],
         "kind": type(peers).__name__,
     }
 

@@ -11,10 +11,10 @@ URL = "s3://bucket/run"
 
 
 def line(
-    every: int | None, *, has_stager: bool = True, fresh: bool = False, attempt: int = 1, **settings: Any
+    every: int | None, *, stagers: int = 1, fresh: bool = False, attempt: int = 1, **settings: Any
 ) -> str:
     config = TrainerConfig(**{"watch": (), **settings})
-    return start_line(config, every=every, store_url=URL, attempt=attempt, has_stager=has_stager, fresh=fresh)
+    return start_line(config, every=every, store_url=URL, attempt=attempt, stagers=stagers, fresh=fresh)
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,17 @@ def line(
             ),
         ),
         (
-            line(5, has_stager=False, tiers=("memory", "nvme:/mnt/nvme0")),
+            line(5, stagers=0, tiers=("memory", "nvme:/mnt/nvme0")),
             (
                 "holdfast saves every 5 steps in memory, nvme:/mnt/nvme0 alone and not to s3://bucket/run (attempt "
                 "1); watches for no preemption notices"
+            ),
+        ),
+        (
+            line(2, stagers=3),
+            (
+                "holdfast saves every 2 steps to s3://bucket/run through 3 stagers (attempt 1); watches for no "
+                "preemption notices"
             ),
         ),
         (

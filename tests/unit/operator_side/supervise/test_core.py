@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.image.shares import ShareNumber
 from operator_side.commands.run import _pause_seconds
 from operator_side.supervise.core import Core, SupervisorPhase
 from operator_side.supervise.hosts import Host
@@ -125,6 +126,38 @@ def test_the_same_crash_twice_without_progress_is_the_end() -> None:
     assert story.verdict.cause is Cause.CRASHED
     assert story.verdict.rank == 1
     assert "the same crash 2 times in a row" in story.verdict.message
+
+
+def test_a_step_counts_once_every_share_of_it_is_staged() -> None:
+    story = Story(stagers=2).launch()
+    story.tell(StepStaged(5, ShareNumber(0, 2)), StepStaged(5, ShareNumber(0, 2)))
+    assert story.core.newest_step == -1
+    story.tell(StepStaged(5, ShareNumber(1, 2)))
+    assert story.core.newest_step == 5
+    story.tell(StepStaged(9, ShareNumber(0, 1)))  # the image has one part, and so one share
+    assert story.core.newest_step == 9
+
+
+def test_all_stagers_say_that_the_processes_have_met() -> None:
+    story = Story(stagers=2).launch().tell(Joined())
+    assert not [note for note in story.of(Note) if note.event == "joined"]
+    story.tell(Joined())
+    assert [note.event for note in story.of(Note)][-1] == "joined"
+
+
+def test_a_stager_that_ends_before_the_others_ends_no_attempt() -> None:
+    story = Story(stagers=2, lost_seconds_max=30).launch().tell(Joined(), Joined(), Ended(3, 0))
+    story.tell(ClockTick(), seconds=60)
+    assert not story.of(Terminate)
+    story.tell(Ended(2, 0)).tell(ClockTick(), seconds=31)
+    assert story.of(Terminate)
+
+
+def test_a_stager_of_several_that_was_killed_is_named() -> None:
+    story = Story(stagers=2, lost_seconds_max=30).launch().tell(Joined(), Joined(), Ended(3, -9))
+    story.tell(ClockTick(), seconds=31)
+    assert story.of(Terminate)
+    assert any("stager 2/2 has ended" in note.message for note in story.of(Note))
 
 
 def test_progress_makes_it_another_matter() -> None:

@@ -31,7 +31,7 @@ def test_an_answer_wakes_the_loop_between_two_attempts(tmp_path: Path) -> None:
     """The wait that is given has no end that the test would live to see."""
     fleet = CountedFleet()
     watch = FleetWatch(fleet, poll_seconds=3600.0)
-    files = RunFiles(tmp_path / "ring", tmp_path / "logs", tmp_path / "events")
+    files = RunFiles((tmp_path / "ring",), tmp_path / "logs", tmp_path / "events")
     job = JobProcesses(lambda _: [], {}, files, lambda *_: None)
     watch.start()
     seen = []

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import ShareNumber
 from holdfast.notices.messages import EventLine
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.preemption import PreemptionCoordinator
@@ -128,6 +129,14 @@ def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> 
     assert output.tail(1)[-1] == "torch.OutOfMemoryError: too much"
 
 
+def test_each_of_several_stagers_has_its_file(tmp_path: Path) -> None:
+    output = Output(tmp_path / "attempt", 2, lambda stream, text: None, stagers=2)
+    output.feed(b"[1,2]<stderr>: first\n[1,3]<stderr>: second\n[1,4]<stderr>: nobody\n")
+    output.close()
+    files = {path.name: path.read_text() for path in (tmp_path / "attempt").iterdir()}
+    assert files == {"stager-1.log": "first\n", "stager-2.log": "second\n", "mpirun.log": "nobody\n"}
+
+
 def test_the_last_traceback_counts_also_with_torchs_prefix() -> None:
     first = ["Traceback (most recent call last):", "  x", "KeyError: 1"]
     second = ["[rank1]: Traceback (most recent call last):", "[rank1]:   x", "[rank1]: ValueError"]
@@ -172,6 +181,8 @@ def _notice(kind: NoticeKind) -> dict[str, object]:
         (_notice(NoticeKind.REBALANCE), None),
         ({"event": "stager_ready", "role": "stager", "attempt": 1}, Joined()),
         ({"event": "staged", "role": "stager", "step": "3"}, None),
+        ({"event": "staged", "role": "stager", "step": 3, "share": "2/3"}, StepStaged(3, ShareNumber(1, 3))),
+        ({"event": "staged", "role": "stager", "step": 3, "share": "4/3"}, None),
         ({}, None),
     ],
 )
@@ -276,7 +287,7 @@ def _attempt(
 ) -> tuple[list[str], int]:
     """What a script said in the place of mpirun, and how many waits it took to hear that."""
     said: list[str] = []
-    files = RunFiles(folder / "runtime" / "ring", folder / "logs", folder / "events")
+    files = RunFiles((folder / "runtime" / "ring",), folder / "logs", folder / "events")
     job = JobProcesses(
         lambda _: [sys.executable, "-c", script], environment, files, lambda _, text: said.append(text)
     )
@@ -309,6 +320,7 @@ def test_other_hosts_are_told_as_well(
         "exported": (),
         "ulfm": True,
         "stager_host": "me",
+        "stagers": 1,
     }
     launch = Launch(2, 1, (Host("there", 1),), set_aside)
     line = _mpirun(launch, ["train"], StagerConfig(store="/run"), Path("events"), options)

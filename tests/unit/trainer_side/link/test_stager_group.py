@@ -229,6 +229,12 @@ def test_all_stagers_are_met_again_when_the_lead_was_lost(tmp_path: Path) -> Non
     assert all(ports[-1].left for ports in scene.back)
 
 
+def test_the_others_are_left_at_once_when_the_lead_is_lost_for_good(scene: Scene) -> None:
+    scene.ports[0].dead = True
+    until(lambda: scene.ports[1].left)  # it would else take the rank for silent
+    assert scene.group.job.problem is not None
+
+
 def test_close_waits_until_the_lead_says_durable_and_leaves_all(scene: Scene) -> None:
     transfer = scene.offer()
     for index in range(STAGERS):
