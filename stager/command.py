@@ -239,7 +239,7 @@ def _attached(
     stagers: MpiStagers,
     ahead: FlusherAhead | None,
 ) -> tuple[Flusher | None, HoldfastError | None]:
-    """The flusher, or why there is none. The others wait for the attempt of the first stager, which tells them here."""
+    """The flusher, or the error. The others wait for the attempt of the first stager, which tells them here."""
     from stager.flusher_process import attach
 
     try:

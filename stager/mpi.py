@@ -78,7 +78,7 @@ class MpiStagers:
         self._telling: list[tuple[MPI.Request, bytes]] = []
 
     def tell(self, attempt: int | HoldfastError) -> None:
-        """Send the others the attempt, or why there is none; a stager that does not lead tells nothing."""
+        """Send the others the attempt, or why it has none; a stager that does not lead tells nothing."""
         if not self.share.leads:
             return
         if isinstance(attempt, HoldfastError):
