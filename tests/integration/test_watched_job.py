@@ -44,6 +44,7 @@ SECONDS_MAX = 120
 PHASES = {"checkpoint", "save", "copy", "stage", "flush", "read_back"}
 OUTCOMES = {
     *(
+        "share_sealed",
         "staged",
         "declined",
         "failed",
