@@ -58,7 +58,8 @@ class ShareJobs:
         self._store, self._index, self._writers_of = store, index, writers_of
         self._shares: dict[CheckpointId, ImageShare | None] = {}
         self._starts: dict[CheckpointId, ShareStart] = {}
-        self._voided: set[CheckpointId] = set()
+        # And how many shares each had: a ring forgets older attempts.
+        self._voided: dict[CheckpointId, int] = {}
 
     def note(self, key: CheckpointId, share: ImageShare | None) -> None:
         """Which share of a checkpoint is written here; None: all of it."""
@@ -151,8 +152,8 @@ class ShareJobs:
             self._records(key).clear(share.shares.count)
         for older in sorted(one for one in self._voided if one < key):
             with self._left_behind(older):
-                self._records(older).clear(self._writers_of(older.attempt))
-                self._voided.discard(older)
+                self._records(older).clear(self._voided[older])
+                del self._voided[older]
 
     def is_shared(self, key: CheckpointId) -> bool:
         """Whether other flushers may write a checkpoint that ends here."""
@@ -165,8 +166,8 @@ class ShareJobs:
 
     def clear(self, key: CheckpointId) -> None:
         """The upload is taken back; the void stays for those who still look."""
-        self._voided.add(key)
-        self._records(key).clear(self._writers_of(key.attempt), keep_void=True)
+        count = self._voided[key] = self._writers_of(key.attempt)
+        self._records(key).clear(count, keep_void=True)
 
     def forget(self, key: CheckpointId) -> None:
         for table in (self._shares, self._starts):

@@ -164,7 +164,10 @@ class StagerHandler(FlushListener):
     def _take_abort(self, key: CheckpointId, reason: str, engine: Engine) -> None:
         error = PeerLost(f"aborted by the stager: {reason}")
         if engine.knows(key) or not self.resumed or self._ring.checkpoint(*key) is None:
-            engine.abort(key, error)
+            if self._ring.writers(key.attempt) > 1:
+                engine.give_up(key, error)  # if it was not begun here: other flushers may wait for this share
+            else:
+                engine.abort(key, error)
             return
         # Given up while there was no flusher: what lies in the ring of it is nobody else's.
         freed = []

@@ -327,6 +327,10 @@ class Session:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _fail(self, checkpoint: Checkpoint, error: HoldfastError) -> None:
+        is_begun = checkpoint.phase is not Phase.OFFERING
+        if self._share is not None and not is_begun and isinstance(error, PeerLost):
+            # The other stagers may have all of their shares: their flushers wait for this one.
+            self._actions.append(Abort(checkpoint.step, str(error)))
         body = {"code": error.code, "message": str(error)}
         self._end(checkpoint, Tell(None, Kind.FAILED, checkpoint.step, body), str(error))
 

@@ -278,7 +278,7 @@ class Diverged:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Tell the flusher to drop a checkpoint that it was told to begin."""
+    """Tell the flusher to drop a checkpoint; with several stagers, also one that it was not told to begin."""
 
     step: int
     reason: str

@@ -290,6 +290,23 @@ def test_a_void_is_gone_once_a_later_step_is_published(
     assert [name for name in store.objects if "/shares/" in name] == []
 
 
+def test_a_void_of_another_share_is_gone_too_though_the_ring_forgot_its_attempt(
+    store: MemoryStore, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead, member = writers
+    older = CheckpointId(1, 4)
+    for writer in (lead, member):  # the member gives it up after the lead has cleared its records
+        writer.engine.begin(older, IMAGE.layout)
+        writer.engine.abort(older, HoldfastError("a rank is gone"))
+        drain(writer)
+    assert ".holdfast/shares/a000001-s000000004.seal-2" in store.objects
+    monkeypatch.setattr(lead.engine._jobs._others, "_writers_of", lambda _: 1)
+    for writer in writers:
+        writer.save()
+    drain(*writers)
+    assert [name for name in store.objects if "s000000004" in name] == []
+
+
 def test_an_image_of_one_part_is_written_by_the_lead_alone(store: MemoryStore, writers: list[Writer]) -> None:
     small = made_up(1, entries=1, chunk_bytes=1 << 20, ranks=1, entry_bytes_max=9)
     lead, member = writers

@@ -117,6 +117,15 @@ def test_a_staged_share_outlives_the_ranks() -> None:
     assert phases_of(stager.session) == {1: Phase.STAGED}
 
 
+def test_a_step_that_a_lost_rank_never_offered_is_aborted_since_other_stagers_may_have_it() -> None:
+    stager = Stager(LAYOUT, share=SHARE)
+    stager.take(Offer(0, 1, LAYOUT.digest))
+    stager.take(RankLost(1, "its process is dead"))
+    (failed,) = stager.said(Kind.FAILED)
+    assert "its process is dead" in str(failed.body["message"])
+    assert [abort.step for abort in stager.of(Abort)] == [1]
+
+
 def test_a_stager_without_a_share_of_the_image_fails_an_offer_by_name() -> None:
     stager = Stager(LAYOUT, share=range(0))
     for rank in range(LAYOUT.ranks):
