@@ -173,7 +173,8 @@ class StagerGroup:
         with self._lock:
             if whole.is_durable:
                 self.job.durable_step = max(self.job.durable_step, step)
-            elif reached is TransferState.STAGED:
+            elif transfer.state is TransferState.STAGED and transfer.released.is_set():
+                # Not before the memory is free: who waits for a staged step then saves the next one.
                 self.job.staged_step = max(self.job.staged_step, step)
         if reached in (TransferState.STAGED, TransferState.DURABLE):
             self._events.emit(reached.value, transfer.record.to_json(), step=step)
