@@ -1,8 +1,8 @@
-"""A control group around a process that is started in it, and all that this one starts: so many CPUs, so much memory.
+"""A control group: limits of CPUs and memory for a process that is started in it, and for its children.
 
     with ControlGroup() as group:   group.allow(cpus=0.5, memory_bytes=1 << 30)   [*group.inside, "program", …]
 
-Of version 1, whose `cpu` and `memory` have a tree each. Needs root.
+Control groups of version 1 alone, where `cpu` and `memory` have a tree each. Needs root.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENTER = 'until test "$1" = --; do echo $$ > "$1/cgroup.procs" || exit; shift; d
 
 
 def why_not() -> str:
-    """Why there is none on this machine; empty if there is."""
+    """The reason why this process cannot make a control group; empty if it can."""
     if os.geteuid() != 0:
         return "a control group is made by root"
     missing = [name for name in _CONTROLLERS if not (_tree(name) / "cgroup.procs").exists()]

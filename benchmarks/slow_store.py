@@ -1,4 +1,4 @@
-"""A store that takes so many bytes a second, all writers together, and a part of them while another job has the rest.
+"""A store with a limit of bytes per second for all writers together; another job may take a part of it for a while.
 
     with slow_store(options.folder, rate) as slow:   options.shape(model, **slow.shape()) …  with slow.shared(1 / 3): …
 

@@ -1,7 +1,7 @@
 """Rings on this machine whose flusher is gone, of other shares of the run, with checkpoints in them.
 
 A share that this job does not have is nobody's: its ring needs a flusher, or the checkpoints in it are never whole.
-That of another stager of this job is found by that stager if it is on this machine.
+The ring of another stager of this job is left to that stager, which finds it if it runs on this machine.
 """
 
 from __future__ import annotations

@@ -24,13 +24,11 @@ import numpy as np
 from benchmarks import jobs
 from benchmarks.experiments import Options, document
 from benchmarks.experiments.goodput import EFFECTIVE, effective, split_of
-from benchmarks.experiments.reality import came_to, losses_of, profile_of, written
+from benchmarks.experiments.reality import came_to, losses_of, written
 from benchmarks.grid import Grid
-from benchmarks.peer_restart import SAVES
-from benchmarks.supervised import BareMpirun, Program, Supervised, lines
-from holdfast.checkpoints.catalog import Catalog
+from benchmarks.run_profile import run_profile, started
+from benchmarks.supervised import Program
 from holdfast.policy.interval import best_interval
-from holdfast.store import open_store
 from operator_side.simulate.profiles import Measured, TrainingProfile
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import SECOND_US, microseconds
@@ -71,7 +69,7 @@ def _round(program: Program, folders: jobs.Folders, number: int, options: Option
         options.progress(f"round {number + 1}: the costs of {way}")
         of_way = replace(program, peer="" if way == "holdfast" else way)
         cycles = options.count(_CYCLES, _CYCLES_QUICK)
-        costs[way] = _measured(of_way, folders, f"costs-{number}-{WAYS.index(way)}", cycles)
+        costs[way] = run_profile(of_way, folders, f"costs-{number}-{WAYS.index(way)}", cycles)
     profile = _together(costs)
     relaunch = max(of.restart_seconds + of.strategies[way].restore_seconds for way, of in costs.items())
     apart = _RELAUNCHES_APART * relaunch
@@ -100,53 +98,6 @@ def _round(program: Program, folders: jobs.Folders, number: int, options: Option
 # -- costs -----------------------------------------------------------------------------------------------------------
 
 
-def _started(program: Program, folders: jobs.Folders, name: str) -> Supervised:
-    return (BareMpirun if program.peer else Supervised)(program, folders, name)
-
-
-def _measured(program: Program, folders: jobs.Folders, name: str, cycles: int) -> TrainingProfile:
-    """Some undisturbed intervals, one kill in the middle of the next, and an interval after it."""
-    with _started(program, folders, name) as run:
-        wanted = cycles * program.every + program.every // 2
-        run.wait(lambda: any(len(of.ends) >= wanted for of in run.attempts()), f"{wanted} iterations")
-        killed = run.kill(0)
-        assert killed is not None
-        run.wait(
-            lambda: len(run.attempts()) > 1 and len(run.attempts()[1].ends) > program.every, "a relaunch"
-        )
-        before, after = run.attempts()[:2]
-        pauses = run.status("relaunching")
-        staged, durable = _saves(run, program)
-    found = profile_of(
-        before,
-        after,
-        every=program.every,
-        killed=killed,
-        pause_seconds=pauses[0]["pause_seconds"] if pauses else 0.0,
-        staged_seconds=staged,
-        durable_seconds=durable,
-    )
-    measured = found.strategies["holdfast"]
-    if program.peer:
-        measured = measured.model_copy(
-            update={"stager": False, "staged_seconds": None, "restore_staged_seconds": None}
-        )
-    return found.model_copy(update={"strategies": {program.peer or "holdfast": measured}})
-
-
-def _saves(run: Supervised, program: Program) -> tuple[float, float]:
-    """Median seconds until a save of this run was staged, and until it was durable."""
-    if program.peer:
-        seconds = statistics.median(of["seconds"] for of in lines(run.store.parent / SAVES))
-        return seconds, seconds
-    store = open_store(str(run.store))
-    manifests = [item.manifest for item in Catalog(store).list() if item.manifest is not None]
-    return (
-        statistics.median(of.pgt1_seconds for of in manifests),
-        statistics.median(of.pgt2_seconds for of in manifests),
-    )
-
-
 def _together(costs: dict[str, TrainingProfile]) -> TrainingProfile:
     """All ways in one profile: the same iteration and restart, for what they differ in is not the way to checkpoint."""
     strategies: dict[str, Measured] = {way: of.strategies[way] for way, of in costs.items()}
@@ -169,7 +120,7 @@ def _real(
     folders: jobs.Folders,
     name: str,
 ) -> dict[str, Any]:
-    with _started(program, folders, name) as run:
+    with started(program, folders, name) as run:
         run.wait(lambda: bool(run.attempts()), "the first launch trains")
         begin = run.attempts()[0].begun
         kills = []

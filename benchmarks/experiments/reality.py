@@ -13,7 +13,6 @@ first launch trains, in the replay as well. Computation and update are timed wai
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +23,10 @@ import numpy as np
 from benchmarks import jobs
 from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
+from benchmarks.run_profile import run_profile
 from benchmarks.spread import spread
 from benchmarks.supervised import Attempt, Program, Supervised
-from holdfast.checkpoints.catalog import Catalog
-from holdfast.store import open_store
-from operator_side.simulate.profiles import Measured, TrainingProfile
+from operator_side.simulate.profiles import TrainingProfile
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import SECOND_US, microseconds
 from operator_side.simulate.trace_windows import cut
@@ -43,7 +41,6 @@ __all__ = [
     "losses_of",
     "measure",
     "predicted",
-    "profile_of",
     "written",
 ]
 
@@ -64,7 +61,7 @@ def measure(options: Options) -> dict[str, Any]:
     with jobs.folders(options.folder) as folders:
         for number in range(options.rounds or (1 if options.quick else _ROUNDS)):
             options.progress(f"round {number + 1}: measuring the profile")
-            profile = _measured(program, folders, f"profile-{number}")
+            profile = run_profile(program, folders, f"profile-{number}", _CYCLES)
             ways = profile.strategies["holdfast"]
             apart = _RELAUNCHES_APART * (profile.restart_seconds + ways.restore_seconds)
             seconds = apart * options.count(_LOSSES, _LOSSES_QUICK)
@@ -139,79 +136,6 @@ def predicted(profile: TrainingProfile, trace: Trace, every: int) -> dict[str, A
         "interruptions": int(outcome.interruptions[0, 0]),
         "training_seconds": float(outcome.training_us[0, 0] / SECOND_US),
     }
-
-
-# -- the profile -----------------------------------------------------------------------------------------------------
-
-
-def _measured(program: Program, folders: jobs.Folders, name: str) -> TrainingProfile:
-    """Some undisturbed intervals, one kill in the middle of the next, and an interval after it."""
-    with Supervised(program, folders, name) as run:
-        wanted = _CYCLES * program.every + program.every // 2
-        run.wait(lambda: any(len(of.ends) >= wanted for of in run.attempts()), f"{wanted} iterations")
-        killed = run.kill(0)
-        assert killed is not None
-        run.wait(
-            lambda: len(run.attempts()) > 1 and len(run.attempts()[1].ends) > program.every, "a relaunch"
-        )
-        before, after = run.attempts()[:2]
-        pause = run.status("relaunching")[0]["pause_seconds"]
-        store = open_store(str(run.store))
-        manifests = [item.manifest for item in Catalog(store).list() if item.manifest is not None]
-    staged = [of.pgt1_seconds for of in manifests]
-    durable = [of.pgt2_seconds for of in manifests]
-    return profile_of(
-        before,
-        after,
-        every=program.every,
-        killed=killed,
-        pause_seconds=pause,
-        staged_seconds=statistics.median(staged),
-        durable_seconds=statistics.median(durable),
-    )
-
-
-def profile_of(
-    before: Attempt,
-    after: Attempt,
-    *,
-    every: int,
-    killed: float,
-    pause_seconds: float,
-    staged_seconds: float,
-    durable_seconds: float,
-) -> TrainingProfile:
-    """The profile from an attempt that was killed once, and the one after it.
-
-    An iteration is the median of those that no checkpoint touches; the stall is what an interval takes longer than
-    this many of them. The pause before the relaunch is left out: there is one only after an attempt without a newer
-    checkpoint.
-    """
-    starts = (before.begun, *before.ends[:-1])
-    lasted = [end - start for start, end in zip(starts, before.ends, strict=True)]
-    # The step after which a checkpoint is taken, and the one after it, have a part of its stall.
-    quiet = [
-        of for number, of in enumerate(lasted) if number >= every and (number + 1) % every not in {0, 1, 2}
-    ]
-    iteration = statistics.median(quiet)
-    whole = [sum(lasted[at : at + every]) for at in range(every, len(lasted) - every + 1, every)]
-    stall = max(0.0, statistics.median(whole) - every * iteration)
-    relaunch = after.begun - killed - after.restore_seconds
-    return TrainingProfile(
-        source="one run without a kill, one kill",
-        iteration_seconds=iteration,
-        restart_seconds=max(0.0, relaunch - pause_seconds),
-        strategies={
-            "holdfast": Measured(
-                stall_seconds=stall,
-                staged_seconds=staged_seconds,
-                durable_seconds=durable_seconds,
-                restore_seconds=after.restore_seconds,
-                restore_staged_seconds=after.restore_seconds,
-                stager=True,
-            )
-        },
-    )
 
 
 # -- reality ---------------------------------------------------------------------------------------------------------

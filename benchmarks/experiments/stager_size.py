@@ -29,7 +29,7 @@ _CPU_DOLLARS, _GIB_DOLLARS = 0.04048, 0.004445
 
 
 def dollars_an_hour(cpus: float, memory_bytes: int) -> float:
-    """What a container of that size costs."""
+    """As Fargate prices a container of this size."""
     return cpus * _CPU_DOLLARS + memory_bytes / _GIB * _GIB_DOLLARS
 
 

@@ -32,7 +32,7 @@ PEERS = (
     "gpm-like",
     "gemini-like",
 )
-# What a peer keeps in memory alone ends where it is staged.
+# These peers keep checkpoints in memory alone: the last level is staged.
 NEVER_DURABLE = ("gemini-like",)
 # Of a state that is split among the ranks: benchmarks/peers/sharded.py.
 SHARDED = ("dcp+to-torch", "dcp-hf", "full-state-dict")

@@ -71,7 +71,7 @@ class GeminiLike:
         return {}
 
     def verify(self) -> int:
-        """What the peer's memory holds is fetched from there."""
+        """Fetches the checkpoint from the peer's memory, and compares it."""
         if self._rank:
             return 0
         self._connection.sendall(HEADER.pack(FETCH))

@@ -106,7 +106,7 @@ class Paced:
 def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_ranks_at_one_step(
     tmp_path: Path,
 ) -> None:
-    # So often that the shortest interval within the bound is the best one.
+    # With failures this frequent the shortest interval within the bound is the best one.
     run = Paced(tmp_path, HOLDFAST_MTBF_HOURS="0.001")
     with run.cluster.start(RANKS) as job:
         first = run.wait_for(job, 0, longer=True, than=0)

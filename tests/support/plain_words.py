@@ -32,7 +32,7 @@ IDIOM = re.compile(r"\b(?:anew|in vain|at one go|is none|so many|likewise|to the
 # How many such sentences there are. A kind may only lose some: whoever removes more than SLACK writes the new count.
 RECORDED = {
     "docstrings": 0,
-    "docstrings of tests and benchmarks": 332,
+    "docstrings of tests and benchmarks": 324,
     "comments": 0,
     "messages": 0,
     "README.md": 0,

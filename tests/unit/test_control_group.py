@@ -1,4 +1,4 @@
-"""What is started in a control group is in it, with its limits; the group is gone afterwards."""
+"""A process started in a control group has its limits; the group is gone afterwards."""
 
 from __future__ import annotations
 

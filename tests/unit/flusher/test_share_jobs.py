@@ -155,7 +155,7 @@ def test_two_engines_make_one_file(store: MemoryStore, writers: list[Writer]) ->
 
 
 class Together(MemoryStore):
-    """A store that answers reads of seals only when so many are asked for at the same time."""
+    """A store that answers reads of seals only when as many reads wait as the barrier has parties."""
 
     def __init__(self) -> None:
         super().__init__()
