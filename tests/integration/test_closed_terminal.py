@@ -23,6 +23,7 @@ from operator_side.supervise.exit_codes import AGAIN
 from tests.integration.jobs import supervised, train
 from tests.integration.test_run import SETTINGS, Run, run
 from tests.support.cluster import SMALL, Cluster, wait_until
+from tests.support.events import read_events
 from tests.support.free_port import free_port
 from tests.support.job import HOLDFAST, environment
 from tests.support.main_job import PAUSE_AT, RUN, SAVED
@@ -103,10 +104,15 @@ def stager_line(store: Path, listen: str) -> list[str]:
     return [HOLDFAST, "stager", "--store", str(store), "--listen", listen, *SMALL]
 
 
+def staged(events: Path) -> set[int]:
+    return {line["step"] for line in read_events(events) if line["event"] == "staged"}
+
+
 def test_a_stager_whose_terminal_closes_in_mid_job_writes_what_is_staged(tmp_path: Path) -> None:
     key, runtime = new_key(), tmp_path / "stager-runtime"
     (tmp_path / "store").mkdir()
-    env = environment(runtime, HOLDFAST_KEY=key)
+    events = tmp_path / "events"
+    env = environment(runtime, HOLDFAST_KEY=key, HOLDFAST_EVENTS=str(events))
     address = f"127.0.0.1:{free_port()}"
     cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=train.__file__)
     joined = {"HOLDFAST_STAGER": address, "HOLDFAST_KEY": key, "HOLDFAST_ON_NOT_DURABLE": "warn"}
@@ -116,6 +122,9 @@ def test_a_stager_whose_terminal_closes_in_mid_job_writes_what_is_staged(tmp_pat
         with cluster.start(2, *RUN, str(PAUSE_AT), **start) as job:  # type: ignore[arg-type]
             paused = [cluster.out(1) / f"paused-{rank}" for rank in range(2)]
             wait_until(lambda: all(path.exists() for path in paused), SECONDS_MAX, job.output)
+            wait_until(
+                lambda: SAVED in staged(events), SECONDS_MAX, job.output
+            )  # ranks send while they pause
             terminal.close()
             assert terminal.process.wait(SECONDS_MAX) == PeerLost.exit_code
             assert list((tmp_path / "store").glob(f"step-{SAVED:09d}*.json"))
