@@ -120,11 +120,9 @@ def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
     """
     try:
         run = _json(folder / "makespan.json")
-        if "saves" not in run:  # of before a run had all that a profile needs
-            run = _joined(folder, run["iteration_seconds"])
         strategies = {
             name: Measured(
-                stall_seconds=_median(run, name, "stall_seconds"),
+                stall_seconds=_stall_seconds(run, name),
                 staged_seconds=_median(run, name, "staged_seconds") if "stager" in way else None,
                 durable_seconds=_durable_seconds(run, name, way.get("in_flight_max", 1)),
                 restore_seconds=statistics.median(
@@ -149,29 +147,31 @@ def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
         ) from error
 
 
-def _joined(folder: Path, iteration_seconds: float) -> dict[str, Any]:
-    """The same figures from `table` and `restore`, which must be of one machine."""
-    table, restore = (_json(folder / f"{name}.json") for name in ("table", "restore"))
-    if table["machine"] != restore["machine"]:
-        raise ConfigError("table.json and restore.json are of two machines")
-    fresh = restore["fresh_cluster"]
-    return {
-        **table,
-        "command": f"{table['command']}; {restore['command']}",
-        "iteration_seconds": iteration_seconds,
-        "start_seconds": fresh["start_seconds"] + fresh["first_step_seconds"],
-        "saves": [{"peer": peer, **figures} for of in table["rounds"] for peer, figures in of.items()],
-        "restores": [
-            {way: of[way]["seconds"] for way in ("holdfast", "torch.load")} for of in restore["rounds"]
-        ],
-    }
-
-
 def _median(run: Mapping[str, Any], peer: str, figure: str) -> float:
     values: list[float] = [of[figure] for of in run["saves"] if of["peer"] == peer and figure in of]
     if not values:
         raise KeyError(f"no {figure} of {peer}")
     return statistics.median(values)
+
+
+def _stall_seconds(run: Mapping[str, Any], peer: str) -> float:
+    """Time that training loses to one checkpoint: of one alone, or, if shorter, in the run with the longest interval.
+
+    A checkpoint alone comes after those of all other peers, so it finds nothing in the processor's caches. In the run
+    with the longest interval no checkpoint waits for the one before.
+    """
+    alone = _median(run, peer, "stall_seconds")
+    plain = [of["makespan_seconds"] / of["iterations"] for of in run.get("runs", ()) if of["peer"] == "none"]
+    runs = [of for of in run.get("runs", ()) if of["peer"] == peer and of["saves"]]
+    if not plain or not runs:
+        return alone
+    longest = max(of["every"] for of in runs)
+    lost = [
+        (of["makespan_seconds"] - of["iterations"] * statistics.median(plain)) / of["saves"]
+        for of in runs
+        if of["every"] == longest
+    ]
+    return min(alone, max(0.0, statistics.median(lost)))
 
 
 def _durable_seconds(run: Mapping[str, Any], peer: str, in_flight_max: int) -> float:
