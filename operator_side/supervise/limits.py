@@ -53,6 +53,8 @@ class Patience:
             return "a setting or the state is wrong, and a restart cannot help"
         if verdict.cause is Cause.CRASHED and self._same >= self._limits.crashes_max and not may_go_back:
             return f"the same crash {self._same} times in a row without a newer checkpoint: a bug, not a preemption"
+        if verdict.cause is Cause.UNLAUNCHED and self._same > self._limits.crashes_max:
+            return f"no process began {self._same} times in a row: mpirun's output above names the option or host"
         return "" if self.restarts <= self._limits.restarts_max else no_progress(verdict, self.restarts)
 
 

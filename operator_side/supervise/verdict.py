@@ -229,7 +229,7 @@ def _left_alone(evidence: Evidence) -> Verdict | None:
 def _silent_end(evidence: Evidence) -> Verdict:
     if not evidence.began:
         how = f"mpirun ended with status {evidence.mpirun_status} before any process had begun"
-        return Verdict(Cause.UNLAUNCHED, how, "unlaunched", None, 9)
+        return Verdict(Cause.UNLAUNCHED, how, f"unlaunched {evidence.mpirun_status}", None, 9)
     unheard = sorted(set(range(evidence.ranks)) - {death.rank for death in evidence.deaths})
     who = ", ".join(_who(rank, evidence) for rank in unheard) or "a rank"
     how = f"mpirun ended with status {evidence.mpirun_status}, and the end of {who} was not reported"

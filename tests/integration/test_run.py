@@ -244,6 +244,13 @@ def check_a_step_not_yet_in_the_store_is_restored_from_the_ring(run: Run, refere
     assert sorted(int(path.name[5:14]) for path in run.folder.glob("step-*.pt")) == [3, 7, 11]
 
 
+def test_an_option_that_mpirun_refuses_ends_the_run(run: Run) -> None:
+    run.start(buggy.__file__, "20", "4", "6", options=("--mpirun-options", "--no-such-option"))
+    assert run.wait() == 9, run.said()
+    assert [line["cause"] for line in run.status("ended")] == ["unlaunched"] * 3
+    assert "no-such-option" in run.said(), "mpirun's own words"
+
+
 def test_a_bug_ends_the_run_and_shows_its_traceback(run: Run) -> None:
     run.start(buggy.__file__, "20", "4", "6")
     assert run.wait() == 1, run.said()

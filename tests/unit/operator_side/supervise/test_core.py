@@ -113,6 +113,23 @@ def test_a_rank_that_died_unreported_ends_the_attempt_when_nobody_else_notices()
     assert story.of(Terminate)
 
 
+def test_three_launches_that_start_no_process_are_the_end() -> None:
+    """mpirun refuses an option each time."""
+    story = Story()
+    for _ in range(3):
+        story.tell(HostsSeen(None), seconds=1).end(status=213).wait()
+    assert len(story.of(Launch)) == 3
+    assert story.verdict.cause is Cause.UNLAUNCHED
+    assert "no process began 3 times in a row" in story.verdict.message
+
+
+def test_launches_that_fail_in_different_ways_are_tried_again() -> None:
+    story = Story()
+    for status in (213, 1, 213, 213):
+        story.tell(HostsSeen(None), seconds=1).end(status=status).wait()
+    assert not story.of(Finish)
+
+
 def test_killed_then_done() -> None:
     story = Story().launch().tell(StepStaged(5)).end(KILLED)
     assert story.phase is SupervisorPhase.PAUSING, "step 5 is staged only, and the ring has it"
