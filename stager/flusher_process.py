@@ -54,7 +54,7 @@ class FlusherAhead:
 
     def __init__(self, config: StagerConfig) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(HoldfastError, OSError):  # `attach` fails alike, and the ranks are told then
+        with contextlib.suppress(HoldfastError, OSError):  # `attach` will meet the same error and report it
             if not (_directory(config) / ipc.SOCKET_NAME).exists():
                 self._process = _launch(config, ["ahead"], subprocess.PIPE)
 

@@ -39,7 +39,7 @@ class ProofHandler:
             return
         digests = self._coming.setdefault(key, {})
         digests[rank] = said
-        while len(self._coming) > PROOFS_MAX:  # the oldest lacks the digest of a rank for good
+        while len(self._coming) > PROOFS_MAX:  # drop the oldest: some rank never sent its digest
             del self._coming[next(iter(self._coming))]
         if len(digests) < self._ranks:
             return

@@ -1,7 +1,7 @@
 """Shared-memory files of Open MPI, listed while the job lives so that the next stager can remove leftovers.
 
     joined ─► which sm_segment.* does this process map? ─► mpi-segments-<pid> in the runtime directory, locked
-    at the end ─► files and list are removed            a list without a lock is a dead stager's ─► removed alike
+    at the end ─► files and list are removed            a list without a lock is a dead stager's ─► the same
 
 mpirun removes these files at the end of its job. If mpirun itself gets SIGKILL they stay, and each kill would leak some
 megabytes of the on-demand node's memory. Removing a file that another process still maps does no harm: ranks attach to

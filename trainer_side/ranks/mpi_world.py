@@ -52,7 +52,7 @@ def _finalize() -> None:
         # An agreement, not a check for dead ranks: a rank that dies while others are in MPI_Finalize would block them.
         # Iagree gives all ranks the same answer, or the same error if one is gone.
         everyone = world.Iagree(np.ones(1, np.int32))
-        while not everyone.Test():  # no deadline while the others work: MPI_Finalize would wait alike
+        while not everyone.Test():  # no deadline while the others work: MPI_Finalize has none either
             if world.Is_revoked():
                 return
             if time.monotonic() > deadline:
