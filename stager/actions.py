@@ -1,9 +1,9 @@
-"""Takes events to the session and carries out what it says: into the journal, to flusher and ranks, into the event log.
+"""Passes events to the session and executes its actions: journal writes, messages to flusher and ranks, log events.
 
     FillSlot, ChunkFull, FreeSlot ──► ring's journal      Tell ────────────────────► ranks, event log
     Begin, Staged ──► layout, checkpoint file ──► flusher     GrantCredit, CancelReceive ──► payloads, ranks
 
-The order within one action is what a death at any instruction leaves readable: first the truth, then the word of it.
+Each action writes the journal first and sends messages second, so a kill at any instruction leaves a readable state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Actions:
-    """The session's hands. For the loop's thread."""
+    """Executes the session's actions. Only for the loop's thread."""
 
     def __init__(
         self,
@@ -63,18 +63,17 @@ class Actions:
         self.notices, self.events = notices, events
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
-        self._said = ""  # the last verdict that was logged
+        self._said = ""  # the last reason that was logged, with its digits masked
 
     def offered(self, step: int) -> None:
         self._offered_at.setdefault(step, self._clock())
 
     def take(self, event: Event, blame: Callable[[ProtocolError], None] | None = None) -> None:
-        """Hand an event to the session and do what it says. `blame`: called instead of raising if the sender broke the
-        protocol.
+        """Pass an event to the session and execute its actions. `blame`: called with a `ProtocolError` of the sender.
 
         Raises:
-            ProtocolError: It did, and there is no `blame`.
-            HoldfastError, OSError: The ring does not take what the session says.
+            ProtocolError: The sender broke the protocol, and there is no `blame`.
+            HoldfastError, OSError: Writing to the ring failed.
         """
         try:
             actions = self._session.handle(event, self._clock())
@@ -86,13 +85,13 @@ class Actions:
         self.do(actions)
 
     def do(self, actions: list[Action]) -> None:
-        """Do all of it, in order. Raises as `take`."""
+        """Execute these actions in order. Raises as `take`."""
         for action in actions:
             try:
                 self._carry_out(action)
             except (HoldfastError, OSError) as error:
                 if not isinstance(action, BeginReceiving | MarkStaged):
-                    raise  # the journal is not what it was: nothing here can be trusted any more
+                    raise  # the journal no longer matches the session, so the stager must end
                 _log.error("step %d: %s", action.step, error)
                 code = error.code if isinstance(error, HoldfastError) else ProtocolError.code
                 self.take(Failed(action.step, code, f"stager: {error}"))
@@ -137,7 +136,7 @@ class Actions:
             now = self._clock()
             seconds = now - self._offered_at.pop(action.step, now)
             self._begun_at.pop(action.step, None)
-            # A slow store declines every step for the same reason: it is logged once, and the events count the steps.
+            # A slow store declines every step for the same reason: log it once. The events still count the steps.
             if self.line.held:
                 reason = f"{reason}; the store takes nothing: {self.line.held}"
             said = re.sub(r"[0-9]+", "#", str(reason))

@@ -1,6 +1,6 @@
-"""The stager's part of `holdfast doctor`: is there an MPI, does it carry bytes, does a job outlive a rank's death?
+"""The stager's part of `holdfast doctor`: is MPI installed, how fast is it, does a job survive a rank's death?
 
-Two small jobs under the launcher that runs will use (doctor_job.py): one measures, in the other a rank is killed.
+Two small jobs under mpirun (doctor_job.py): one measures bandwidth, the other kills a rank.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def mpi(plan: CheckPlan) -> Iterator[Finding]:
         return
     measured = _job("measure", plan, ulfm=False)
     if isinstance(measured, str):
-        yield Finding(
-            "mpi", CheckState.FAIL, f"a job of two ranks did not work: {measured}", "mend MPI first"
-        )
+        yield Finding("mpi", CheckState.FAIL, f"a job of two ranks did not work: {measured}", "fix MPI first")
         return
     yield Finding(
         "mpi",
@@ -83,13 +81,13 @@ def _fault_tolerance(plan: CheckPlan) -> Finding:
     return Finding(
         "mpi ulfm",
         CheckState.WARN if late else CheckState.OK,
-        f"a rank was killed, the other noticed after {seconds:.2f} s and went on",
+        f"a rank was killed, the other noticed after {seconds:.2f} s and continued",
         "later than expected: a busy machine, or a slow launcher" if late else "",
     )
 
 
 def _job(mode: str, plan: CheckPlan, *, ulfm: bool) -> dict[str, Any] | str:
-    """Answer of the probe, or why it did not answer."""
+    """Run doctor_job.py; return its answer, or why it gave no answer."""
     with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as directory:
         answer = Path(directory) / "answer.json"
         command = mpirun_command(

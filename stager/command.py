@@ -1,4 +1,4 @@
-"""`holdfast stager`: the process on the on-demand node, which stays when spot nodes are taken away.
+"""`holdfast stager`: the process on the on-demand node, which survives the preemption of spot nodes.
 
 mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://bucket/run
 holdfast stager --store s3://bucket/run --listen 0.0.0.0:29411
@@ -136,7 +136,7 @@ def stager(
             say_error(error)
         if not is_under_mpirun():
             raise
-        problem = error  # the trainers must be told, so join them first
+        problem = error  # join the trainers first: they must be told
     if once and (config is None or config.listen is None):
         raise ConfigError("--once is for a stager that listens: give --listen HOST:PORT as well")
     people = None if config is None or _is_supervised() else _watch(config, told)
@@ -150,10 +150,10 @@ def stager(
             say_error(error)
         _close(people, {"event": "gave_up", "message": str(error)})
         raise
-    except Exception:  # also click's own, by which a command ends with an exit code
+    except Exception:  # includes click's Exit, which carries the exit code
         _close(people, None)
         raise
-    # Not for a second signal to end, which waits for nothing.
+    # A second signal raises SystemExit and so skips this.
     _close(people, None if config is None or config.listen is None or once else _STOPPED)
 
 
@@ -161,7 +161,7 @@ _STOPPED = {"event": "stopped", "message": "the stager was told to stop, and has
 
 
 def _is_supervised() -> bool:
-    """Whether `holdfast run` has started this stager, and tells people of it."""
+    """Whether `holdfast run` has started this stager; it then sends the notifications."""
     return ATTEMPT_VARIABLE in os.environ or KEPT_VARIABLE in os.environ
 
 
@@ -184,8 +184,8 @@ def _close(people: LogWatch | None, last: dict[str, str] | None) -> None:
 
 
 def _take_part(config: StagerConfig | None, problem: HoldfastError | None, people: LogWatch | None) -> None:
-    """As a process of an MPI job."""
-    # Here and not above: importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
+    """Serve as a process of an MPI job."""
+    # Importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
     from stager.flusher_process import FlusherAhead
     from stager.service import StartRefused, serve, tell_end
 
@@ -204,30 +204,28 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None, peopl
     except HoldfastError as error:
         if problem is not None or port.stagers.share.writers == 1:
             raise
-        # The ranks may still be there, and at the end of MPI each process would wait for them.
+        # Ranks may still be running, and MPI_Finalize would wait for them.
         tell_end(port, error)
         _log.error("%s", error)
         _close(people, {"event": "gave_up", "message": str(error)})
         logging.shutdown()
         os._exit(error.exit_code)
-    except Exception:  # noqa: BLE001 - whatever it is, the trainers must not wait for it
-        # Told by a death that MPI sees at once: at the end of MPI the trainers would wait for us, and we for them.
+    except Exception:  # noqa: BLE001 - any bug: the trainers must not wait for a dead stager
+        # Skip MPI_Finalize: trainers and stager would wait for each other. MPI reports this death at once.
         message = "the stager ends by an unexpected error; the flusher still writes what is staged"
         _log.exception("%s", message)
         _close(people, {"event": "gave_up", "message": message})
         logging.shutdown()
         os._exit(1)
     if lost_ranks:
-        # MPI_Finalize waits for dead ranks, now and then for ever, and all is done that this process is for.
+        # Skip MPI_Finalize: it sometimes waits for dead ranks forever.
         _close(people, None)
         logging.shutdown()
         os._exit(0)
 
 
 def _with_share(config: StagerConfig, share: ShareNumber) -> StagerConfig:
-    """The settings of this one of the job's stagers, which have been given the same; those of a machine need ports of
-    their own.
-    """
+    """Return the settings with this stager's share, and a metrics port that no other stager of the machine uses."""
     port = config.metrics_port
     update = {"share": share, "metrics_port": None if port is None else port + _METRICS_PORTS * share.index}
     return config.model_copy(update=update)
@@ -239,7 +237,7 @@ def _attached(
     stagers: MpiStagers,
     ahead: FlusherAhead | None,
 ) -> tuple[Flusher | None, HoldfastError | None]:
-    """The flusher, or the error that kept it from starting. The other stagers wait here for the lead's attempt."""
+    """Attach to the flusher; return it, or the error. The other stagers wait here for the lead's attempt."""
     from stager.flusher_process import attach
 
     try:
@@ -269,7 +267,7 @@ def _stand_alone(config: StagerConfig, *, once: bool, own_host: str | None) -> N
         OwnStager(config, own_host).run()
         return
     standing = StandingStager(config)
-    if KEPT_VARIABLE not in os.environ:  # else the ranks are started by who has started this one
+    if KEPT_VARIABLE not in os.environ:  # otherwise `holdfast run` starts the ranks
         _say_line_for_ranks(config, standing)
     standing.run(jobs=1 if once else None)
 

@@ -1,6 +1,7 @@
 """The job that `holdfast doctor` starts: `mpirun -n 2 python -m stager.doctor_job measure|survive ANSWER`.
 
-measure: rank 0 sends to rank 1 and writes what it saw. survive: rank 1 kills itself, rank 0 writes when it noticed.
+measure: rank 0 sends to rank 1 and writes the bandwidth. survive: rank 1 kills itself, rank 0 writes how soon it
+noticed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(mode: str, answer: Path) -> None:
     if mode == "measure":
         MPI.Finalize()
     else:
-        os._exit(0)  # the other one is dead: there is nothing to finalize with
+        os._exit(0)  # the other rank is dead, and MPI_Finalize might wait for it
 
 
 def _measure(comm: MPI.Intracomm) -> dict[str, object] | None:
@@ -70,7 +71,7 @@ def _survive(comm: MPI.Intracomm) -> dict[str, object] | None:
     if comm.rank == 1:
         told[0] = time.time()
         comm.Send(told, 0)
-        comm.Recv(told, 0)  # the other one has it, and waits now
+        comm.Recv(told, 0)  # rank 0 has posted its receive
         os.kill(os.getpid(), signal.SIGKILL)
     comm.Recv(told, 1)
     request = comm.Irecv(np.zeros(1), 1)

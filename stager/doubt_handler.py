@@ -1,7 +1,7 @@
 """Records a rank's doubt about its copies beside the ring, then tells the flusher and all ranks.
 
-Where a process dies in between, the next flusher finds what is written beside the ring (holdfast/ring/doubts.py). Ranks
-hear it last: a rank that has left copies behind the gate until then answers with a doubt about its own steps.
+If a process dies in between, the next flusher finds the record beside the ring (holdfast/ring/doubts.py). The ranks
+are told last: a rank that has copied outside save() until then answers with a doubt about its own steps.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class DoubtHandler:
-    """See the module. For the loop's thread."""
+    """Handles DOUBT. Only for the loop's thread."""
 
     def __init__(self, line: FlusherLine, trainers: Trainers, events: EventLog) -> None:
         self._line, self._trainers, self._events = line, trainers, events
         self._known: list[DoubtedSteps] = []
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """DOUBT of a rank. Raises `ProtocolError`."""
+        """Handle DOUBT of a rank. Raises `ProtocolError`."""
         doubt = Doubt.from_frame(frame)
         if doubt.rank != rank:
             raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")
@@ -47,13 +47,14 @@ class DoubtHandler:
         self._trainers.send_all(doubt.to_frame(Kind.DOUBTED, attempt=attempt))
 
     def again(self) -> None:
+        """Tell the next flusher all doubts of this job."""
         if self._known:
             self._write()
             self._line.send("doubt")
 
     def _write(self) -> None:
         directory = self._line.flusher.ring.directory
-        before = [one for one in read_doubts(directory) if one not in self._known]  # of the jobs before
+        before = [one for one in read_doubts(directory) if one not in self._known]  # of earlier jobs
         try:
             write_doubts(directory, [*before, *self._known])
         except (StoreError, ConfigError) as error:

@@ -1,14 +1,14 @@
-"""Gives ranks what is left of checkpoints in the ring, for their restore.
+"""Serves the chunks of checkpoints that are still in the ring to ranks that restore.
 
-    FETCH: what is there?      every checkpoint that slots still hold chunks of     (holdfast/ring/remains.py)
-           a layout            as it lies beside the ring
-           where it lies       for ranks of this machine, who read it themselves (holdfast/ring/near_ring.py)
-           bytes of a chunk    copied out of the slot at that moment ─► FETCHED
-           a proof             what the step after a checkpoint used (holdfast/ring/proofs.py)
+    FETCH: HELD      every checkpoint of which a slot still holds chunks (holdfast/ring/remains.py)
+           LAYOUT    the layout file beside the ring
+           PLACE     the ring's directory: ranks of this machine read the ring directly (holdfast/ring/near_ring.py)
+           BYTES     bytes of a chunk, copied out of the slot ─► FETCHED
+           PROOF     what the step after a checkpoint used (holdfast/ring/proofs.py)
 
-Only this process fills slots, and only in this thread: between the look at a slot's record and the end of the copy
-nothing of another checkpoint can come into it. The flusher still writes CRC fields into it, which the rank
-leaves out. The rank checks the CRCs that the senders stated; one whose bytes are gone or damaged reads the store.
+Only this thread fills slots, so no other checkpoint's bytes can enter a slot between the check of its record and the
+end of the copy. The flusher may write CRC fields into the slot meanwhile; the rank ignores them. The rank checks the
+senders' CRCs, and reads from the store if bytes are gone or damaged.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from holdfast.wire.frames import Frame, Kind
 from stager.flusher_line import FlusherLine
 from stager.trainers_port import TrainersPort
 
-_UNSENT_MAX = 2  # answers on their way to one rank: more would only take memory
-_WAITING_MAX = 1024  # questions of one rank
+_UNSENT_MAX = 2  # answers in flight to one rank: more would only take memory
+_WAITING_MAX = 1024  # requests of one rank
 _QUESTION_BYTES_MAX = 256
 
 
 class Fetches:
-    """The requests of ranks for bytes of the ring. All methods belong to the loop's thread."""
+    """The ranks' pending FETCH requests. All methods belong to the loop's thread."""
 
     def __init__(self, port: TrainersPort, line: FlusherLine) -> None:
         self._port, self._line = port, line
         self._waiting: dict[int, deque[Frame]] = {}
         self._slots: dict[tuple[int, int, int], int] = {}  # attempt, step, chunk → where it was seen
-        # For the copy that is summed. One for all: fresh memory for each costs more time than all else here.
+        # Reused for each copy: fresh memory would cost more time than everything else here.
         self._copied = bytearray()
 
     @property
@@ -48,7 +48,7 @@ class Fetches:
         return bool(self._waiting)
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """A rank asks. Raises `ProtocolError`: the question makes no sense."""
+        """Queue a rank's FETCH. Raises `ProtocolError`: the request is invalid."""
         if frame.flags not in set(Asked):
             raise ProtocolError(
                 f"FETCH from rank {rank}: flags {frame.flags}, expected 0 to {len(Asked) - 1}"
@@ -70,11 +70,11 @@ class Fetches:
         waiting.append(frame)
 
     def left(self, rank: int) -> None:
-        """It wants nothing any more."""
+        """Drop the requests of a rank that has left."""
         self._waiting.pop(rank, None)
 
     def answer(self) -> bool:
-        """Answer what can be sent now, each rank's questions in order; whether anything was."""
+        """Answer pending requests, each rank's in order, until its queue is full; whether any was answered."""
         answered = False
         for rank, waiting in list(self._waiting.items()):
             while waiting and self._port.unsent_to(rank) < _UNSENT_MAX:

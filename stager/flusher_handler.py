@@ -1,11 +1,11 @@
 """Handles the flusher's messages in the stager, and attaches a new flusher when the old one has ended.
 
     began, freed, grown, durable, failed ─► events of the session
-    the line is cut ─► what nobody can go on with has failed ─► another flusher is found
+    the line is cut ─► uploads that cannot be resumed fail their step ─► another flusher is found
                           ├─ with our ring: it is told what the session knows; the trainers notice nothing
-                          └─ with another ring: all is refused until no credit is out into the one before
+                          └─ with another ring: steps are refused until no credit is out into the old ring
 
-A flusher is known by its messages and by the journal; the journal is the truth.
+Where the flusher's messages and the journal disagree, the journal is right.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stager.session.session_messages import (
 
 
 def replay(line: FlusherLine, session: Session) -> FlusherBack:
-    """Tell the flusher what the session knows; returns the slots that the last one freed unheard."""
+    """Tell the flusher what the session knows; return the slots that the last flusher freed without a message."""
     ring, attempt = line.flusher.ring, line.flusher.attempt
     freed = tuple(slot for slot in sorted(session.flusher_slots) if ring.state(slot) is SlotState.FREE)
     known = session.known()
@@ -58,9 +58,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class FlusherHandler:
-    """See the module. For the loop's thread. `again`: tells the next flusher what ranks have said about checkpoints:
-    doubts, and proofs.
-    """
+    """Handles the job's flushers in turn. Only for the loop's thread. `again`: tells the next one doubts and proofs."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class FlusherHandler:
     ) -> None:
         self._line, self._session, self._payloads, self._actions = line, session, payloads, actions
         self._again = again
-        self._next: Flusher | None = None  # has another ring, and waits for the credits into this one
+        self._next: Flusher | None = None  # has another ring; attached once no credit is out into this one
         self.drained = False
 
     def close(self) -> None:
@@ -95,7 +93,7 @@ class FlusherHandler:
 
     def _hear_message(self, kind: str, fields: dict[str, Any]) -> None:
         if "step" in fields and fields["attempt"] != self._line.flusher.attempt:
-            return  # about a checkpoint of the job before
+            return  # about a checkpoint of the previous job
         match kind:
             case "began":
                 self._actions.take(Began(fields["step"], fields["part_chunks"]))
@@ -116,7 +114,7 @@ class FlusherHandler:
                     "step %d was read back from the store and is damaged: %s", fields["step"], fields["note"]
                 )
             case "verified":
-                note = str(fields.get("note", ""))  # tensors with numbers that are not finite
+                note = str(fields.get("note", ""))  # names tensors with NaN or infinity
                 if note:
                     _log.warning("step %d was read back and is as it was saved, but %s", fields["step"], note)
                 else:
@@ -129,7 +127,7 @@ class FlusherHandler:
                 raise ProtocolError(f"message {kind} is not expected from the flusher here")
 
     def _hear_held(self, message: str) -> None:
-        """In the job's own log: the flusher's own is a file that nobody looks at before the job has ended."""
+        """Log a store failure here too: nobody reads the flusher's log file while the job runs."""
         if message and not self._line.held:
             _log.error(
                 "store unavailable: %s. Staged checkpoints wait in the ring; when it is full, newer steps "
@@ -142,7 +140,9 @@ class FlusherHandler:
         self._line.held = message
 
     def _hear_freed(self, slots: list[int]) -> None:
-        """The journal is the truth: word of what was seen free when a flusher took over may come later, and again."""
+        """Pass on freed slots. `replay` may have found some free already, so a slot is believed only if the journal
+        says FREE and it is still the flusher's.
+        """
         ring, theirs = self._line.flusher.ring, self._session.flusher_slots
         strange = [slot for slot in slots if not 0 <= slot < ring.ring_chunks]
         if strange:
@@ -162,7 +162,7 @@ class FlusherHandler:
             _log.info("%s", note)
 
     def _end_stranded(self) -> None:
-        """End what nobody can go on with, before it is called staged: chunks are gone from the ring, with no record."""
+        """Fail each unstaged step whose chunks left the ring in an upload that has no progress record."""
         flusher = self._line.flusher
         for known in self._session.known():
             here = sum(flusher.ring.state(slot) is SlotState.FULL for slot in known.slots)
@@ -171,15 +171,15 @@ class FlusherHandler:
                 continue
             lost = PeerLost(
                 f"step {known.step}: the flusher (process {flusher.pid}) ended with {gone} chunks of it in an upload "
-                "that no other process can go on with; make the ring larger than the image, or use a store whose "
+                "that no other process can resume; make the ring larger than the image, or use a store whose "
                 "uploads can be resumed"
             )
             self._actions.take(Failed(known.step, lost.code, str(lost)))
 
     def mend(self) -> None:
-        """Attach another flusher when there is one: with our ring at once, with a new ring when no credit is out.
+        """Attach another flusher once it is found: with our ring at once, with a new ring when no credit is out.
 
-        PeerLost: it has a new ring, and other stagers have the attempt of the one before.
+        PeerLost: it has a new ring, and other stagers still have the old attempt.
         """
         if self._next is None:
             found = self._line.find()
@@ -187,7 +187,7 @@ class FlusherHandler:
                 return
             if found.resumed:
                 self._line.take(found)
-                # The one before may have ended between its word in the journal and that to us.
+                # The last flusher may have ended after its journal entry and before its message.
                 self._hear_grown("")
                 self._actions.take(replay(self._line, self._session))
                 self._again()
@@ -201,8 +201,8 @@ class FlusherHandler:
             self._next = found
             self._actions.do(
                 self._session.refuse_all(
-                    f"the flusher (process {self._line.flusher.pid}) ended, and its ring could not be kept; what was "
-                    "staged and is whole in it is published, the rest is given up"
+                    f"the flusher (process {self._line.flusher.pid}) ended, and its ring could not be kept; staged "
+                    "steps that are whole in it are published, the rest is given up"
                 )
             )
         if not self._session.outstanding():
@@ -210,7 +210,7 @@ class FlusherHandler:
             self._next = None
 
     def _start_over(self, flusher: Flusher) -> None:
-        """Switch to a flusher that has another ring; nothing is in flight into the old one."""
+        """Switch to a flusher that has another ring; no payload is in flight into the old one."""
         self._payloads.use(flusher.ring)
         self._line.take(flusher)
         free_slots, flusher_slots = slot_owners(flusher.ring)
@@ -219,7 +219,7 @@ class FlusherHandler:
 
 
 def slot_owners(ring: Ring) -> tuple[list[int], list[int]]:
-    """Slots that are free, and slots that the flusher still has to free. Slots of no use to a restore come first."""
+    """Return the free slots and the flusher's. Free slots without chunks for a restore come first, then the oldest."""
     flusher_slots = [slot for slot in range(ring.ring_chunks) if ring.state(slot) is not SlotState.FREE]
     held = {record.slot: (record.attempt, record.step) for record in ring.remains()}
     free_slots = set(range(ring.ring_chunks)).difference(flusher_slots)

@@ -1,11 +1,11 @@
-"""The line to the flusher. It is cut when the flusher dies; a thread finds or starts another one meanwhile.
+"""The line to the flusher. When the flusher dies the line is cut, and a thread finds or starts another flusher.
 
     whole ── its socket ends ──► cut ── thread: attach ─► found ── the service takes it ──► whole
                                   ▲           │ none: a pause, longer each time
                                   └───────────┘
 
-The thread does nothing else: the stager's loop continues, and all MPI calls stay in it. While the line is cut nothing
-is kept for the flusher: the next one is told what the session knows.
+The thread only attaches: all MPI calls stay in the stager's loop, which continues. Messages are dropped while the line
+is cut: the next flusher is told what the session knows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("holdfast.stager")
 
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.5, 30.0
 _LOOK_AT_LOG_AFTER = 5  # flushers that ended without having done anything
-# messages in the channel; more wait here, so that a long replay is not taken for a dead peer
+# Messages in the channel. More wait here: the channel would take a long replay for a dead peer.
 _UNSENT_MAX = 1024
 
 
@@ -42,11 +42,11 @@ class FlusherLine:
     """The stager's connection to its flusher. All methods belong to the loop's thread.
 
     Attributes:
-        flusher: The one that is attached, or was; its ring stays mapped.
-        cut: Why there is no flusher; empty while there is one.
-        failures: How many flushers ended, or could not be started, since the last that did something.
-        held: Why the store takes nothing, as the flusher says; empty while it takes something.
-        attempts: Attempts of this job; more than one after a ring could not be kept.
+        flusher: The flusher that is or was attached; its ring stays mapped.
+        cut: Why no flusher is attached; empty while one is.
+        failures: How many flushers in a row ended without progress or could not be started.
+        held: The store error that the flusher reports; empty while the store works.
+        attempts: Attempts of this job; more than one after a flusher had to make a new ring.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FlusherLine:
         return self._config.share.leads and self._config.share != WHOLE
 
     def share_of(self, layout: Layout) -> ImageShare:
-        """The share of an image that this stager receives, as the ranks know it, too."""
+        """The share of an image that this stager receives; the ranks compute the same one."""
         number, url = self._config.share, self.flusher.store_url
         part_chunks = 1 if number == WHOLE else part_chunks_for(url, layout.image_bytes, layout.chunk_bytes)
         return ImageShare(Shares.of(layout, number.writers, part_chunks), number.index)
@@ -88,13 +88,13 @@ class FlusherLine:
         """Send a message to the flusher; dropped if it is gone."""
         if not self.cut:
             self._unsent.append((kind, fields))
-            self._pass_on()
+            self._send_queued()
 
     def poll(self) -> list[Message]:
-        """Messages of the flusher. One that breaks the protocol is hung up on."""
+        """Return the flusher's messages; close the connection if it broke the protocol."""
         if self.cut:
             return []
-        self._pass_on()
+        self._send_queued()
         try:
             return self.flusher.channel.poll()
         except ProtocolError as error:
@@ -102,7 +102,7 @@ class FlusherLine:
             return []
 
     def wait(self, seconds: float, *others: int) -> None:
-        """Sleep; wake at once when the flusher says something, or when one of `others` (descriptors) can be read."""
+        """Sleep; wake when the flusher sends a message, or when one of `others` (descriptors) can be read."""
         if not self.flusher.channel.closed:
             others = (self.flusher.channel.fileno(), *others)
         if others:
@@ -111,7 +111,7 @@ class FlusherLine:
             time.sleep(seconds)
 
     def progressed(self) -> None:
-        """The flusher has done something: the next that dies restarts the count."""
+        """Reset the count of failures: this flusher has made progress."""
         self.failures = 0
 
     def hang_up(self, error: ProtocolError) -> None:
@@ -119,7 +119,7 @@ class FlusherLine:
         _log.error("the flusher broke the protocol: %s", error)
         self.flusher.channel.close()
 
-    def _pass_on(self) -> None:
+    def _send_queued(self) -> None:
         channel = self.flusher.channel
         while self._unsent and channel.unsent < _UNSENT_MAX:
             kind, fields = self._unsent.popleft()
@@ -128,11 +128,11 @@ class FlusherLine:
     # -- when it is cut ------------------------------------------------------------------------------------------
 
     def notice_end(self) -> bool:
-        """Whether the flusher has ended since the last look; then another one is looked for."""
+        """Return whether the flusher has ended since the last call; if so, schedule the search for another."""
         if self.cut or not self.flusher.channel.closed:
             return False
         pid = self.flusher.pid
-        self.cut = f"the flusher (process {pid}) has ended, and no other one is there yet"
+        self.cut = f"the flusher (process {pid}) has ended, and no other one is ready yet"
         self._cut_at = self._clock()
         self._unsent.clear()
         _log.error(
@@ -143,7 +143,7 @@ class FlusherLine:
         return True
 
     def find(self) -> Flusher | None:
-        """Another flusher, once it was found; hand it to `take`. Never waits."""
+        """Return another flusher once the thread has found it, for `take`. Never waits."""
         if not self.cut:
             return None
         if self._thread is None:
@@ -168,7 +168,7 @@ class FlusherLine:
         return None
 
     def take(self, flusher: Flusher) -> None:
-        """Go on with this flusher. The ring of the one before is closed, unless it is still the same."""
+        """Switch to this flusher. Close the old ring, unless the new flusher has kept it."""
         if flusher.ring is not self.flusher.ring:
             self.flusher.ring.close()
         self.flusher.channel.close()
@@ -185,7 +185,7 @@ class FlusherLine:
                 "seconds": round(seconds, 6),
             },
         )
-        what = "goes on with the ring as it is" if flusher.resumed else "has a new ring"
+        what = "has kept the ring" if flusher.resumed else "has a new ring"
         _log.warning(
             "another flusher (process %d) %s, %.1f s after the end of the last one",
             flusher.pid,
@@ -194,11 +194,11 @@ class FlusherLine:
         )
 
     def close(self) -> None:
-        """Leave the flusher, which keeps running."""
+        """Detach from the flusher, which keeps running."""
         self.flusher.close()
 
     def _fail(self, why: str) -> None:
-        """Count one more that did not do; the pause before the next grows."""
+        """Count one more failure; the pause before the next try grows."""
         self.failures += 1
         pause_seconds = 0.0
         if self.failures > 1:
@@ -218,7 +218,7 @@ class FlusherLine:
     def _look_for_one(self) -> None:
         """The thread: find or start one."""
         ring = self.flusher.ring
-        update = {"chunk_bytes": ring.chunk_bytes}  # the ring as the trainers were told
+        update = {"chunk_bytes": ring.chunk_bytes}  # the trainers were told these sizes
         if self._config.ring_bytes is not None:
             update["ring_bytes"] = ring.chunk_bytes * ring.ring_chunks
         try:
@@ -235,7 +235,7 @@ class FlusherLine:
                 )
         except HoldfastError as error:
             self._found.put(error)
-        except Exception as error:  # noqa: BLE001 - the loop must hear of whatever it was, and try again
+        except Exception as error:  # noqa: BLE001 - the loop logs any failure and retries
             self._found.put(PeerLost(f"{type(error).__name__}: {error}"))
         else:
             self._found.put(found)

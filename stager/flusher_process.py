@@ -4,11 +4,11 @@
                         │ yes                                  │ one line of JSON: ready, or its error
                         └──────────────► hello ─► welcome ◄────┘ ─► ring mapped, or the one we have kept
 
-Where the ranks come later, a flusher that will be needed is started before (`FlusherAhead`): it loads its modules
-meanwhile, and touches neither store nor ring until it is told to.
+`FlusherAhead` starts the flusher before the ranks have joined: it loads its modules meanwhile, and touches neither
+store nor ring until it is told to begin.
 
-The flusher must outlive this MPI job: it has its own session (mpirun kills ours), no variable of the MPI launcher (it
-would take itself for a rank), and its output goes to a file.
+The flusher must outlive this MPI job: it has its own session (mpirun kills ours), no variables of the MPI launcher
+(with them it would take itself for a rank), and its output goes to a file.
 """
 
 from __future__ import annotations
@@ -42,29 +42,30 @@ _log = logging.getLogger("holdfast.stager.flusher")
 
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _READY_LINE_BYTES_MAX = 64 * 1024
-# Not waited for: they outlive us by design; see `reap`. The value: `memory_kills()` when it had begun.
+# Flusher processes for `reap`; they outlive us by design. The value: `memory_kills()` at the start of the process.
 _started: dict[subprocess.Popen[bytes], int] = {}
 
 
 class FlusherAhead:
-    """A flusher that has its modules and waits to be told to begin; it ends with this process. No new one is started if
-    one answers. Main thread.
+    """A flusher process that has loaded its modules and waits for `begin`; it ends with this process.
+
+    None is started if the run's flusher has a socket already. Main thread.
     """
 
     def __init__(self, config: StagerConfig) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(HoldfastError, OSError):  # `attach` meets the same, and says it to the ranks
+        with contextlib.suppress(HoldfastError, OSError):  # `attach` will meet the same error and report it
             if not (_directory(config) / ipc.SOCKET_NAME).exists():
                 self._process = _launch(config, ["ahead"], subprocess.PIPE)
 
     @property
     def pid(self) -> int | None:
-        """Its process; None if none waits."""
+        """Process id; None if no flusher waits."""
         return None if self._process is None else self._process.pid
 
     def begin(self, config: StagerConfig) -> subprocess.Popen[bytes] | None:
-        """Tell it to begin, with those of these settings that may be known only now; the caller has it from now on.
-        None without one.
+        """Tell the process to begin, with the settings that were not known when it was started; the caller owns it from
+        now on. None if no flusher waits.
         """
         process, self._process = self._process, None
         if process is not None:
@@ -72,13 +73,13 @@ class FlusherAhead:
             options = f"--share {config.share}"
             if config.metrics_port is not None:
                 options += f" --metrics-port {config.metrics_port}"
-            # Where it has died, its output says why.
+            # If the process has died, its output says why.
             with contextlib.suppress(BrokenPipeError), process.stdin as told:
                 told.write(f"{options}\n".encode())
         return process
 
     def close(self) -> None:
-        """End it, unless it has begun."""
+        """Kill the process, unless it was told to begin."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -87,8 +88,8 @@ class FlusherAhead:
 
 @dataclass
 class Flusher:
-    """The flusher of this run, attached to. `resumed`: it has kept the ring, and the attempt, that the flusher before
-    it had. `seen`: the failures of the run before this attempt.
+    """The run's flusher, as this stager is attached to it. `resumed`: it kept the last flusher's ring and attempt.
+    `seen`: failures of the run before this attempt.
     """
 
     channel: ipc.Channel
@@ -100,8 +101,8 @@ class Flusher:
     seen: FailureCount = NONE_SEEN
 
     def close(self) -> None:
-        """Leave it. It keeps running."""
-        self.ring.close()  # first: a flusher that sees us hang up asks whether we still have it
+        """Detach; the flusher keeps running."""
+        self.ring.close()  # first: when we hang up, the flusher checks whether we still hold the ring
         self.channel.close()
 
 
@@ -112,13 +113,13 @@ def attach(
     ahead: FlusherAhead | None = None,
     lead_attempt: int = 0,
 ) -> Flusher:
-    """Attach to the run's flusher; start one if none is there. At most `start_seconds_max`. From any thread. `held`:
-    the flusher that has ended, if its ring is still mapped: the next one may go on with it. `ahead`: one that waits to
-    begin. `lead_attempt`: the attempt of a new job, where another stager leads; 0 where the flusher gives it.
+    """Attach to the run's flusher, within `start_seconds_max`; start one if none runs. Any thread. `held`: the flusher
+    that has ended, if its ring is still mapped: the next one may keep that ring. `ahead`: a flusher that waits to
+    begin. `lead_attempt`: the attempt of the job, if another stager leads; 0 if this flusher chooses it.
 
     Raises:
         StoreError, FencedError, ConfigError: The flusher could not start; its own error.
-        PeerLost: It did not answer in time, or ended without a word.
+        PeerLost: The flusher did not answer in time, or ended without a message.
     """
     deadline = time.monotonic() + config.start_seconds_max
     directory = _directory(config)
@@ -170,7 +171,7 @@ def _directory(config: StagerConfig) -> Path:
 
 
 def reap() -> None:
-    """Let go of the flushers that this process started and that have ended: otherwise they stay as zombies."""
+    """Reap and log flushers that this process started and that have ended."""
     for process in [process for process in _started if process.poll() is not None]:
         killed_before, code = _started.pop(process), process.returncode
         if code == -signal.SIGKILL and memory_kills() > killed_before:
@@ -187,8 +188,8 @@ def reap() -> None:
 def _greet(
     socket_path: Path, hello: Mapping[str, Any], deadline: float, *, wait: bool = False
 ) -> tuple[ipc.Channel, dict[str, Any]] | None:
-    """The connection to a flusher that has said welcome. None: none answered, or it was just ending, and hung up.
-    `hello`: what it is told of this stager. `wait`: for a flusher that was just started.
+    """Connect, send `hello`, and return channel and welcome; None if no flusher answered, or it was ending and hung up.
+    `wait`: retry until the deadline, because the flusher was just started.
     """
     try:
         channel = ipc.connect(
@@ -216,7 +217,7 @@ def _greet(
 
 
 def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | None:
-    """Its answer; None: it hung up. Raises `HoldfastError`: it refuses, or it says nothing in time."""
+    """Return the welcome's fields; None if the flusher hung up. Raises `HoldfastError`: it refused, or is too late."""
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         while (left_seconds := deadline - time.monotonic()) > 0:
@@ -236,7 +237,7 @@ def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | No
 def _launch(
     config: StagerConfig, first: list[str], stdin: int, *, output: int = subprocess.PIPE
 ) -> subprocess.Popen[bytes]:
-    """A flusher in a session of its own."""
+    """Start a flusher in a session of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     with log_path("flusher", config.store).open("ab") as log:
         return subprocess.Popen(
@@ -250,7 +251,7 @@ def _launch(
 
 
 def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) -> None:
-    """Have a flusher begin, and wait until it says that it is ready."""
+    """Start a flusher, or tell the waiting one to begin, and wait until it is ready."""
     path = log_path("flusher", config.store)
     process = (ahead and ahead.begin(config)) or _launch(config, [], subprocess.DEVNULL)
     assert process.stdout is not None
@@ -282,7 +283,7 @@ def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) ->
 
 
 def _adopt_rings(config: StagerConfig) -> None:
-    """Have rings that flushers of other shares left on this machine published: nobody else starts their flushers."""
+    """Start flushers for rings that other shares left on this machine; nobody else would publish them."""
     for left in orphaned_rings(config.store, config.runtime_dir, config.share):
         if left.has_stager:
             _log.warning(
@@ -291,7 +292,7 @@ def _adopt_rings(config: StagerConfig) -> None:
                 *(left.share, left.directory, left.command(config.store)),
             )
             continue
-        # The ring as it is; and no port of metrics, which is taken.
+        # Keep the ring's sizes. The metrics port is taken by our own flusher.
         unset = dict.fromkeys(("chunk_bytes", "ring_bytes", "metrics_port"))
         of_share = config.model_copy(update={**unset, "share": left.share, "linger": False})
         process = _launch(of_share, [], subprocess.DEVNULL, output=subprocess.DEVNULL)
@@ -304,7 +305,7 @@ def _adopt_rings(config: StagerConfig) -> None:
 
 
 def _arguments(config: StagerConfig) -> list[str]:
-    """The settings that stager and flusher share, as options of the flusher's command."""
+    """Render the settings that stager and flusher share as options of the flusher's command."""
     shared = config.model_copy(update={"keep_hourly": config.hourly_kept, "keep_daily": config.daily_kept})
     arguments: list[str] = []
     for name in FlusherConfig.model_fields:
@@ -319,7 +320,7 @@ def _arguments(config: StagerConfig) -> list[str]:
 
 
 def _first_line(output: BinaryIO | Any, deadline: float) -> bytes | None:
-    """The first line, or what came before the end; None at the deadline."""
+    """Read the first line, or all output if it ends before; None at the deadline."""
     line = b""
     with selectors.DefaultSelector() as selector:
         selector.register(output, selectors.EVENT_READ)

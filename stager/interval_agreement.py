@@ -1,12 +1,12 @@
-"""Brings all ranks to another interval at the same step: rank 0 wishes, the stager proposes, every rank answers.
+"""Changes all ranks' save interval at the same step: rank 0 wishes, the stager proposes, every rank answers.
 
     WISH ─► agreeing (holdfast/notices/step_agreement.py) ── every rank has promised the step ──► from that step on
     a rank refuses, is lost, does not answer, or too many tries ─► called off: the interval stays as it was
     a rank is lost, silent, or does not keep its promise ────────► loose: trainer_side/pace/schedule.py
 
-Nothing here is urgent, so a step is proposed far enough ahead that no rank is ever seen waiting, and any doubt ends
-the try: the next wish comes with the next checkpoint. A pace that is appointed is never called off; only another pace
-can follow it.
+A change of interval is not urgent. The stager therefore proposes a step far enough ahead that no rank waits for it, and
+gives up at any doubt: rank 0 wishes again at the next checkpoint. An appointed pace is never called off, only followed
+by another.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _REASON_CHARACTERS = 300
 
 
 class IntervalAgreement:
-    """Events in, effects out; see the module. `now`: seconds of a clock that only goes forward."""
+    """Pure state machine: events in, effects out. `now`: seconds of a monotonic clock."""
 
     def __init__(self, ranks: int, *, answer_seconds_max: float = 10.0) -> None:
         self._agreement = StepAgreement(
             ranks, _MARGIN, tries_max=_TRIES_MAX, answer_seconds_max=answer_seconds_max
         )
-        self._wish = Wish(1, -1, "")  # counts while the agreement is open
-        self._pace: Pace | None = None  # what all ranks have promised to keep, by proposal `_appointed`
+        self._wish = Wish(1, -1, "")  # valid while the agreement is open
+        self._pace: Pace | None = None  # the pace that all ranks have promised, by proposal `_appointed`
         self._appointed, self._appointed_step = 0, -1
         self._refused = ""  # why no interval can be agreed on in this job
 
     @property
     def open(self) -> bool:
-        """Whether ranks may be waiting for a word."""
+        """Whether ranks may wait for a decision."""
         return self._agreement.open
 
     def wished(self, wish: Wish, now: float) -> list[Effect]:
         """Rank 0 has computed another interval."""
         if self._refused or (self._pace is not None and self._pace.every == wish.every and not self.open):
-            return []  # rank 0 has not come to the step that is appointed
-        self._wish = wish  # if a step is proposed already: it says the interval only when it is appointed
+            return []  # rank 0 has not reached the appointed step
+        self._wish = wish  # even if a step is proposed already: proposals do not name the interval
         return [] if self.open else [self._agreement.begin(now)]
 
     def answered(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
-        """A rank has answered a proposal, and refuses nothing."""
+        """A rank has answered a proposal without a refusal."""
         match self._agreement.answered(rank, answer):
             case Answers.INCOMPLETE:
                 return []
@@ -65,18 +65,18 @@ class IntervalAgreement:
             case Answers.EXHAUSTED:
                 return self._call_off(self._agreement.exhausted)
             case Answers.PASSED:
-                # Above the appointed step: a rank that has not come to that one yet takes up both, in this order.
+                # Above the appointed step: a rank that has not reached that one changes its interval twice, in order.
                 return [self._agreement.propose_later(now, above=self._appointed_step)]
 
     def refused(self, rank: int, number: int, reason: str) -> list[Effect]:
-        """A rank does not change its interval: it has another one from its script, or has given up its promise."""
+        """A rank refuses: its script has set another interval, or the rank could not keep its promise."""
         if self.open and number == self._agreement.number:
             self._refused = f"rank {rank}: {reason}"
             return self._call_off(f"{self._refused}; give all ranks of a job the same `every`", loud=True)
         return self.doubtful(f"rank {rank}: {reason}") if number == self._appointed else []
 
     def doubtful(self, reason: str) -> list[Effect]:
-        """It is not known what a rank has heard: it is silent, dead or dropped, or has given up its promise."""
+        """A rank may not have received the last decision: it is silent, dead or dropped, or has broken its promise."""
         return [*self._give_up(reason), *self._loosen(reason)]
 
     def left(self, reason: str, *, lost: bool) -> list[Effect]:
@@ -111,19 +111,19 @@ class IntervalAgreement:
         return [self._agreement.call_off(), said]
 
     def _loosen(self, why: str) -> list[Effect]:
-        """Send every rank that holds a pace to the interval that has steps in common with those of all others."""
+        """Have every rank with a pace save at powers of two: such intervals share steps even where they differ."""
         if self._pace is None:
             return []
         self._pace = None
-        text = f"the ranks may have heard different intervals ({why}): they go on at powers of two"
+        text = f"the ranks may have different intervals ({why}): they continue at powers of two"
         loose = Announcement(StepWord.LOOSE, self._agreement.step, self._agreement.number)
         return [loose, EventLine("interval_loose", text, {"reason": why})]
 
 
 class IntervalHandler:
-    """WISH and HERE of the ranks, losses and ticks to the agreement; its effects to the ranks, log and events.
+    """Feeds ranks' messages, losses and ticks to the agreement, and sends its effects to ranks, log and events.
 
-    The loop's thread.
+    Only for the loop's thread.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class IntervalHandler:
         self._agreement = IntervalAgreement(trainers.ranks)
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """WISH or HERE of a rank. Raises `ProtocolError`."""
+        """Handle WISH or HERE of a rank. Raises `ProtocolError`."""
         if frame.kind is Kind.WISH:
             body = wire.json_body(frame)
             if rank != 0:

@@ -1,15 +1,15 @@
 """Accepts connections for a standing stager, and finds the job that each belongs to.
 
-    accepted ─► handshake, within some seconds ─► of the job that is served ───────────► its port
-                                               ├─ of the same launch, started again ───► the next job; that one ends
-                                               ├─ of the same start, a later generation ──► the same
-                                               ├─ of another launch, the present one gone ───► the same
-                                               ├─ of another launch, the present one alive ──► refused: BUSY
-                                               └─ nobody is served ────────────────────► the next job
+    accepted ─► handshake, within 10 s ─► of the present job ─────────────────────────► its port
+                                       ├─ of the same launch, started again ──────────► the next job; this one ends
+                                       ├─ of the same start, a later generation ──────► the next job; this one ends
+                                       ├─ of another launch, the present job gone ────► the next job; this one ends
+                                       ├─ of another launch, the present job alive ───► refused: BUSY
+                                       └─ no job is served ───────────────────────────► the next job
 
-Ranks that wait for the next job are answered when that is taken. An incarnation that another one has replaced stays out
-for good: its processes may have been frozen, and wake up late. Ranks that have lost this stager, or the one before it,
-come again as the next generation of their incarnation; they never replace another start of their launch.
+Ranks of the next job wait for their answer until that job is served. An incarnation that was replaced stays out for
+good: its processes may have been frozen, and wake up late. Ranks that have lost this stager, or its predecessor, return
+as the next generation of their incarnation; they never replace another start of their launch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _log = logging.getLogger("holdfast.stager.job_listener")
 
 _BACKLOG = 1024
 _ACCEPTED_PER_TURN_MAX = 64
-_GREETINGS_MAX = 256  # of connections that have not proved the key; beyond it the oldest is ended
+_GREETINGS_MAX = 256  # connections that have not proved the key; beyond this the oldest is closed
 _GREETING_SECONDS_MAX = 10.0
 _PAST_KEPT = 4096
 _FOR_GOOD = GENERATION_MAX + 1
@@ -64,7 +64,7 @@ _UNKNOWN = (
     "this stager does not know its job: it was started after it, or the job is over or goes on without it"
 )
 _TLS_HELLO_BYTES_MAX = 16 * 1024
-_COMPLAINT_SECONDS = 10.0  # at most one line in the log of strangers in so long
+_COMPLAINT_SECONDS = 10.0  # between two log lines about refused connections
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -92,14 +92,14 @@ class _Waiting:
 
 
 class _Past(NamedTuple):
-    """A start of a job that is over up to this generation."""
+    """A start of a job that has ended, up to this generation."""
 
     launch: str
     generation: int
 
 
 def listen(address: Address) -> socket.socket:
-    """A socket that listens there. Raises `ConfigError`: there is no such address on this machine, or it is taken."""
+    """Open a listening socket. Raises `ConfigError`: the address is not of this machine, or is in use."""
     try:
         found = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -119,15 +119,15 @@ def listen(address: Address) -> socket.socket:
 
 
 class JobListener:
-    """See the module. One thread; nothing here waits.
+    """Assigns connections to the present job or the next one. One thread; no method blocks.
 
     Args:
         key: Key of the run; empty without a key.
-        ranks: How many ranks a job must have; None takes what its first rank says.
+        ranks: How many ranks a job must have; None accepts the number that its first rank states.
         tls: Ranks must speak TLS; None: they must not.
 
     Attributes:
-        turned_away: Ranks that have come since `end`, and know that the stager is stopping.
+        turned_away: Ranks that have connected since `end`, and were told that the stager is stopping.
     """
 
     def __init__(
@@ -156,11 +156,11 @@ class JobListener:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def next_job(self) -> Hello | None:
-        """The HELLO of the first rank of the next job; None before it comes."""
+        """The HELLO of the next job's first rank; None until one has connected."""
         return next((one.hello for one in self._waiting.values()), None)
 
     def open(self, port: TcpTrainersPort) -> None:
-        """Serve this job: pass its connections to it, and refuse all others."""
+        """Serve this job: pass its connections to `port`, and refuse all others."""
         self._present = port
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
@@ -180,7 +180,7 @@ class JobListener:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close every connection that no job has."""
+        """Close every connection that was not passed to a job."""
         for sock in [self._sock, *self._greetings, *self._waiting]:
             self._reactor.close(sock)
 
@@ -190,7 +190,7 @@ class JobListener:
         for greeting in list(self._greetings.values()):
             if now <= greeting.deadline:
                 break  # the others came later
-            self._complain(greeting.peer, "it has not said who it is in time")
+            self._complain(greeting.peer, "it did not identify itself in time")
             self._forget(greeting)
 
     # -- handshakes --------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class JobListener:
             self._greet(sock, f"{place[0]}:{place[1]}")
             while len(self._greetings) > _GREETINGS_MAX:
                 oldest = next(iter(self._greetings.values()))
-                self._complain(oldest.peer, "too many connections have not said who they are")
+                self._complain(oldest.peer, "too many connections have not identified themselves")
                 self._forget(oldest)
 
     def _greet(self, accepted: socket.socket, peer: str) -> None:
@@ -270,7 +270,7 @@ class JobListener:
         except BlockingIOError:
             pass
         except ssl.SSLError as error:
-            self._complain(greeting.peer, f"no TLS comes about with it: {error.reason or error}")
+            self._complain(greeting.peer, f"its TLS handshake failed: {error.reason or error}")
             self._forget(greeting)
         except OSError:
             self._forget(greeting)
@@ -286,7 +286,7 @@ class JobListener:
     def _hear_hello(self, greeting: _Greeting) -> None:
         if self._tls is None and greeting.begun.startswith(HANDSHAKE_RECORD):
             with contextlib.suppress(BlockingIOError):
-                # Unread bytes would end the connection before the answer is heard.
+                # Closing with unread bytes resets the connection, and the rank would not get the answer.
                 greeting.sock.recv(_TLS_HELLO_BYTES_MAX)
             self._send_last(greeting, NO_TLS_HERE)
             self._complain(
@@ -327,7 +327,7 @@ class JobListener:
         self._reactor.close(greeting.sock)
 
     def _complain(self, peer: str, why: str) -> None:
-        """Log it, but not as often as strangers may connect."""
+        """Log a refused connection, at most one line in `_COMPLAINT_SECONDS`."""
         self._complaints += 1
         now = self._clock()
         if now - self._complained_at >= _COMPLAINT_SECONDS:
@@ -366,7 +366,7 @@ class JobListener:
         elif hello.resuming or self._is_behind(hello):
             refuse(self._reactor, sock, Status.LOST, _UNKNOWN)
             if present is None or present.incarnation != hello.incarnation:
-                # A rank of it that no stager has admitted may come later than the launcher's next start.
+                # A rank of this start that no stager has admitted may connect after the launcher's next start.
                 self._note_past(hello.incarnation, hello.launch, hello.generation)
         elif present is not None and present.is_alive and not self._may_replace(hello, present):
             text = f"this stager serves another job, of {present.ranks} ranks, which is alive"
@@ -387,7 +387,7 @@ class JobListener:
         return any(generation > hello.generation for generation in known)
 
     def _may_replace(self, hello: Hello, present: TcpTrainersPort) -> bool:
-        """Whether `present` ends for it: its launcher has started it again, or its ranks have lost this stager."""
+        """Whether `present` must end: its launcher has restarted the job, or its ranks have lost this stager."""
         is_same_start = hello.incarnation == present.incarnation
         return hello.launch == present.launch and (hello.generation == 0 or is_same_start)
 
@@ -398,7 +398,7 @@ class JobListener:
             self._end_present(_FOR_GOOD if is_start else present.generation)
             present.end(f"was left behind: {_AGAIN if is_start else 'ranks of it come again'}")
         if hello.generation == 0:
-            # The later of two starts of one launch counts; the first of two launches: `open` refuses the other one.
+            # The later of two starts of one launch wins; the first of two launches wins: `open` refuses the other.
             for incarnation, past in list(self._past.items()):
                 if past.launch == hello.launch and incarnation != hello.incarnation:
                     self._past[incarnation] = past._replace(generation=_FOR_GOOD)
@@ -415,10 +415,10 @@ class JobListener:
         self._watch_end(sock)
 
     def _watch_end(self, sock: AnySocket) -> None:
-        """A waiting rank sends nothing: a readable socket means that it has ended."""
-        self._reactor.watch(sock, functools.partial(self._waited_in_vain, sock))
+        """Drop a waiting rank when its socket becomes readable: it sends nothing, so it has ended."""
+        self._reactor.watch(sock, functools.partial(self._waiting_ended, sock))
 
-    def _waited_in_vain(self, sock: AnySocket, _readable: bool, _writable: bool) -> None:
+    def _waiting_ended(self, sock: AnySocket, _readable: bool, _writable: bool) -> None:
         del self._waiting[sock]
         self._reactor.close(sock)
 
@@ -427,7 +427,7 @@ class JobListener:
         self._reactor.unwatch(sock)
 
     def _end_present(self, generation: int) -> None:
-        """The job that is served is over, up to this generation of its start."""
+        """Record that the present job has ended, up to this generation of its start."""
         assert self._present is not None
         self._note_past(self._present.incarnation, self._present.launch, generation)
         self._present = None

@@ -1,12 +1,12 @@
 """All MPI calls of the stager; the only file of this package that imports `mpi4py.MPI` (importing it starts MPI).
 
-    MpiTrainersPort.join()   collective at start-up: who is a trainer and who a stager; two communicators of our own
-    MpiTrainersPort          control messages from and to every trainer, payloads straight into the ring, who is dead
-    MpiStagers               the place of this stager among those of the job; the attempt, from the first to the others
+    MpiTrainersPort.join()   collective at start-up: exchange of roles; two communicators of our own
+    MpiTrainersPort          control messages from and to every trainer, payloads straight into the ring, dead trainers
+    MpiStagers               this stager's share; sends the attempt from the first stager to the others
 
-Rules: errors are returned, never abort; nothing blocks or spins; a receive is posted before its credit is sent, so a
-payload always finds its place. Under ULFM (`mpirun --with-ft ulfm`) a dead trainer shows as an error on the probe; it
-is acknowledged, and the others go on. One thread only.
+Rules: errors are returned, never abort; no call blocks or spins; a receive is posted before its credit is sent, so
+every payload has a posted receive. Under ULFM (`mpirun --with-ft ulfm`) a dead trainer appears as an error of the
+probe; the stager acknowledges it and continues with the others. One thread only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, Role, dat
 from stager.trainers_port import PollResult
 
 mpi4py.rc.thread_level = "serialized"  # one thread of this process talks to MPI
-mpi4py.rc.finalize = False  # it would wait for a process that dies meanwhile: decided at exit (`_finalize`)
+mpi4py.rc.finalize = False  # MPI_Finalize waits for dead processes, so `_finalize` decides at exit
 from mpi4py import MPI  # noqa: E402
 
 _log = logging.getLogger("holdfast.stager.mpi")
@@ -40,19 +40,19 @@ _PAUSE_SECONDS = 2e-3
 _END_PAUSE_SECONDS = 5e-3
 _CANCEL_POLLS = 100
 _DATATYPES_KEPT = 65_536
-_MESSAGES_PER_POLL_MAX = 256  # so that payloads are looked at, too, when a rank talks without end
+_MESSAGES_PER_POLL_MAX = 256  # so that a rank that sends without pause does not delay payloads
 
 
 def _finalize() -> None:
-    """At exit, after everything else here: end MPI, unless a process of the job is dead. As in trainer_side."""
+    """Finalize MPI at exit, unless a process of the job is dead; mpi_world.py does the same."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
     world = MPI.COMM_WORLD
     world.Set_errhandler(MPI.ERRORS_RETURN)
     try:
         everyone = world.Iagree(np.ones(1, np.int32))
-        while not everyone.Test():  # trainers may have work of their own after their last checkpoint
-            if world.Is_revoked():  # one of them has ended without waiting for the others
+        while not everyone.Test():  # trainers may continue to work after their last checkpoint
+            if world.Is_revoked():  # a trainer has ended without waiting for the others
                 return
             time.sleep(_END_PAUSE_SECONDS)
     except MPI.Exception:
@@ -66,10 +66,10 @@ atexit.register(_finalize)
 
 
 class MpiStagers:
-    """The stagers of the job, in the order of their world ranks, which is that of their shares. Main thread.
+    """The job's stagers; the order of their world ranks is that of their shares. Main thread.
 
     Attributes:
-        share: The share of this stager. The first stager leads: its flusher gives the attempt of the job.
+        share: The share of this stager. The first stager leads: its flusher chooses the attempt of the job.
     """
 
     def __init__(self, stagers: MPI.Comm) -> None:
@@ -88,15 +88,15 @@ class MpiStagers:
         for other in range(1, self.share.writers):
             try:
                 self._telling.append((self._comm.Isend([message, MPI.BYTE], other, CONTROL_TAG), message))
-            except MPI.Exception as error:  # it is dead, as the ranks find out, too
+            except MPI.Exception as error:  # that stager is dead; the ranks notice, too
                 _log.debug("stager %d/%d is not told: %s", other + 1, self.share.writers, error)
 
     def hear_attempt(self, seconds_max: float) -> int:
-        """Wait for what the first stager tells; 0 for that one itself.
+        """Wait for the attempt that the first stager sends; 0 on the first stager itself.
 
         Raises:
-            PeerLost: It is dead, or has told nothing within `seconds_max`.
-            HoldfastError: It could not start; its error, of its class.
+            PeerLost: The first stager is dead, or has sent nothing within `seconds_max`.
+            HoldfastError: The first stager could not start; an error of the same class.
         """
         if self.share.leads:
             return 0
@@ -133,10 +133,7 @@ def _attempt_told(frame: wire.Frame) -> int:
 
 
 class MpiTrainersPort:
-    """Everything between the stager and its trainers, who are numbered 0 to `ranks` - 1. Get one by `join`.
-
-    `stagers`: the stagers of the job, of which this process is one.
-    """
+    """The `TrainersPort` of an MPI job. Get one by `join`. `stagers`: the job's stagers, this one included."""
 
     def __init__(self, control: MPI.Intracomm, trainers: Sequence[int], stagers: MpiStagers) -> None:
         self._comm, self.stagers = control, stagers
@@ -151,11 +148,11 @@ class MpiTrainersPort:
 
     @classmethod
     def join(cls, seconds_max: float) -> MpiTrainersPort:
-        """Meet the other processes of the job. Collective, once.
+        """Exchange roles with the other processes of the job. Collective, once.
 
         Raises:
-            PeerLost: They did not all join within `seconds_max`.
-            ConfigError: There is no trainer, or too many stagers.
+            PeerLost: Not all processes joined within `seconds_max`.
+            ConfigError: The job has no trainer, or too many stagers.
         """
         world = MPI.COMM_WORLD
         world.Set_errhandler(MPI.ERRORS_RETURN)
@@ -187,10 +184,10 @@ class MpiTrainersPort:
         return cls(control, trainers.tolist(), MpiStagers(among_stagers))
 
     def fileno(self) -> None:
-        """MPI has none."""
+        """None: MPI has no descriptor to wait for."""
 
     def left(self, rank: int) -> None:
-        """MPI tells a process that has left from one that died."""
+        """Do nothing: MPI distinguishes a process that has left from one that died."""
 
     # -- control messages ----------------------------------------------------------------------------------------
 
@@ -213,7 +210,7 @@ class MpiTrainersPort:
             except MPI.Exception as error:
                 if not self._acknowledge(error):
                     break
-                continue  # what the dead one said before is still there
+                continue  # messages that a dead rank sent before are still pending
             self._receive(seen, status)
         sending, self._sending = self._sending, []
         for rank, request, message in sending:
@@ -236,7 +233,7 @@ class MpiTrainersPort:
         source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
         rank = self._trainer.get(source)
         if rank is None or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
-            # Taken out of the queue by matching it, and never received: no memory is spent on it.
+            # Matched and never received: the message leaves the queue and takes no memory here.
             self._comm.Improbe(source, CONTROL_TAG)
             if rank is not None:
                 self.drop(
@@ -262,7 +259,7 @@ class MpiTrainersPort:
         requests: list[MPI.Request] = []
         self._receives[rank, slot] = requests
         try:
-            # One by one: those that are posted when one fails are withdrawn.
+            # extend() appends one by one, so `cancel` withdraws the receives posted before a failure.
             requests.extend(self._comm.Irecv(target, world_rank, data_tag(slot)) for target in targets)
         except MPI.Exception as error:
             self.cancel(rank, slot)
@@ -302,14 +299,14 @@ class MpiTrainersPort:
     # -- who is dead ---------------------------------------------------------------------------------------------
 
     def drop(self, rank: int, reason: str) -> None:
-        """Take a trainer for lost: `poll` reports it once, nothing more is sent to it."""
+        """Count a trainer as lost: `poll` reports it once, and no more messages are sent to it."""
         if rank not in self._lost:
             self._lost.add(rank)
             self._newly_lost.append((rank, f"rank {rank} {reason}"))
 
     def _lose(self, rank: int, error: MPI.Exception, statuses: Sequence[MPI.Status] = ()) -> None:
         classes = {error.Get_error_class()}
-        if MPI.ERR_IN_STATUS in classes:  # of several requests: each status has its own error
+        if MPI.ERR_IN_STATUS in classes:  # several requests: each status has its own error
             classes |= {MPI.Get_error_class(status.Get_error()) for status in statuses}
         if classes & _LOST:
             self.drop(rank, "is dead")
@@ -317,7 +314,7 @@ class MpiTrainersPort:
             self.drop(rank, f"cannot be reached (MPI: {error.Get_error_string()})")
 
     def _acknowledge(self, error: MPI.Exception) -> bool:
-        """Learn who died; until this is done every probe raises. False if that is not what the error was."""
+        """Acknowledge dead processes: until then every probe raises. False if no trainer was newly found dead."""
         if error.Get_error_class() not in _LOST:
             raise PeerLost(f"stager: MPI failed while polling: {error.Get_error_string()}") from error
         before = len(self._lost)
@@ -339,6 +336,6 @@ def _withdrawn(request: MPI.Request) -> bool:
         request.Cancel()
         return any(request.Test() for _ in range(_CANCEL_POLLS))
     except MPI.Exception as error:
-        # A receive from a dead process ends with this error: it is over, which is what was wanted.
+        # A receive from a dead process completes with this error, so it is withdrawn.
         _log.debug("cancelled receive: %s", error)
         return True

@@ -1,4 +1,4 @@
-"""Preemption notices at the stager: ranks' messages in, the decisions of holdfast/notices/preemption.py carried out.
+"""Preemption notices at the stager: passes ranks' messages to holdfast/notices/preemption.py, executes its decisions.
 
 NOTICE, AT, OFFER, DECLINE ─┐                ┌─► SAVE_AT to every rank
 staged, declined, failed ───┼─► PreemptionCoordinator ───┼─► one clear log line
@@ -24,7 +24,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class Notices:
-    """See the module. The loop's thread. `in_flight`: checkpoints in flight, oldest first."""
+    """Handles NOTICE and AT. Only for the loop's thread. `in_flight`: checkpoints in flight, oldest first."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Notices:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainers, self._events, self._clock, self._attempt = trainers, events, clock, attempt
-        self.terminates = False  # a rank has heard that its machine will be taken away
+        self.terminates = False  # a rank's machine got a notice that it will be taken away
         self._coordinator = PreemptionCoordinator(
             trainers.ranks,
             in_flight,
@@ -46,7 +46,7 @@ class Notices:
         )
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """NOTICE or AT of a rank. Raises `ProtocolError`: the message does not hold what it should."""
+        """Handle NOTICE or AT of a rank. Raises `ProtocolError`: the message is malformed."""
         self._do(self._coordinator.hear(rank, self._trainers.name(rank), frame, self._clock()))
 
     def offered(self, step: int) -> None:
@@ -58,11 +58,11 @@ class Notices:
         self._do(self._coordinator.staged(step, nbytes, seconds, self._clock()))
 
     def ended(self, step: int, reason: str) -> None:
-        """A checkpoint was declined or has failed, for all."""
+        """A checkpoint was declined or has failed, on all ranks."""
         self._do(self._coordinator.ended(step, reason, self._clock()))
 
     def left(self, rank: int, reason: str) -> None:
-        """Nothing more comes from this rank."""
+        """A rank has left, is lost, or was dropped."""
         self._do(self._coordinator.rank_left(rank, reason, self._clock()))
 
     def tick(self) -> None:

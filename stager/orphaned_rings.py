@@ -1,7 +1,7 @@
-"""Rings on this machine whose flusher is gone, of other shares of the run, with checkpoints in them.
+"""Rings on this machine with checkpoints and without a flusher, of other shares of the run.
 
-A share that this job does not have is nobody's: its ring needs a flusher, or the checkpoints in it are never whole.
-The ring of another stager of this job is left to that stager, which finds it if it runs on this machine.
+A ring whose share no stager of this job has needs a flusher, or its checkpoints are never whole. The ring of another
+stager's share is left to that stager, which finds the ring if it runs on this machine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ANSWER_SECONDS_MAX = 2.0
 
 
 class OrphanedRing(NamedTuple):
-    """See the module. `share`: to start its flusher with; `has_stager`: whether this job has a stager for that, on
-    whatever machine.
+    """A ring without a flusher. `share`: to start one with. `has_stager`: this job has a stager with that share, maybe
+    on another machine.
     """
 
     directory: Path
@@ -29,13 +29,13 @@ class OrphanedRing(NamedTuple):
     has_stager: bool
 
     def command(self, store: str) -> str:
-        """The line for a person to type, which publishes what is in it."""
+        """The command line that publishes the ring's checkpoints, for people to type."""
         share = f" --share {self.share}" if self.share.writers > 1 else ""
         return f"holdfast flusher --store {store}{share}"
 
 
 def orphaned_rings(store: str, runtime_dir: Path | None, own: ShareNumber) -> list[OrphanedRing]:
-    """The orphaned rings of a run, by share. `own`: the share of the stager that asks."""
+    """Find the orphaned rings of a run, by share. `own`: the share of the calling stager."""
     lead = runtime_directory(store, runtime_dir)
     places = {0: lead, **share_directories(lead)}
     found = []
@@ -55,6 +55,6 @@ def _is_left(directory: Path) -> bool:
         has_ring = (directory / "journal").exists() and bool(checkpoint_names(directory))
         return has_ring and ask(socket_path(directory, "flusher"), seconds_max=_ANSWER_SECONDS_MAX) is None
     except (FileNotFoundError, ConfigError):
-        return False  # none, or another user's
+        return False  # no such directory, or another user's
     except HoldfastError:
-        return False  # there is one, and it does not answer
+        return False  # its flusher lives, and does not answer

@@ -1,11 +1,11 @@
-"""The stager that rank 0 of a job has started: it serves that job and its next starts, and ends by itself.
+"""The stager that rank 0 of a job has started: it serves that job and its restarts, and ends by itself.
 
     rank 0 ─► listening, says so on stdout ─► serving ─┬─ all ranks have left ─► what is staged is written ─► ended
                                                  ▲     └─ ranks are lost ─► waits for the next start ─┬─► ended
                                                  └──────────────────────── it comes ──────────────────┘
 
 A signal that ends the whole job (SIGTERM by Slurm) reaches this process as well, while the ranks save once more. After
-the first signal it therefore serves its ranks to their end, and waits for no later start.
+the first signal the stager therefore serves its ranks until they leave, and waits for no restart.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from stager.standing import StandingStager, key_of
 
 _log = logging.getLogger("holdfast.stager")
 
-_IDLE_SECONDS_MAX = 60.0  # torchrun starts its ranks again in less
+_IDLE_SECONDS_MAX = 60.0  # torchrun restarts its ranks sooner
 
 
 class OwnStager(StandingStager):
-    """See the module. Main thread. `host` is what ranks connect to. Raises as `StandingStager`, but not `StoreError`:
-    the ranks hear of it.
+    """A `StandingStager` that ends with its job. Main thread. `host`: the name that ranks connect to. Raises as
+    `StandingStager`, but no `StoreError`: that is reported to the ranks.
     """
 
     def __init__(self, config: StagerConfig, host: str) -> None:
@@ -39,7 +39,7 @@ class OwnStager(StandingStager):
         say_place(OwnStagerPlace(str(place), ""))
 
     def _attach_early(self) -> Flusher | None:
-        return None  # at the first job, so that all its ranks hear why there is no flusher
+        return None  # attach at the first job, so that its ranks are told why there is no flusher
 
     def run(self, *, jobs: int | None = None) -> None:
         """As `StandingStager.run`."""
@@ -56,7 +56,7 @@ class OwnStager(StandingStager):
             self._serving = False
 
     def _ends_with_job(self) -> bool:
-        # A start that came while the checkpoints of the one before were written is waiting already.
+        # A restart may be waiting already, since the last job's checkpoints were being written.
         return (not self._lost or self._is_last) and self._listener.next_job() is None
 
     def _told_to_stop(self, number: int, frame: FrameType | None) -> None:

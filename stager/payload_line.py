@@ -3,8 +3,8 @@
     header ─► place posted for (rank, slot)? ── yes ─► recvmsg_into the slot ─► taken ─► receipt
                         └─ no, taken before, withdrawn, or another size ─► read and dropped ─► receipt
 
-The memory of a slot is written only as long as its place is wanted: one that is withdrawn, or filled over another
-connection, is left at once, in the middle of a payload if need be.
+A slot's memory is written only while its place is wanted. When a place is withdrawn, or filled over another connection,
+the rest of the payload is dropped.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from holdfast.image.entries import Extent
 from holdfast.net.payload_frame import HEADER, RECEIPT, PayloadHeader
 from holdfast.net.tls import AnySocket
 
-_BYTES_PER_TURN_MAX = 16 << 20  # then it is another connection's turn
-_PIECES_PER_CALL_MAX = 512  # half of what the system takes in one call
+_BYTES_PER_TURN_MAX = 16 << 20  # then other connections get their turn
+_PIECES_PER_CALL_MAX = 512  # half of the system's limit for one call
 _DROPPED_BYTES = 256 * 1024
 _NBYTES_MAX = 1 << 31
-_RECEIPTS_BYTES_MAX = 4 << 20  # of payloads that lie in the buffers of the connection there are fewer
+_RECEIPTS_BYTES_MAX = 4 << 20  # more than the payloads that fit into the connection's buffers can need
 
 
 @dataclass(slots=True)
 class Place:
-    """Where a payload belongs. `pieces`: parts of it, in the order of the payload's bytes."""
+    """Target of a payload. `pieces`: parts of `memory`, in the order of the payload's bytes."""
 
     memory: memoryview
     pieces: tuple[Extent, ...]
@@ -37,12 +37,12 @@ class Place:
 
 
 class PayloadLine:
-    """See the module. One thread.
+    """Reads payloads from one connection into the ring, and sends receipts. One thread.
 
     Args:
-        open_place: Where this payload belongs; None if it is to be dropped.
-        taken: Called with its header when all of a payload has been read, and with the place that was open for it when
-            it began; None if that is not wanted any more.
+        open_place: Returns the target of a payload; None to drop it.
+        taken: Called when a payload was read to its end, with the header and the place that `open_place` returned; None
+            if that place is no longer wanted.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class PayloadLine:
         self._receipts = bytearray()
 
     def read(self) -> None:
-        """Take what has come, at most some MiB.
+        """Read available bytes, at most `_BYTES_PER_TURN_MAX`.
 
         Raises:
-            ProtocolError: The rank sends no payload, or does not read its receipts.
+            ProtocolError: The header is invalid, or the rank does not read its receipts.
             OSError: The connection has ended, or is broken.
         """
         budget = _BYTES_PER_TURN_MAX
@@ -133,12 +133,12 @@ class PayloadLine:
             )
 
     def write(self) -> None:
-        """Send the receipts that are due, as far as there is room. Raises `OSError`: the connection is broken."""
+        """Send pending receipts until the socket's buffer is full. Raises `OSError`: the connection is broken."""
         if self._receipts:
             with contextlib.suppress(BlockingIOError):
                 del self._receipts[: self._sock.send(self._receipts)]
 
     @property
     def owes(self) -> bool:
-        """Whether receipts wait for room."""
+        """Whether receipts are pending."""
         return bool(self._receipts)

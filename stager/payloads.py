@@ -3,7 +3,7 @@
     credit granted ─► receive posted ── SENT heard ─► looked at each turn ─► arrived
                             └── credit given back, rank lost ─► cancelled
 
-Only those of which SENT has come are looked at: the test of a request costs something, and there may be thousands.
+Only payloads whose SENT has arrived are polled: testing a receive has a cost, and thousands may be posted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stager.trainers_port import TrainersPort
 
 
 class Arrival(NamedTuple):
-    """The payload of one credit is complete: `nbytes` came, `expected_bytes` should."""
+    """The payload of one credit is complete: `nbytes` arrived, of `expected_bytes`."""
 
     rank: int
     step: int
@@ -39,24 +39,24 @@ class Payloads:
 
     @property
     def arriving(self) -> bool:
-        """Whether a payload is under way that its rank says it has sent."""
+        """Whether a payload is in flight whose SENT has arrived."""
         return bool(self._arriving)
 
     def use(self, ring: Ring) -> None:
-        """From now on receive into another ring. Only while nothing is posted."""
-        assert not self._posted, "payloads are still under way into the ring before"
+        """Receive into another ring from now on. Only while no receive is posted."""
+        assert not self._posted, "payloads are still in flight into the old ring"
         self._memory = _memory(ring)
 
     def grow(self, ring: Ring, slots: Iterable[int]) -> None:
-        """The ring has these slots, too."""
+        """Add slots by which the ring has grown."""
         self._memory += [ring.slot_memory(slot) for slot in slots]
 
     def close(self) -> None:
-        """Let go of the ring's memory."""
+        """Release the ring's memory."""
         self._memory = []
 
     def post(self, rank: int, slot: int, step: int, chunk: int, layout: Layout) -> None:
-        """Be ready for `rank`'s pieces of `chunk`; then send it the credit."""
+        """Post the receive of `rank`'s pieces of `chunk`; send the credit only after this."""
         start = layout.chunk_extent(chunk).offset
         extents = layout.pieces(chunk, rank)
         pieces = tuple(Extent(extent.offset - start, extent.nbytes) for extent in extents)
@@ -65,19 +65,19 @@ class Payloads:
         self._port.post(rank, slot, self._memory[slot], pieces)
 
     def announced(self, rank: int, step: int, chunk: int) -> None:
-        """The rank says that it has sent it: look for it from now on."""
+        """Poll this payload from now on: its SENT has arrived."""
         slot = self._slots.get((rank, step, chunk))
         if slot is not None:
             self._arriving.add((rank, slot))
 
     def cancel(self, rank: int, slot: int) -> None:
-        """It will not come."""
+        """Withdraw the receive of a payload that will not be sent."""
         self._port.cancel(rank, slot)
         self._forget(rank, slot)
         self._arriving.discard((rank, slot))
 
     def look(self) -> list[Arrival]:
-        """Payloads since the last look."""
+        """Return the payloads that were completed since the last call."""
         found = []
         for place in list(self._arriving):
             nbytes = self._port.received(*place)

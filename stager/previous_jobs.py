@@ -1,10 +1,10 @@
-"""Waits for checkpoints of earlier jobs that neither the ring nor the store has whole: restore would miss them.
+"""Waits for checkpoints of earlier jobs that are whole neither in the ring nor in the store: restore would miss them.
 
     HELLO ─► anything staged by an earlier attempt? ── yes ─► all its chunks in the ring? ─ no ─► wait, deadline ─┐
                             │ no                                       │ yes: fetched from there                  │
                             └──────────────────────────────────────────┴──────────────► WELCOME ─► restore ◄──────┘
 
-Training would otherwise resume from an older checkpoint than the one that was reported as staged. A slow or failing
+Otherwise training would resume from an older checkpoint than the one that was reported as staged. A slow or failing
 store does not delay a restart if the ring has every chunk.
 """
 
@@ -24,10 +24,8 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class PreviousJobs:
-    """See the module.
-
-    `seconds_max`: how long the trainers are kept waiting, from the first look on. `share`: the chunks of an image that
-    this stager's ring is to have, as one of several; None: all.
+    """Decides whether the ranks may restore yet. `seconds_max`: the longest wait, from the first check that found a
+    missing checkpoint. `share`: the chunks of an image that belong to this stager, if it is one of several; None: all.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class PreviousJobs:
         self._settled = False
 
     def settled(self, ring: Ring, attempt: int) -> bool:
-        """Whether restore can read everything that earlier attempts staged, or the wait is over."""
+        """Whether restore can read every step that earlier attempts staged, or the wait has timed out."""
         if self._settled:
             return True
         now = self._clock()
@@ -82,7 +80,7 @@ class PreviousJobs:
             try:
                 layout = ring.layout(held.staged_digest) if held.staged_digest else None
             except ProtocolError:
-                continue  # the flusher's to report
+                continue  # the flusher reports it
             if layout is not None:
                 own = range(layout.chunks) if self._share is None else self._share(layout)
                 if held.fitting(layout).issuperset(own):
@@ -91,7 +89,7 @@ class PreviousJobs:
 
 
 def _staged_before(ring: Ring, attempt: int) -> list[CheckpointId]:
-    """Oldest first. The flusher reports a record that cannot be read."""
+    """Return staged checkpoints of earlier attempts, oldest first. The flusher reports unreadable records."""
     found = []
     for key in ring.checkpoint_names():
         if key.attempt < attempt:

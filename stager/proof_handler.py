@@ -1,6 +1,7 @@
-"""Keeps beside the ring what the ranks used in the first step after a checkpoint, once all ranks have said it.
+"""Records what the ranks used in the first step after a checkpoint, once the digests of all ranks have arrived.
 
-The flusher is told then (holdfast/ring/proofs.py). It also hears from rank 0 how the resume of this job went.
+The record is written beside the ring (holdfast/ring/proofs.py), then the flusher is told. Rank 0's report of how this
+job's resume went becomes an event.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class ProofHandler:
-    """See the module. For the loop's thread."""
+    """Handles PROOF. Only for the loop's thread."""
 
     def __init__(self, line: FlusherLine, events: EventLog, *, ranks: int) -> None:
         self._line, self._events, self._ranks = line, events, ranks
@@ -29,7 +30,7 @@ class ProofHandler:
         self._known: list[ProofRecord] = []
 
     def hear(self, rank: int, frame: Frame) -> None:
-        """PROOF of a rank. Raises `ProtocolError`."""
+        """Handle PROOF of a rank. Raises `ProtocolError`."""
         key, said = read_proof(frame)
         if isinstance(said, ResumeProof):
             if rank != 0:
@@ -38,7 +39,7 @@ class ProofHandler:
             return
         digests = self._coming.setdefault(key, {})
         digests[rank] = said
-        while len(self._coming) > PROOFS_MAX:  # of checkpoints of which a rank has never said it
+        while len(self._coming) > PROOFS_MAX:  # drop the oldest: some rank never sent its digest
             del self._coming[next(iter(self._coming))]
         if len(digests) < self._ranks:
             return
@@ -50,6 +51,7 @@ class ProofHandler:
         self._line.send("proof")
 
     def again(self) -> None:
+        """Tell the next flusher all proofs of this job."""
         if self._known:
             self._write()
             self._line.send("proof")
@@ -57,7 +59,7 @@ class ProofHandler:
     def _write(self) -> None:
         directory = self._line.flusher.ring.directory
         keys = {one.key for one in self._known}
-        before = [one for one in read_proofs(directory) if one.key not in keys]  # of the jobs before
+        before = [one for one in read_proofs(directory) if one.key not in keys]  # of earlier jobs
         try:
             write_proofs(directory, [*before, *self._known])
         except (StoreError, ConfigError) as error:

@@ -1,13 +1,13 @@
-"""Handles everything that comes from the ranks: messages, payloads, silence, ends.
+"""Handles all input from the ranks: messages, payloads, silence, loss.
 
-    HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
+    HELLO ─► WELCOME, once restore can read every step that earlier jobs have staged
     OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE, FITS ─► LayoutRound
     NOTICE, AT ─► Notices      WISH, HERE ─► IntervalHandler      FETCH ─► Fetches      DOUBT ─► DoubtHandler
     PROOF ─► ProofHandler
-    BEAT: it was heard
-    BYE, dead, broke the protocol ─► it has left: everybody here hears of it
+    BEAT: only proves that the rank is alive
+    BYE, dead, broke the protocol ─► the rank has left: each of these parts is told
 
-After one wrong message of a rank the next cannot be trusted: the rank is told why, and ignored from then on.
+A rank that sends one invalid message is told why and ignored from then on: its next message cannot be trusted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _log = logging.getLogger("holdfast.stager")
 
 
 class RankHandler:
-    """See the module. For the loop's thread."""
+    """Dispatches the ranks' input to the other parts of the stager. Only for the loop's thread."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class RankHandler:
 
     @property
     def streaming(self) -> bool:
-        """Whether bytes are under way that move only while the port is asked."""
+        """Whether bytes are in flight that move only while the port is polled."""
         return self._payloads.arriving or self._fetches.busy or self._port.unsent
 
     def turn(self) -> bool:
-        """Handle everything that has arrived; whether anything had."""
+        """Handle all input that has arrived; return whether there was any."""
         seen = self._port.poll()
         for rank, message in seen.messages:
             if rank in self._trainers.present:
@@ -95,7 +95,7 @@ class RankHandler:
         return bool(seen.messages or seen.lost or received or answered)
 
     def tick(self, now: float) -> None:
-        """Check the deadlines, and which ranks are silent."""
+        """Check deadlines, welcome ranks that may restore, and find silent ranks."""
         self._notices.tick()
         self._interval.tick()
         if late := self._round.late(now):
@@ -115,7 +115,7 @@ class RankHandler:
         return bool(arrivals)
 
     def _take(self, rank: int, event: Event) -> None:
-        """Pass an event on; a protocol error counts against its rank."""
+        """Pass an event to the session; drop the rank if the event breaks the protocol."""
         self._actions.take(event, lambda error: self._broke_protocol(rank, error))
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class RankHandler:
         silence = self._trainers.heard(rank)
         if silence is not None:
             name = self._trainers.name(rank)
-            _log.warning("%s is heard again after %.0f s; checkpoints go on", name, silence.seconds)
+            _log.warning("%s is heard again after %.0f s; checkpoints resume", name, silence.seconds)
             self._events.emit("rank_back", {"silent_rank": rank, "name": name, "seconds": silence.seconds})
             self._actions.take(RankBack(rank))
         try:
@@ -145,7 +145,7 @@ class RankHandler:
                 self._proofs.hear(rank, frame)
             elif frame.kind is Kind.FETCH:
                 self._fetches.hear(rank, frame)
-            elif frame.kind is not Kind.BEAT:  # it was heard, which is all that says
+            elif frame.kind is not Kind.BEAT:  # `heard` above has noted the beat
                 self._hear_frame(rank, frame)
         except ProtocolError as error:
             self._broke_protocol(rank, error)
@@ -191,12 +191,12 @@ class RankHandler:
     # -- ranks that join, fall silent, and leave -------------------------------------------------------------------
 
     def _greet(self) -> None:
-        """Welcome the ranks that have joined, once restore would see everything that earlier jobs staged."""
+        """Welcome the ranks that have joined, once restore can read every step that earlier jobs staged."""
         flusher = self._line.flusher
         if not self._unwelcomed:
             return
         for rank in self._unwelcomed:
-            self._trainers.heard(rank)  # it waits for us, and answers no beats before it is welcome
+            self._trainers.heard(rank)  # before WELCOME a rank answers no beats
         if self._previous_jobs.settled(flusher.ring, flusher.attempt):
             for rank in self._unwelcomed & self._trainers.present:
                 self._trainers.welcome(rank, self._welcome().to_frame())
@@ -232,7 +232,7 @@ class RankHandler:
             self._interval.silent(f"{name} has been silent")
 
     def _broke_protocol(self, rank: int, error: ProtocolError) -> None:
-        """Tell the rank why, and drop it: after one wrong message the next cannot be trusted."""
+        """Tell the rank why, and drop it."""
         _log.error("rank %d broke the protocol and is dropped: %s", rank, error)
         self._trainers.send(rank, self._refusal(error))
         self._leave(rank, f"rank {rank} broke the protocol: {error}", loud=True)
@@ -244,9 +244,11 @@ class RankHandler:
         self._port.left(rank)
         self._fetches.left(rank)
         if loud:
-            _log.error("%s; the steps that it had not sent are given up, the other ranks go on", reason)
+            _log.error("%s; the steps that it had not sent are given up, the other ranks continue", reason)
             self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
-        self._notices.left(rank, reason)  # first: what the session gives up for it is then not tried again
+        self._notices.left(
+            rank, reason
+        )  # first: otherwise it would retry the steps that the session fails now
         self._interval.left(reason, lost=loud)
         self._actions.take(RankLost(rank, reason))
         self._answer(self._round.lost(rank, reason, by_itself=not loud))

@@ -1,4 +1,4 @@
-"""Tells which sockets can be read or written now: epoll, with an owner for each socket."""
+"""An event loop over epoll: calls each socket's callback when the socket can be read or written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OnReady = Callable[[bool, bool], None]
 
 
 class Reactor:
-    """See the module. One thread; nothing here waits."""
+    """Calls callbacks of ready sockets. One thread; no method blocks."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -23,7 +23,7 @@ class Reactor:
         self._wanting: set[int] = set()
         self._each_turn: list[Callable[[], None]] = []
         self._with_tls: dict[int, TlsSocket] = {}
-        self._unread: set[int] = set()  # of these: bytes that no event tells of
+        self._unread: set[int] = set()  # TLS sockets with decrypted bytes, which epoll does not report
         self._wake = -1
 
     def fileno(self) -> int:
@@ -31,7 +31,7 @@ class Reactor:
         return self._epoll.fileno()
 
     def watch(self, sock: AnySocket, on_ready: OnReady) -> None:
-        """From now on call `on_ready(readable, writable)` in `turn` when there is something to read."""
+        """Have `turn` call `on_ready(readable, writable)` when the socket can be read."""
         descriptor = sock.fileno()
         self._on_ready[descriptor] = on_ready
         self._epoll.register(descriptor, select.EPOLLIN)
@@ -40,14 +40,14 @@ class Reactor:
             self._note_unread(descriptor)
 
     def want_write(self, sock: AnySocket, wanted: bool) -> None:
-        """Whether to call it when there is room to write, too."""
+        """Set whether the callback is also called when the socket can be written."""
         descriptor = sock.fileno()
-        if wanted != (descriptor in self._wanting):  # a call of the system for each message would cost
+        if wanted != (descriptor in self._wanting):  # saves a system call for each message
             self._epoll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
             (self._wanting.add if wanted else self._wanting.discard)(descriptor)
 
     def unwatch(self, sock: AnySocket) -> None:
-        """Watch it no more; it stays open. Safe to call twice."""
+        """Stop watching the socket, which stays open. Safe to call twice."""
         descriptor = sock.fileno()
         if descriptor >= 0 and self._on_ready.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
@@ -56,16 +56,16 @@ class Reactor:
             self._unread.discard(descriptor)
 
     def close(self, sock: AnySocket) -> None:
-        """Watch it no more, and close it. Safe to call twice."""
+        """Stop watching the socket, and close it. Safe to call twice."""
         self.unwatch(sock)
         sock.close()
 
     def each_turn(self, call: Callable[[], None]) -> None:
-        """Call this in every turn, for what has a deadline."""
+        """Have every `turn` call this, to check deadlines."""
         self._each_turn.append(call)
 
     def turn(self) -> bool:
-        """Call whom the present events concern; whether there were any."""
+        """Call the callbacks of all ready sockets; return whether there were events."""
         for call in self._each_turn:
             call()
         unread, self._unread = self._unread, set()
@@ -82,13 +82,13 @@ class Reactor:
 
     def _call(self, descriptor: int, readable: bool, writable: bool) -> None:
         on_ready = self._on_ready.get(descriptor)
-        if on_ready is not None:  # a call before this one has not closed it
+        if on_ready is not None:  # an earlier callback of this turn may have closed the socket
             on_ready(readable, writable)
             if self._with_tls:
                 self._note_unread(descriptor)
 
     def _note_unread(self, descriptor: int) -> None:
-        """Decrypted bytes of TLS that are still unread are handled in the next turn, which is due at once."""
+        """If a TLS socket still has decrypted bytes, wake the next turn at once to handle them."""
         sock = self._with_tls.get(descriptor)
         if sock is None or sock.fileno() < 0 or not sock.pending():
             return

@@ -1,11 +1,11 @@
-"""Shared-memory files of Open MPI: written down while the job lives, so that the next stager can remove them.
+"""Shared-memory files of Open MPI, listed while the job lives so that the next stager can remove leftovers.
 
     joined ─► which sm_segment.* does this process map? ─► mpi-segments-<pid> in the runtime directory, locked
-    at the end ─► they are removed, and the list        a list that nobody locks is a dead stager's ─► the same
+    at the end ─► files and list are removed            a list without a lock is a dead stager's ─► the same
 
-mpirun removes them at the end of its job. When mpirun itself gets SIGKILL nobody does, and each kill would leave some
-megabytes in the memory of the node that stays. A name that is removed while somebody still maps the file does no
-harm: ranks attach to each other's segments at start-up only.
+mpirun removes these files at the end of its job. If mpirun itself gets SIGKILL they stay, and each kill would leak some
+megabytes of the on-demand node's memory. Removing a file that another process still maps does no harm: ranks attach to
+each other's segments at start-up only.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _MAPS = Path("/proc/self/maps")
 
 
 def mapped_segments(maps: str) -> list[str]:
-    """The shared-memory files of Open MPI in a text like that of /proc/self/maps, each once."""
+    """Find the shared-memory files of Open MPI in the text of /proc/self/maps, each once."""
     paths = (line.split(maxsplit=5)[5:] for line in maps.splitlines())
     found = (path[0] for path in paths if path and _is_segment(path[0]))
     return list(dict.fromkeys(found))
 
 
 class SegmentList:
-    """This process's list. Files that dead stagers have listed are removed first.
+    """The list of this process. Making it removes the files that dead stagers have listed.
 
-    Never raises: what is at stake is some memory, not a checkpoint. One that is not closed counts as a dead stager's
-    when this process has ended.
+    Never raises: a failure leaks some memory, not a checkpoint. If a process ends without `close`, its list counts as a
+    dead stager's.
 
     Args:
         base: The runtime directory of this machine, above the runs.
@@ -61,7 +61,7 @@ class SegmentList:
             _log.warning("leftover shared memory of Open MPI cannot be removed in %s: %s", base, error)
 
     def close(self) -> None:
-        """This job is at its end: mpirun would remove its segments, if it still lives."""
+        """Remove the listed files and the list, at the end of the job; mpirun may be dead by now."""
         if self._fd >= 0:
             for name in self._listed:
                 _remove(Path(name))
@@ -72,7 +72,7 @@ class SegmentList:
 
 
 def _clear(path: Path) -> None:
-    """Remove what a dead stager has listed, and its list."""
+    """Remove the files that a dead stager has listed, and its list."""
     try:
         fd = open_private_file(path, os.O_RDWR)
     except FileNotFoundError:

@@ -1,14 +1,14 @@
-"""One job at the stager: the loop from its first rank to the last durable step, and a start that is refused.
+"""Serves one job: the loop from its first rank to the last durable step, and the refusal of a start.
 
     RankHandler ── messages, payloads, silent or dead ranks ─┐               ┌─► Trainers     credits, verdicts
     FlusherHandler ── began, freed, durable, failed ─────────┼─► Session ────┼─► Payloads     receives
     the clock ── ticks ──────────────────────────────────────┘   (Actions)   ├─► Ring         FILLING, FULL, FREE
                                                                              └─► FlusherLine  doorbell
 
-One thread. It never blocks on a peer; when nothing happens it sleeps on the flusher's socket, longer each time. A
-flusher that dies changes nothing for the trainers: another one is found, and told what the session knows. The loop ends
-when every trainer has left or is dead; the flusher is then told to finish, and waited for. A stager that is told to
-stop declines every further offer, and ends once nothing more can become staged. The ranks that are still there hear how
+One thread, which never blocks on a peer; an idle loop sleeps on the flusher's socket, longer each time. The trainers do
+not notice the death of a flusher: the stager finds another one, and tells it what the session knows. The loop ends when
+every trainer has left or is dead; the stager then tells the flusher to finish, and waits for it. A stager that is told
+to stop declines every new step, and ends once no step in flight can become staged. It tells the remaining ranks how
 their steps end.
 """
 
@@ -54,17 +54,18 @@ _TICK_SECONDS = 0.25
 _DRAIN_SECONDS_MAX = 600.0
 _DRAIN_FAILURES_MAX = 8  # flushers in a row that did nothing, with pauses of half a minute in all
 _PAUSE_SECONDS_MIN = 50e-6
-_BUSY_PAUSE_SECONDS_MAX = 0.5e-3  # while bytes are under way: sleeping longer would cost bandwidth
+_BUSY_PAUSE_SECONDS_MAX = 0.5e-3  # while bytes are in flight: a longer sleep would cost bandwidth
 _IDLE_PAUSE_SECONDS_MAX = 5e-3
-# A full ring waits for the store: a look at the ranks every moment finds nothing.
-_PAUSE_PER_SECOND_WAITED = 0.02
+_PAUSE_PER_SECOND_WAITED = (
+    0.02  # while a full ring waits for the store, frequent polls of the ranks find nothing
+)
 _REFUSAL_PAUSE_SECONDS = 5e-3
 _LAST_WORDS_SECONDS_MAX = 2.0
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 
 class StagerService:
-    """Serves one job. `is_stopping`: whether the stager was told to stop; asked at each turn."""
+    """Serves one job. `is_stopping`: whether the stager was told to stop; called at each turn."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class StagerService:
 
         previous_jobs = PreviousJobs(
             config.start_seconds_max / 2, share=share, clock=clock
-        )  # the ranks wait, too
+        )  # half: the ranks' wait for WELCOME has a limit, too
         self._rank_handler = RankHandler(
             config, port, self._actions, doubts, proofs, previous_jobs, clock=clock
         )
@@ -125,16 +126,16 @@ class StagerService:
 
     @property
     def lost_ranks(self) -> set[int]:
-        """Trainers that died, were dropped, or were left alone by a stager that stops, rather than left."""
+        """Trainers that did not leave: they died, were dropped, or were still present when the stager stopped."""
         return self._trainers.lost
 
     def ranks_said(self) -> list[RankStatus]:
-        """The state of each rank, for `holdfast status`. From any thread."""
+        """The state of each rank, for `holdfast status`. Any thread."""
         return self._trainers.said()
 
     def run(self) -> None:
         """Serve until every trainer has left, or this stager is stopping; then let the flusher finish. Raises
-        `PeerLost`: the flusher ended before all that was staged was durable, and so did those started after it.
+        `PeerLost`: one flusher after the other ended before every staged step was durable.
         """
         while not self._is_over():
             if self._turn():
@@ -147,7 +148,7 @@ class StagerService:
             self._trainers.leave(rank, lost=True)
 
     def close(self) -> None:
-        """Leave ring and flusher, which keeps running."""
+        """Detach from ring and flusher, which keeps running."""
         self._payloads.close()
         self._flusher_handler.close()
 
@@ -162,7 +163,7 @@ class StagerService:
     # -- one turn ------------------------------------------------------------------------------------------------
 
     def _turn(self) -> bool:
-        """Look at everything once; whether anything had happened."""
+        """Poll ranks and flusher once; return whether there was any input."""
         happened = self._rank_handler.turn()
         happened |= self._flusher_handler.hear()
         self._flusher_handler.mend()
@@ -175,12 +176,12 @@ class StagerService:
     def _tick(self, now: float) -> None:
         reap()
         if self._line.cut:
-            self._actions.take(FlusherGone(self._line.cut))  # again: by now more may be known of why
+            self._actions.take(FlusherGone(self._line.cut))  # again: the reason may have become more precise
         self._actions.take(Tick())
         self._rank_handler.tick(now)
 
     def _rest(self) -> None:
-        """Give the core away; wake at once when the flusher says something, or a rank over TCP."""
+        """Yield the core; wake when the flusher sends a message, or a rank does over TCP."""
         wakes = self._port.fileno()
         if wakes is not None:
             self._line.wait(_TICK_SECONDS, wakes)
@@ -198,22 +199,21 @@ class StagerService:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """The trainers are gone: wait until the flusher has made all staged checkpoints durable.
+        """Wait until the flusher has made all staged checkpoints durable.
 
-        Unless some were lost, or another stager leads, and the ring is kept: the next attempt is waiting for us to end,
-        and begins from the ring.
+        Return earlier if ranks were lost or another stager leads, and the ring is kept: the next attempt waits for this
+        process to end, and restores from the ring.
         """
         told: Flusher | None = None
         deadline = self._clock() + _DRAIN_SECONDS_MAX
         said = ""
         while told is None or not self._flusher_handler.drained:
             is_settled = not (self._line.cut or self._session.may_stage)
-            # A checkpoint that the lead has not published may never end, and ranks may wait to join again with another
-            # attempt.
-            goes_on = bool(self.lost_ranks) or not self._config.share.leads
-            if goes_on and is_settled and is_kept(self._line.flusher.ring.directory):
+            # The lead may never publish a checkpoint, and ranks may wait to join again with another attempt.
+            may_restart = bool(self.lost_ranks) or not self._config.share.leads
+            if may_restart and is_settled and is_kept(self._line.flusher.ring.directory):
                 return
-            # A checkpoint that still streams through a smaller ring may become staged: finish would end it.
+            # "finish" would end a checkpoint that still streams through a smaller ring and may become staged.
             if told is not self._line.flusher and not self._line.cut and not self._session.may_stage:
                 told = self._line.flusher
                 self._line.send("finish", interrupted=bool(self.lost_ranks) or self._notices.terminates)
@@ -222,12 +222,14 @@ class StagerService:
             left_seconds = deadline - self._clock()
             if left_seconds <= 0:
                 _log.error(
-                    "the flusher (process %d) has not written all checkpoints within %g s; it goes on alone",
+                    "the flusher (process %d) has not written all checkpoints within %g s; it continues alone",
                     self._line.flusher.pid,
                     _DRAIN_SECONDS_MAX,
                 )
                 return
-            if bool(self._line.held) != bool(said):  # its words change with each try
+            if bool(self._line.held) != bool(
+                said
+            ):  # the text differs at each try: compare only whether there is one
                 said = self._line.held
                 self._say_waiting(said, left_seconds)
             wakes = self._port.fileno() if self._trainers.present else None
@@ -253,14 +255,14 @@ class StagerService:
         flusher, line = self._line.flusher, self._line
         return PeerLost(
             f"{line.failures} flushers in a row ended, or could not be started, before all was durable "
-            f"({line.cut or 'the last one has just been started'}); mend what {line.log_path} says, "
+            f"({line.cut or 'the last one has just been started'}); fix the error in {line.log_path}, "
             f"then start the job, or `holdfast flusher --store {flusher.store_url}`: it publishes what is in "
             f"{flusher.ring.directory}"
         )
 
 
 class StartRefused(Exception):
-    """The ranks have been told why there is no stager for them, and one of them says it."""
+    """The stager could not start, and the ranks were told; one of them prints the error."""
 
     def __init__(self, error: HoldfastError) -> None:
         super().__init__(str(error))
@@ -275,13 +277,13 @@ def serve(
     is_stopping: Callable[[], bool] = lambda: False,
     lead_attempt: int = 0,
 ) -> set[int]:
-    """Receive until the ranks have left, or the stager is stopping, and all that is staged is in the store.
+    """Serve until the ranks have left or the stager is stopping, and every staged step is in the store.
 
-    `problem`: why it cannot; without a `config`, where the settings are wrong. `attached`: the flusher, if this stager
-    has attached to it already; `lead_attempt`: see `attach`. Returns the ranks that were lost, or are left alone.
+    `problem`: why the stager cannot serve; `config` is missing if the settings are wrong. `attached`: the flusher, if
+    this stager is attached already. `lead_attempt`: see `attach`. Returns the ranks that were lost or left alone.
 
     Raises:
-        StartRefused: There is no flusher, or there are no settings, and the ranks were told.
+        StartRefused: There is no flusher or no `config`, and the ranks were told.
         HoldfastError: The same, and no rank has asked; or staged checkpoints could not be written.
     """
     segments = None
@@ -295,13 +297,13 @@ def serve(
         is_told = refuse_start(port, error, is_stopping)
         if segments is not None:
             segments.close()
-        if is_told:  # the lowest rank says it: once for the job
+        if is_told:  # the lowest rank prints the error, once for the job
             _log.debug("the start was refused", exc_info=error)
             raise StartRefused(error) from None
         raise
     events = EventLog(config.events, role="stager")
     service = StagerService(config, port, flusher, events=events, is_stopping=is_stopping)
-    with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
+    with export_spans("stager", flusher.store_url, events):  # outermost: the exporter may take seconds to end
         try:
             state = StatusState("stager", flusher.store_url, ranks=service.ranks_said)
             events.listen(state.hear)
@@ -315,7 +317,7 @@ def serve(
                         "transport": _transport(config),
                     },
                 )
-                # Not before: the ranks wait for all of this, and would keep the cores from it.
+                # Not earlier: the ranks wait for the start-up, and busy ranks would slow it down.
                 yield_to_training(config.niceness)
                 service.run()
                 events.emit("stager_ended", {"lost_ranks": sorted(service.lost_ranks)})
@@ -335,11 +337,10 @@ def _transport(config: StagerConfig) -> Transport:
 def refuse_start(
     port: TrainersPort, error: HoldfastError, is_stopping: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Tell every trainer why there will be no stager, and stay until each has heard it or is gone. Returns whether a
-    trainer has asked, and so says it.
+    """Tell every trainer why the stager does not start, until each has left; return whether a trainer was told.
 
-    A script may load its model for minutes before it makes its Checkpointer, so nothing but their leaving ends this, or
-    that this stager was told to stop.
+    A script may load its model for minutes before it makes its Checkpointer. There is no deadline therefore: only the
+    ranks' leaving ends the wait, or `is_stopping`.
     """
     waiting = set(range(port.ranks))
     message = Welcome.refusal(error)
@@ -364,8 +365,10 @@ def refuse_start(
 
 
 def tell_end(port: TrainersPort, error: HoldfastError) -> None:
-    """Tell every rank that this stager ends by `error`; without that they would wait until it was silent for long."""
-    ended = ProtocolError(f"it has ended: {error}")  # a lost peer would be another rank
+    """Tell every rank that this stager ends by `error`; otherwise they would wait for their timeout."""
+    ended = ProtocolError(
+        f"it has ended: {error}"
+    )  # not PeerLost: the ranks would take that for another rank
     for rank in range(port.ranks):
         port.send(rank, wire.encode(Kind.REFUSED, body=wire.error_body(ended)))
     deadline = time.monotonic() + _LAST_WORDS_SECONDS_MAX

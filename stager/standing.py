@@ -1,12 +1,12 @@
-"""A stager that stands alone: it listens, serves one job after the other, and keeps the ring between them.
+"""A standalone stager: it listens, serves one job after the other, and keeps the ring between them.
 
     listening ── first rank of a job ─► serving ── all ranks have left or are lost ─► listening
         └── told to stop ─► no further job or step; what is staged is written ─► ended ◄──┘
 
-A job that is started again finds the ring as the one before left it, and restores from it. Without a job for
-`idle_seconds_max` it ends; so does one of a job's own after it (own.py). SIGTERM, SIGINT and a
-terminal that closes (SIGHUP, which `nohup` has ignored) tell it to stop. The ranks of a job that goes on hear of each
-later step that the stager is stopping; so they do when they come again after the connection has ended.
+A restarted job restores from the ring that its last start has left. The stager ends when no job comes for
+`idle_seconds_max`; one that a job has started also ends with that job (own.py). SIGTERM, SIGINT and a terminal that
+closes (SIGHUP, which `nohup` ignores) tell the stager to stop. Ranks that continue to train are told at each later
+step that the stager is stopping, and again when they reconnect after it has ended their connection.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _log = logging.getLogger("holdfast.stager")
 
 _TICK_SECONDS = 1.0
 _SIGNALS_MAX = 64
-_GOODBYE_SECONDS_MAX = 5.0  # a rank whose connection ends comes again at once
+_GOODBYE_SECONDS_MAX = 5.0  # a rank whose connection ends reconnects at once
 _ANY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - no address to connect to
 
 
 def key_of(config: StagerConfig) -> bytes:
-    """The key that ranks must prove they have; empty: the stager makes one for ranks on this machine. Raises
-    `ConfigError`: no key is set, and the address can be reached from other machines.
+    """Return the key that ranks must prove to have; empty: the stager makes one for ranks on this machine. Raises
+    `ConfigError`: no key is set, and other machines can reach the address.
     """
     key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
     address = parse_address(config.listen or "")
@@ -66,8 +66,8 @@ def key_of(config: StagerConfig) -> bytes:
 
 
 def tls_of(config: StagerConfig) -> StagerTls | None:
-    """The certificate that is shown to ranks; None where connections have no TLS. Raises `ConfigError`: only one of
-    certificate and private key is given, or they cannot be used.
+    """Return the stager's side of TLS; None without TLS. Raises `ConfigError`: only one of certificate and private key
+    is set, or they are unusable.
     """
     if config.tls_cert is None and config.tls_key is None:
         return None
@@ -80,7 +80,7 @@ def tls_of(config: StagerConfig) -> StagerTls | None:
 
 
 def _wrong_place(share: ShareNumber, lead_attempt: int) -> ConfigError | None:
-    """Why ranks that name this attempt have not meant a stager with this share; None if they have."""
+    """Return an error if ranks with this `lead_attempt` have mistaken this stager for another one of their list."""
     if share.leads == (lead_attempt == 0):
         return None
     taken_for = "the first stager" if lead_attempt == 0 else "one after the first"
@@ -91,13 +91,13 @@ def _wrong_place(share: ShareNumber, lead_attempt: int) -> ConfigError | None:
 
 
 class StandingStager:
-    """See the module. Main thread.
+    """Serves jobs one after the other, over TCP. Main thread.
 
     Attributes:
-        address: Where it listens; its port is known when it was chosen by the system.
+        address: The listening address, with the real port even if the setting was port 0.
 
     Raises:
-        ConfigError: It cannot listen there, has no key and should have one, or its certificate cannot be used.
+        ConfigError: The address cannot be used, a required key is missing, or the certificate is unusable.
         StoreError: The store refuses the flusher.
     """
 
@@ -107,7 +107,7 @@ class StandingStager:
         address = parse_address(config.listen or "")
         sock = listen(address)
         self.address = Address(address.host, int(sock.getsockname()[1]))
-        # Before any connection is answered: ranks look for it then.
+        # Before the first connection is answered: ranks then look for the key.
         self._own_key = None if key else StagerKey(self.address)
         if self._own_key is not None:
             key = self._own_key.key
@@ -117,8 +117,8 @@ class StandingStager:
         self._listener = JobListener(sock, self._reactor, key, ranks=config.ranks, tls=tls)
         self._stopped = False
         self._lost: set[int] = set()  # ranks of the last job
-        self._left_alone: list[int] = []  # ranks of a job that was not over when this stager was told to stop
-        # A signal wakes the loop, which then stops between two turns and not in the middle of one.
+        self._left_alone: list[int] = []  # ranks that had not left when this stager was told to stop
+        # A signal wakes the loop, which stops between two turns.
         self._signalled, self._woken = socket.socketpair()
         for end in (self._signalled, self._woken):
             end.setblocking(False)
@@ -129,8 +129,8 @@ class StandingStager:
             signal.signal(number, self._told_to_stop)
 
     def _attach_early(self) -> Flusher | None:
-        # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it. But where
-        # another stager leads, the attempt of its job is known once the ranks say it.
+        # Now, not at the first job, so that the operator sees an error of the store at once. If another stager leads,
+        # only the ranks know the attempt.
         return attach(self._config) if self._config.share.leads else None
 
     @property
@@ -149,10 +149,10 @@ class StandingStager:
         return f"HOLDFAST_STAGER={','.join(stagers)}{key} torchrun --nproc-per-node {per_node} train.py"
 
     def run(self, *, jobs: int | None = None) -> None:
-        """Serve until it is told to stop, or no job comes. `jobs`: end after this number of jobs; None: never.
+        """Serve until a signal stops the stager, or it is idle for too long. `jobs`: end after this number of jobs.
 
         Raises:
-            PeerLost: It was told to stop while ranks of a job had not left; what was staged of it is written.
+            PeerLost: The stager was told to stop before all ranks of a job had left; staged checkpoints are written.
             HoldfastError: Staged checkpoints of the last job could not be written.
         """
         served = 0
@@ -181,11 +181,11 @@ class StandingStager:
         return False
 
     def _await_job(self) -> bool:
-        """Wait for a job; False: it was told to stop, or none has come in time."""
+        """Wait for a job; False if the stager was told to stop, or no job came within `idle_seconds_max`."""
         deadline = time.monotonic() + (self._config.idle_seconds_max or math.inf)
         directory = self._directory
         waiting = functools.partial(self._said, time.time())
-        # A job has a document of its own (`serve`); between jobs nothing is at risk, and this says who waits.
+        # Between jobs: while a job is served, `serve` publishes a status document of its own.
         with serve_status(directory, "stager", waiting) if directory.is_dir() else contextlib.nullcontext():
             while not self._stopped and time.monotonic() < deadline:
                 reap()
@@ -249,14 +249,14 @@ class StandingStager:
                 self._say_goodbye(connected)
 
     def _say_goodbye(self, ranks: set[int]) -> None:
-        """Have the ranks hear that this stager is stopping, before nobody answers them: they would wait for it."""
+        """Tell reconnecting ranks that this stager is stopping: otherwise they would wait for it."""
         deadline = time.monotonic() + _GOODBYE_SECONDS_MAX
         while not ranks <= self._listener.turned_away and time.monotonic() < deadline:
             wait_readable([self._reactor.fileno()], _TICK_SECONDS)
             self._reactor.turn()
 
     def _told_to_stop(self, number: int, _frame: FrameType | None) -> None:
-        # A second one does not wait. But a shell hands on the SIGHUP that the kernel has sent to all, too.
+        # A second signal ends the process at once. SIGHUP does not: the kernel and the shell may both send it.
         if self._stopped and number != signal.SIGHUP:
             raise SystemExit(128 + number)
         self._stopped = True
@@ -264,9 +264,9 @@ class StandingStager:
     def _stop(self, _readable: bool, _writable: bool) -> None:
         self._woken.recv(_SIGNALS_MAX)
         if not self._stopped:
-            return  # of another signal
+            return  # another signal woke the loop
         _log.warning("stopping: no further job is taken, and what is staged is written to the store")
         self._listener.end()
-        if self._keeper is not None:  # nobody comes back to this ring
+        if self._keeper is not None:  # no later job will use this ring
             self._keeper.close()
             self._keeper = None

@@ -1,10 +1,10 @@
-"""The training ranks of one job over TCP: a line of messages and some of payloads for each, which may be cut.
+"""The training ranks of one job over TCP: for each a message connection and some payload connections; any may be cut.
 
-    admitted ─► here ── connection ends ──► cut ── comes again within reconnect_seconds_max ──► here
+    admitted ─► here ── connection ends ──► cut ── reconnects within reconnect_seconds_max ──► here
                  └── says BYE ─► gone         └── does not ──► lost
 
-Only the line of messages tells whether a rank is there; one of payloads is simply made again by its rank. The ranks'
-messages are counted, so that each arrives once, over however many connections. One thread; nothing here waits.
+Only the message connection decides whether a rank is here; its rank simply reopens a payload connection. Messages are
+counted, so that each arrives once even over several connections. One thread; no method blocks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from stager.trainers_port import PollResult
 
 _log = logging.getLogger("holdfast.stager.tcp")
 
-_READS_PER_TURN_MAX = 64  # so that payloads are looked at, too, when a rank talks without end
+_READS_PER_TURN_MAX = 64  # so that a rank that sends without pause does not delay payloads
 
 
 @dataclass(slots=True)
 class _Rank:
-    """The state of one rank."""
-
     line: MessageLine
     sock: AnySocket | None = None
     known: bool = False  # it was admitted here before
@@ -47,15 +45,15 @@ class _Rank:
 
 
 class TcpTrainersPort:
-    """See the module; a `TrainersPort`.
+    """The `TrainersPort` of a job over TCP.
 
     Args:
         hello: The first HELLO of the job: its launch, its incarnation, the number of ranks.
-        reconnect_seconds_max: How long a rank whose connection was cut may take to come again.
-        start_seconds_max: How long after the first rank the others may come.
+        reconnect_seconds_max: How long a rank may take to reconnect after a cut.
+        start_seconds_max: How long after the first rank the others may connect.
 
     Attributes:
-        ranks: How many there are. `launch`, `incarnation`, `generation`, `lead_attempt`: which job it is (`Hello`).
+        ranks: Number of ranks. `launch`, `incarnation`, `generation`, `lead_attempt`: identify the job, as in `Hello`.
     """
 
     def __init__(
@@ -74,10 +72,10 @@ class TcpTrainersPort:
         self._reconnect_seconds_max = reconnect_seconds_max
         self._start_deadline = clock() + start_seconds_max
         self._start_seconds_max = start_seconds_max
-        # Made when a rank comes, or is spoken to: how many there are, only their hellos say.
+        # Filled on demand: the number of ranks is a claim of the first hello.
         self._ranks: defaultdict[int, _Rank] = defaultdict(self._new_rank)
         self._scratch = bytearray(SCRATCH_BYTES)
-        self._awaited = True  # ranks that have not come may still come
+        self._awaited = True  # ranks that have not connected yet may still do so
         self._places: dict[tuple[int, int], Place] = {}
         self._received: dict[tuple[int, int], int] = {}
         self._messages: list[tuple[int, bytes]] = []
@@ -89,15 +87,15 @@ class TcpTrainersPort:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def admit(self, sock: AnySocket, hello: Hello, received: int) -> None:
-        """Take a connection of this job. It takes the place of an older one on the same channel. `received`: how many
-        of our messages the rank has received before.
+        """Accept a connection of this job; it replaces an older one on the same channel. `received`: how many of our
+        messages the rank has received.
         """
         rank = self._ranks[hello.rank]
         if rank.lost or rank.left:
             refuse(self._reactor, sock, Status.LOST, "this rank was given up: its job goes on without it")
             return
         if hello.resuming and not rank.known:
-            # Another stager has counted its messages: others of its job have come here first.
+            # Another stager has counted this rank's messages; other ranks of its job were admitted here first.
             refuse(self._reactor, sock, Status.LOST, "this stager has not admitted this rank before")
             return
         own = rank.line.received if hello.channel == MESSAGES_CHANNEL else 0
@@ -137,16 +135,16 @@ class TcpTrainersPort:
 
     @property
     def is_alive(self) -> bool:
-        """Whether some rank of the job is connected; a machine that is gone is no more after some ten seconds."""
+        """Whether a rank of the job is connected; keepalive ends the connection of a dead machine in about 10 s."""
         return any(rank.sock is not None for rank in self._ranks.values())
 
     @property
     def connected(self) -> set[int]:
-        """The ranks that have a connection and have not left."""
+        """The connected ranks that have not said BYE."""
         return {number for number, rank in self._ranks.items() if rank.sock is not None and not rank.left}
 
     def end(self, reason: str) -> None:
-        """Take every rank that has not left for lost."""
+        """Drop every rank that has not left."""
         for number in range(self.ranks):
             self.drop(number, reason)
 
@@ -160,7 +158,7 @@ class TcpTrainersPort:
     # -- control messages --------------------------------------------------------------------------------------------
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send a control message; to a lost rank nothing happens. One that acknowledges too few is lost."""
+        """Send a control message; ignored for a lost rank. A rank that does not acknowledge messages is dropped."""
         if self._ranks[rank].lost:
             return
         try:
@@ -172,7 +170,7 @@ class TcpTrainersPort:
 
     @property
     def unsent(self) -> bool:
-        """False: what is on its way moves without being looked at."""
+        """False: messages in flight move without being polled."""
         return False
 
     def unsent_to(self, rank: int) -> int:
@@ -229,7 +227,7 @@ class TcpTrainersPort:
             except ProtocolError as error:
                 self.drop(number, f"broke the protocol: {error}")
                 return
-        self._write(number)  # that it has arrived
+        self._write(number)  # acknowledges the messages
 
     def _write(self, number: int) -> None:
         rank = self._ranks[number]
@@ -282,9 +280,9 @@ class TcpTrainersPort:
         if header.number in rank.taken:
             return
         rank.taken.add(header.number)
-        # One of another size is told as it came: the rank has broken the protocol.
+        # A wrong size is reported as it is: the loop then drops the rank.
         if place is not None:
-            # Half of another payload that is on its way there would go on into what the slot holds next.
+            # Otherwise a duplicate on another connection would still write to the slot, and into its next chunk.
             self.cancel(number, header.slot)
             self._received[number, header.slot] = header.nbytes
 
@@ -311,20 +309,20 @@ class TcpTrainersPort:
             if isinstance(error, ProtocolError):
                 self.drop(number, f"broke the protocol: {error}")
 
-    # -- who is gone -------------------------------------------------------------------------------------------------
+    # -- lost ranks --------------------------------------------------------------------------------------------------
 
     def left(self, rank: int) -> None:
-        """The rank has said good-bye, or nobody listens to it any more: its end is no loss."""
+        """The rank has said BYE, or its messages are ignored: the end of its connection is no loss."""
         self._ranks[rank].left = True
 
     def drop(self, rank: int, reason: str) -> None:
-        """Take a rank for lost: `poll` reports it once, nothing more is sent to it."""
+        """Count a rank as lost: `poll` reports it once, and no more messages are sent to it."""
         of_rank = self._ranks[rank]
         if not (of_rank.lost or of_rank.left):
             of_rank.lost = True
             self._newly_lost.append((rank, f"rank {rank} {reason}"))
             self._hang_up(rank)
-            of_rank.line = MessageLine(self._scratch)  # nothing is kept for it
+            of_rank.line = MessageLine(self._scratch)  # frees its unacknowledged messages
 
     def _hang_up(self, number: int) -> None:
         rank = self._ranks[number]
@@ -335,15 +333,15 @@ class TcpTrainersPort:
 
 
 def refuse(reactor: Reactor, sock: AnySocket, status: Status, text: str) -> None:
-    """Tell a connection why not, and end it."""
+    """Send the reason of the refusal, and close the connection."""
     try:
         _answer(sock, admission(status, text=text))
     except OSError as error:
-        _log.debug("a refused connection does not hear why: %s", error)
+        _log.debug("a refused connection was not told why: %s", error)
     reactor.close(sock)
 
 
 def _answer(sock: AnySocket, data: bytes) -> None:
-    # Some hundred bytes at the beginning of a connection: they always fit.
+    # A few hundred bytes always fit into the buffer of a new connection.
     if sock.send(data) != len(data):
         raise OSError("the connection takes no answer")

@@ -1,13 +1,13 @@
-"""The trainers as the stager knows them: who is there, who they are, and when each was last heard.
+"""The trainers as the stager knows them: which are present, their host and process, and when each was last heard.
 
     HELLO ─► here ── nothing heard for rank_seconds_max ──► silent ── heard again ──► here
                └──────────── BYE, dead, broke the protocol ────┴──────────────────► gone
 
-Except for beats, WELCOME is the first message that a rank gets: broadcasts from before it are held until then. Ranks
-that have lost another stager join one after the other, and the first may save before the last is here.
+Except for beats, WELCOME is the first message that a rank gets: earlier broadcasts are held until then. Ranks that have
+lost another stager join one after the other, and the first may save before the last has joined.
 
-A beat goes to every rank a few times within that time, and each rank answers it; whatever else it says counts as well.
-Only time in which this process listened counts: a stager that was stopped has not heard what was said meanwhile.
+The stager sends a beat a few times within `rank_seconds_max`, and each rank answers it; every other message counts as
+well. Only time in which this process listened counts: a stager that was stopped could not receive messages.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ _UNKNOWN = "unknown"
 
 
 class SilentRank(NamedTuple):
-    """A rank that has been silent, and for how many seconds."""
-
     rank: int
-    seconds: float
+    seconds: float  # of silence so far
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class _Heard:
 
 
 class Trainers:
-    """Everything about the ranks but what they send. `lost`: ranks that died or were dropped, rather than left."""
+    """Presence of the ranks, beats, and sending. `lost`: ranks that died or were dropped, without having left."""
 
     def __init__(
         self, port: TrainersPort, *, rank_seconds_max: float, clock: Callable[[], float] = time.monotonic
@@ -57,7 +55,9 @@ class Trainers:
         self.present = set(range(port.ranks))
         self.lost: set[int] = set()
         self.beat_seconds = min(_BEAT_SECONDS_MAX, rank_seconds_max / _BEATS_PER_LIMIT)
-        self._known: dict[int, _Heard] = {}  # ranks that have said HELLO; before that they import torch
+        self._known: dict[
+            int, _Heard
+        ] = {}  # ranks that have said HELLO; before, they may import torch for long
         # Broadcasts held for each rank that has no WELCOME yet.
         self._held: dict[int, list[bytes]] = {rank: [] for rank in range(port.ranks)}
         self._turned_at = self._beat_at = clock()
@@ -67,7 +67,7 @@ class Trainers:
         self._port.send(rank, message)
 
     def send_all(self, message: bytes) -> None:
-        """Send to every rank that is present; one without WELCOME gets it right after that."""
+        """Send to every present rank; a rank that has no WELCOME yet gets the message right after it."""
         for rank in self.present:
             held = self._held.get(rank)
             if held is None:
@@ -76,7 +76,7 @@ class Trainers:
                 held.append(message)
 
     def welcome(self, rank: int, message: bytes) -> None:
-        """Send this WELCOME, then what was held for the rank."""
+        """Send this WELCOME, then the broadcasts that were held for the rank."""
         for one in (message, *self._held.pop(rank, ())):
             self._port.send(rank, one)
 
@@ -90,7 +90,7 @@ class Trainers:
         )
 
     def heard(self, rank: int) -> SilentRank | None:
-        """A message of this rank has come; the silence that it has ended, if it had been silent."""
+        """Note a message of this rank; return the silence that it has ended, if the rank was silent."""
         known = self._known.get(rank)
         if known is None:
             return None
@@ -105,7 +105,7 @@ class Trainers:
             known.step = step
 
     def said(self) -> list[RankStatus]:
-        """Every rank, for `holdfast status`. From any thread: what it looks at is replaced, or one word."""
+        """The state of every rank, for `holdfast status`. Any thread: it copies the dicts and reads single words."""
         known, present, lost = dict(self._known), set(self.present), set(self.lost)
         return [
             _said(rank, known.get(rank), rank in present, rank in lost, self._listened_seconds)
@@ -113,19 +113,19 @@ class Trainers:
         ]
 
     def leave(self, rank: int, *, lost: bool) -> None:
-        """Nothing more comes from this rank."""
+        """A rank has left, is dead, or was dropped."""
         self.present.discard(rank)
         self._held.pop(rank, None)
         if lost:
             self.lost.add(rank)
 
     def name(self, rank: int) -> str:
-        """`rank 3 on host spot-7 (process 4711)`, as far as it has said so."""
+        """`rank 3 on host spot-7 (process 4711)`; before HELLO only `rank 3`."""
         known = self._known.get(rank)
         return f"rank {rank}" if known is None else f"rank {rank} on host {known.host} (process {known.pid})"
 
     def beat(self, attempt: int) -> list[SilentRank]:
-        """Send a beat when it is time; say who has fallen silent since the last call."""
+        """Send a beat when it is due; return the ranks that have become silent since the last call."""
         now = self._clock()
         self._listened_seconds += min(_STALL_SECONDS_MAX, now - self._turned_at)
         self._turned_at = now
@@ -133,7 +133,7 @@ class Trainers:
         if due:
             self._beat_at = now + self.beat_seconds
         found = []
-        # None are piled up for a rank that has not said HELLO, or is silent and still has some to answer.
+        # No beats for a rank that has not said HELLO, or is silent and has unanswered ones: they would pile up.
         for rank in sorted(self._known.keys() & self.present):
             known = self._known[rank]
             if known.silent:

@@ -1,6 +1,6 @@
-"""The training ranks, as the stager's loop sees them: their messages, their payloads into the ring, who is lost.
+"""The interface of the stager's loop to the training ranks: messages, payloads into the ring, lost ranks.
 
-`stager.mpi` has them as processes of the same MPI job, `stager.tcp` over connections. One thread only.
+`stager.mpi` implements it for processes of the same MPI job, `stager.tcp` for TCP connections. One thread only.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ class PollResult:
 
 
 class TrainersPort(Protocol):
-    """Everything between the stager and its training ranks, who are numbered 0 to `ranks` - 1."""
+    """Transport between the stager and its training ranks, which are numbered 0 to `ranks` - 1."""
 
     ranks: int
 
     @property
     def unsent(self) -> bool:
-        """Whether control messages are still on their way to living ranks."""
+        """Whether control messages to living ranks are in flight."""
         ...
 
     def unsent_to(self, rank: int) -> int:
-        """How many control messages are still on their way to this rank."""
+        """How many control messages to this rank are in flight."""
         ...
 
     def fileno(self) -> int | None:
-        """A descriptor that can be read when `poll` has something to do; None where only `poll` finds out."""
+        """A descriptor that can be read when `poll` has work; None if the loop must poll."""
         ...
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send a control message; to a lost rank nothing happens."""
+        """Send a control message; ignored for a lost rank."""
         ...
 
     def poll(self) -> PollResult:
-        """All control messages that have come, then the ranks found dead. Never waits."""
+        """Return the control messages that have arrived, and the ranks newly found dead. Never waits."""
         ...
 
     def left(self, rank: int) -> None:
-        """This rank has left, or is heard no more: its end is no loss."""
+        """The rank has left, or its messages are ignored: its end is no loss."""
         ...
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
-        """Be ready for `pieces` (offsets within `memory`, the slot) from `rank`; then send it the credit."""
+        """Post the receive of `pieces` (offsets within `memory`, the slot) from `rank`; the credit is sent after it."""
         ...
 
     def received(self, rank: int, slot: int) -> int | None:
-        """How many bytes have come, when the payload is complete; None before. Forgets it then."""
+        """Return the payload's size in bytes once it is complete, and forget it; None before."""
         ...
 
     def cancel(self, rank: int, slot: int) -> None:
-        """Expect a payload no more that will not come."""
+        """Withdraw the receive of a payload that will not be sent."""
         ...

@@ -12,29 +12,29 @@ class Address(NamedTuple):
     """Where a stager listens."""
 
     host: str  # a name, or an IPv4 or IPv6 address without brackets
-    port: int  # 0 to 65535; 0 stands for any free port, where one listens
+    port: int  # 0 to 65535; a listener takes 0 for any free port
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of this machine reach it, as far as the text tells."""
+        """Whether the host is `localhost` or a loopback address; False for other names, which are not resolved."""
         if self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name of another kind may lead anywhere
+        except ValueError:  # any other name may resolve to another machine
             return False
 
 
 def parse_address(text: str) -> Address:
-    """The address that `text` names. Raises `ValueError`: it is not `HOST:PORT`; does not repeat what was given."""
+    """Parse `HOST:PORT`. Raises `ValueError`, whose message is only what was expected, without `text`."""
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        colon = ""  # an IPv6 address without brackets: where its port begins is anybody's guess
+        colon = ""  # an IPv6 address without brackets: the port is ambiguous
     if not (colon and host and host.isprintable() and " " not in host):
         raise ValueError("HOST:PORT, such as stager-0:29411 or [fd00::1]:29411")
     if not (port.isascii() and port.isdecimal() and int(port) <= _PORT_MAX):

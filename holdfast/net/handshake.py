@@ -1,14 +1,14 @@
-"""How a connection of a rank to a stager begins: each proves to the other that it has the key; the rank says who it is.
+"""The handshake of a rank's connection to a stager: both prove that they have the key, and the rank identifies itself.
 
     rank   ── hello      versions, rank of ranks, channel, launch, incarnation, … nonce ──►  stager
            ◄─ challenge  status, nonce, proof that the stager has the key ──
-           ── proof      that the rank has the key; how much it has received before ──►
-           ◄─ admission  status, how much the stager has received before, or why not ──
+           ── proof      that the rank has the key; how many messages it has received ──►
+           ◄─ admission  status, how many messages the stager has received, or why not ──
 
-A proof is an HMAC-SHA256 under the key of its sender's role, the whole hello and both nonces: what was recorded of one
-connection opens no other, and neither side's proof can be sent back as the other's. All sizes have a limit before any
-memory is taken. The bytes that follow are encrypted and signed only where the connection has TLS (tls.py), within which
-all of this takes place: docs/threat-model.md says what that means.
+A proof is an HMAC-SHA256 under the key over the sender's role, the whole hello and both nonces: a recording of one
+connection opens no other, and neither side's proof can be sent back as the other's. All sizes are limited before memory
+is allocated. With TLS (tls.py) the handshake runs inside it; without TLS the bytes that follow are neither encrypted
+nor signed (docs/threat-model.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INCARNATION_BYTES = 16
 PROOF_BYTES = 32
 LAUNCH_BYTES_MAX = 255
 TEXT_BYTES_MAX = 2000
-RANKS_MAX = 1 << 16  # each of a job has a connection for messages to one process, and some for payloads
+RANKS_MAX = 1 << 16  # one stager process has a message connection and some payload connections of each rank
 GENERATION_MAX = 0xFFFF
 _MAGIC = b"HOLDFAST"
 _HELLO = struct.Struct(f"<8sHHHIIHHHQ{INCARNATION_BYTES}s{NONCE_BYTES}s")
@@ -47,27 +47,26 @@ ADMISSION_BYTES = _ADMISSION.size
 
 
 class Status(IntEnum):
-    """The stager's answer. A peer that has not proved the key gets only ADMITTED, VERSION or TLS."""
+    """The stager's answer. A peer that has not proved the key can get only ADMITTED, VERSION or TLS."""
 
     ADMITTED = 0
     VERSION = 1  # another holdfast
     KEY = 2  # the rank's proof is wrong
     BUSY = 3  # the stager serves another job
-    RANKS = 4  # another number of ranks than the stager was told, or than other ranks of the job say
-    # The stager knows no job of this incarnation and generation, or it is over: the next one may come.
-    LOST = 5
-    ENDING = 6  # the stager takes no further job
-    TLS = 7  # the stager takes connections with TLS alone
-    REPLACED = 8  # the launcher has started the job again: these processes stay out for good
+    RANKS = 4  # another number of ranks than the stager's setting, or than other ranks of the job state
+    LOST = 5  # this incarnation and generation is unknown or has ended; the next generation may connect
+    ENDING = 6  # the stager accepts no further job
+    TLS = 7  # the stager accepts only connections with TLS
+    REPLACED = 8  # the launcher has restarted the job: these processes stay out for good
 
 
 class Start(NamedTuple):
-    """One start of a job, and how often its ranks have come again since.
+    """One start of a job, and how often its ranks have returned to a stager since.
 
     Attributes:
         launch: Names the launcher's job; the same after a restart by the launcher.
-        incarnation: Random bytes, the same on all ranks of one start of the job, and on no other.
-        generation: How often the ranks of this incarnation have lost a stager and come again.
+        incarnation: Random bytes, the same on all ranks of one start of the job, different for each start.
+        generation: How often the ranks of this incarnation have lost a stager and returned.
     """
 
     launch: str
@@ -77,15 +76,14 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The rank that connects.
+    """A rank's first message on a connection.
 
     Attributes:
         channel: 0 for messages, from 1 on for payloads.
         launch: With `incarnation` and `generation`: see `Start`.
         nonce: Random bytes of this connection.
-        resuming: This rank has been admitted before: only the stager that did so can go on with it.
-        lead_attempt: The attempt that the lead of several stagers has given, for the others; 0 for a stager that gives
-            attempts itself.
+        resuming: This rank was admitted before; only the stager that admitted it can resume the connection.
+        lead_attempt: The attempt that the lead of several stagers has chosen, for the others; 0 for the lead itself.
     """
 
     rank: int
@@ -99,7 +97,7 @@ class Hello:
     lead_attempt: int = 0
 
     def to_bytes(self) -> bytes:
-        """As it is sent; its last bytes are `launch`."""
+        """Encode; `launch` comes last."""
         launch = self.launch.encode()[:LAUNCH_BYTES_MAX]
         return (
             _HELLO.pack(
@@ -121,7 +119,7 @@ class Hello:
 
 
 def hello_bytes(begun: bytes) -> int | None:
-    """Size in bytes of the hello that begins so; None while it is not known. Raises `ProtocolError`."""
+    """Size in bytes of the hello that begins with `begun`; None while that is too short. Raises `ProtocolError`."""
     if not is_hello(begun):
         raise ProtocolError("it speaks another protocol")
     if len(begun) < _HELLO.size:
@@ -133,15 +131,15 @@ def hello_bytes(begun: bytes) -> int | None:
 
 
 class OtherVersion(ProtocolError):
-    """The other side speaks another version."""
+    """The peer speaks another version."""
 
 
 def read_hello(data: bytes) -> Hello:
-    """The rank's description of itself.
+    """Decode a hello.
 
     Raises:
-        OtherVersion: It speaks another version.
-        ProtocolError: It makes no sense.
+        OtherVersion: The rank speaks another version.
+        ProtocolError: The hello is malformed.
     """
     _, version, wire_version, channel, rank, ranks, _, resuming, *start, incarnation, nonce = (
         _HELLO.unpack_from(data)
@@ -171,7 +169,7 @@ def _prove(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def challenge(key: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """The stager's answer to a hello that it can read; `nonce` is its own."""
+    """The stager's answer to a valid hello; `nonce` is the stager's own."""
     return _CHALLENGE.pack(_MAGIC, Status.ADMITTED, nonce, _prove(key, b"stager", hello, nonce))
 
 
@@ -181,22 +179,22 @@ def refuse_hello(status: Status) -> bytes:
 
 
 def is_hello(begun: bytes) -> bool:
-    """Whether what begins so may be a hello."""
+    """Whether these first bytes may begin a hello."""
     return begun[: len(_MAGIC)] == _MAGIC[: len(begun)]
 
 
 class WantsTls(ProtocolError):
-    """The stager takes connections with TLS alone."""
+    """The stager accepts only connections with TLS."""
 
 
 def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> bytes | None:
-    """The rank's proof, once the stager's was checked; None if the stager has another key. `received`: how much this
-    rank has received on this channel before.
+    """Check the stager's proof and return the rank's; None if the stager has another key. `received`: how many messages
+    this rank has received on this channel.
 
     Raises:
         OtherVersion: The stager speaks another version.
-        WantsTls: The stager takes connections with TLS alone.
-        ProtocolError: No stager answers there.
+        WantsTls: The stager accepts only connections with TLS.
+        ProtocolError: The peer is no stager.
     """
     magic, status, nonce, proof = _CHALLENGE.unpack(data)
     if magic != _MAGIC:
@@ -213,20 +211,20 @@ def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> by
 
 
 def check_proof(key: bytes, hello: bytes, nonce: bytes, data: bytes) -> int | None:
-    """How much the rank has received before, if its proof is right; None if it has another key."""
+    """Check the rank's proof and return how many messages it has received; None if the rank has another key."""
     proof, received = _PROOF.unpack(data)
     return int(received) if hmac.compare_digest(proof, _prove(key, b"rank", hello, nonce)) else None
 
 
 def admission(status: Status, received: int = 0, text: str = "") -> bytes:
-    """The stager's last word; `text` says why not."""
+    """The stager's last message of the handshake; `text`: the reason of a refusal."""
     reason = text.encode()[:TEXT_BYTES_MAX]
     return _ADMISSION.pack(status, received, len(reason)) + reason
 
 
 @dataclass(frozen=True, slots=True)
 class StagerAnswer:
-    """The stager's last word, without its text. `received`: how much the stager has received on this channel before."""
+    """An admission without its text. `received`: how many messages the stager has received on this channel."""
 
     status: Status
     received: int
@@ -234,7 +232,7 @@ class StagerAnswer:
 
 
 def read_admission(data: bytes) -> StagerAnswer:
-    """Raises: ProtocolError: It makes no sense."""
+    """Decode an admission. Raises `ProtocolError`."""
     status, received, text_bytes = _ADMISSION.unpack(data)
     if status not in set(Status) or text_bytes > TEXT_BYTES_MAX:
         raise ProtocolError(f"an admission with status {status} and {text_bytes} bytes of text")

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError
 
-KEY_CHARACTERS_MIN = 32  # whoever reaches the port can try guesses at home: a short one would be found
+KEY_CHARACTERS_MIN = 32  # the stager's proof allows offline guesses, which would find a short key
 _FILE_BYTES_MAX = 4096
 _RANDOM_BYTES = 32
 
 
 def new_key() -> str:
-    """A key of 256 random bits, as text without spaces."""
+    """Make a key of 256 random bits, as text without spaces."""
     return secrets.token_urlsafe(_RANDOM_BYTES)
 
 
 def read_key(key: str | None, key_file: Path | None) -> bytes:
-    """The key that this process was given, or empty. Raises `ConfigError`: given twice, not private, or too short."""
+    """Read the key from setting or file; empty without either. Raises `ConfigError`: both, too short, not private."""
     if key is not None and key_file is not None:
         raise ConfigError("key and key_file are both set; set one of them")
     if key_file is not None:
@@ -46,7 +46,7 @@ def _content(path: Path) -> str:
         raise ConfigError(
             f"key_file {path}: {error.strerror}; it must be a file with the key in it"
         ) from None
-    # Kubernetes mounts a secret readable for its group (fsGroup), so only the others are refused.
+    # Kubernetes mounts a secret readable for its group (fsGroup), so only world-readable files are refused.
     if stat.S_ISREG(mode) and mode & stat.S_IROTH:
         raise ConfigError(f"key_file {path}: every user of this machine may read it; run `chmod 600 {path}`")
     if len(content) > _FILE_BYTES_MAX:

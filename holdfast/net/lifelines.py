@@ -1,4 +1,4 @@
-"""How either end of a connection finds out that the other's machine is gone, although nothing says so."""
+"""TCP keepalive settings, by which each end of a connection notices that the other machine has vanished."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ UNANSWERED_SECONDS_MAX = 10.0
 
 
 def find_dead_peers(sock: AnySocket, *, messages: bool) -> None:
-    """Have the system end the connection when the other machine has answered nothing for about ten seconds. A stopped
-    process is no reason: its system answers for it. `messages`: they are small and always find room; payloads may wait
-    for a stopped process with their window closed, which the system would take for death.
+    """Have the kernel end the connection if the other machine does not answer for about ten seconds. A stopped process
+    does not count: its kernel answers. `messages`: also limit unacknowledged data; not for payloads, which may wait at
+    the closed window of a stopped process.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

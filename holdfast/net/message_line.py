@@ -1,13 +1,13 @@
 """Control messages over connections that may be cut: each arrives once, in order, however often it is sent.
 
     put ─► unacknowledged ─► outgoing ═ connection ═► arrived ─► messages
-              ▲   └─ dropped ◄── acknowledged count, in the header of whatever comes back
-              └── resume(count) after a cut: what the other side has not received is sent again
+              ▲   └─ dropped ◄── acknowledged count, in the header of each record that comes back
+              └── resume(count) after a cut: messages that the other side has not received are sent again
 
     record   offset 0       4        8               16
                     kind    nbytes   received so far  the message …
 
-Messages are numbered by their order alone. Pure: the owner moves the bytes between a line and a socket.
+A message's number is its position in the order of sending. Pure: the owner moves bytes between a line and a socket.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ UNACKNOWLEDGED_BYTES_MAX = 2 * MAX_MESSAGE_BYTES
 SCRATCH_BYTES = 64 * 1024
 _RECORD = struct.Struct("<IIQ")
 _MESSAGE, _ACKNOWLEDGED = 1, 2
-_KEPT_BYTES = 128  # what a message costs beside its own bytes while it is kept
+_KEPT_BYTES = 128  # overhead of a kept message beside its own bytes
 
 
 class MessageLine:
-    """One end of a line of messages. One thread. `scratch`: where bytes arrive; lines of one thread may share it."""
+    """One end of a message connection, kept over reconnects. One thread. `scratch`: receive buffer, which lines of one
+    thread may share.
+    """
 
     def __init__(self, scratch: bytearray | None = None) -> None:
         self.received = 0
-        self._acknowledged = 0  # of ours, by the other side
-        self._told = 0  # of theirs, by us
+        self._acknowledged = 0  # how many of our messages the other side has acknowledged
+        self._told = 0  # how many of its messages we have acknowledged
         self._unacknowledged: deque[bytes] = deque()
-        self._kept_bytes = 0  # of these, with what each costs beside
-        self._begun = 0  # of these, how many the present connection has taken up
+        self._kept_bytes = 0  # of the unacknowledged messages, with overhead
+        self._begun = 0  # how many unacknowledged messages the present connection has begun to send
         self._outgoing: deque[memoryview] = deque()
         self._scratch = bytearray(SCRATCH_BYTES) if scratch is None else scratch
-        self._begun_record = b""  # of a record, what has come of it so far
-        self._large: memoryview | None = None  # a message that does not fit into the scratch area
+        self._begun_record = b""  # the received beginning of an incomplete record
+        self._large: memoryview | None = None  # a message that does not fit into the scratch buffer
         self._large_filled = 0
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
     @property
     def unacknowledged(self) -> int:
-        """How many messages the other side has not said that it received."""
+        """How many messages the other side has not acknowledged."""
         return len(self._unacknowledged)
 
     def put(self, message: bytes) -> None:
-        """Send a message after all others. Raises `ProtocolError`: too many messages are unacknowledged."""
+        """Queue a message. Raises `ProtocolError`: too many messages are unacknowledged."""
         if self._kept_bytes + len(message) + _KEPT_BYTES > UNACKNOWLEDGED_BYTES_MAX:
             raise ProtocolError(
                 f"has not acknowledged {len(self._unacknowledged)} control messages, which take {self._kept_bytes} "
@@ -61,7 +63,7 @@ class MessageLine:
         self._kept_bytes += len(message) + _KEPT_BYTES
 
     def outgoing(self) -> memoryview | None:
-        """The bytes to write next, at least one; None if there are none. Tell how many were written by `written`."""
+        """The bytes to write next, at least one; None if all were written. Report the written bytes by `written`."""
         if not self._outgoing:
             if self._begun < len(self._unacknowledged):
                 message = self._unacknowledged[self._begun]
@@ -88,7 +90,7 @@ class MessageLine:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def room(self) -> memoryview:
-        """Where the next bytes that come belong. Tell how many came by `arrived`."""
+        """The buffer to receive into. Report the received bytes by `arrived`."""
         if self._large is not None:
             return self._large[self._large_filled :]
         begun = len(self._begun_record)
@@ -96,7 +98,7 @@ class MessageLine:
         return memoryview(self._scratch)[begun:]
 
     def arrived(self, nbytes: int) -> list[bytes]:
-        """Take `nbytes` of the last `room`; returns whole messages. Raises `ProtocolError`: the connection must end."""
+        """Take `nbytes` of the last `room`; return complete messages. Raises `ProtocolError`: close the connection."""
         if self._large is not None:
             self._large_filled += nbytes
             if self._large_filled < len(self._large):
@@ -117,7 +119,7 @@ class MessageLine:
             body = place + _RECORD.size
             if body + size > filled:
                 if size > SCRATCH_BYTES - _RECORD.size:
-                    # Not a bytearray, which is filled with zeros: this costs no memory until bytes have really come.
+                    # Not a bytearray, which is zeroed: these pages take no memory until bytes arrive.
                     self._large = np.empty(size, dtype=np.uint8).data
                     self._large_filled = filled - body
                     self._large[: self._large_filled] = view[body:filled]
@@ -152,7 +154,7 @@ class MessageLine:
     # -- cut ---------------------------------------------------------------------------------------------------------
 
     def resume(self, received: int) -> None:
-        """Continue over a new connection, whose other side has `received` of our messages. Raises `ProtocolError`."""
+        """Continue over a new connection; the other side has `received` of our messages. Raises `ProtocolError`."""
         sent = self._acknowledged + len(self._unacknowledged)
         if not self._acknowledged <= received <= sent:
             raise ProtocolError(
@@ -161,6 +163,6 @@ class MessageLine:
         self._begun = len(self._unacknowledged)
         self._acknowledge(received)
         self._begun = 0
-        self._told = self.received  # the handshake has told it
+        self._told = self.received  # the handshake has acknowledged them
         self._outgoing.clear()
         self._begun_record, self._large = b"", None

@@ -1,11 +1,11 @@
-"""The bytes around a payload on its way from a rank into a slot of the stager's ring.
+"""Header and receipt of a payload that a rank sends into a slot of the stager's ring.
 
     rank   ── header: number, slot, nbytes ── the bytes … ──►  stager
-           ◄─ receipt: number ──                               they lie in the ring
+           ◄─ receipt: number ──                               the bytes are in the ring
 
-Numbers rise by one from payload to payload of a rank, over all its connections. A payload without a receipt is sent
-again over the next connection, under the same number: the stager takes each number once. One connection may be ahead of
-another, but not by more than `NUMBERS_AHEAD_MAX`.
+A rank numbers its payloads consecutively over all its connections. It resends a payload without a receipt over the next
+connection, under the same number, and the stager takes each number once. One connection may be ahead of another by at
+most `NUMBERS_AHEAD_MAX`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PayloadHeader(NamedTuple):
 
 
 class TakenNumbers:
-    """Which payloads of a rank have been taken, in 8 KiB at most. One thread."""
+    """Set of the numbers of a rank's payloads that were taken, in at most 8 KiB. One thread."""
 
     def __init__(self) -> None:
         self._first_free = 1
@@ -49,7 +49,7 @@ class TakenNumbers:
         return ahead < 0 or bool(self._beyond >> ahead & 1)
 
     def check(self, number: int) -> None:
-        """See that this number can come now. Raises `ProtocolError`: it is too far ahead of one that has not come."""
+        """Check that this number is possible now. Raises `ProtocolError`: it is too far ahead of a missing one."""
         if number > self._first_free + NUMBERS_AHEAD_MAX:
             raise ProtocolError(
                 f"payload {number}, and payload {self._first_free} has not come; expected at most "
@@ -57,7 +57,7 @@ class TakenNumbers:
             )
 
     def add(self, number: int) -> None:
-        """Raises: ProtocolError: As `check`."""
+        """Add a number; no effect if it was taken before. Raises as `check`."""
         self.check(number)
         if number in self:
             return

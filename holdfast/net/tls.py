@@ -1,8 +1,8 @@
-"""TLS 1.3 around a connection of a rank to a stager, where both are told to: the handshake with the key runs inside it.
+"""TLS 1.3 around a rank's connection to a stager, if both are configured for it; the key handshake runs inside it.
 
     rank: trusts certificates in `tls_ca` ──► TLS ◄── stager: shows `tls_cert`, which is for the host in HOLDFAST_STAGER
 
-A socket with TLS keeps what it has decrypted and nobody has read: the kernel says nothing of that, so `pending` does.
+A TLS socket buffers decrypted bytes, which epoll and poll do not report: ask `pending`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from holdfast.net.address import Address
 
 _log = logging.getLogger("holdfast.tls")
 
-HANDSHAKE_RECORD = b"\x16\x03"  # how a connection with TLS begins
-# A fatal alert, no_application_protocol: what a stager without TLS answers to one, and no stager with TLS.
+HANDSHAKE_RECORD = b"\x16\x03"  # the first bytes of a connection with TLS
+# A fatal alert, no_application_protocol: a stager without TLS sends it to a TLS client; a stager with TLS never does.
 NO_TLS_HERE = b"\x15\x03\x03\x00\x02\x02\x78"
-_NO_TLS_THERE = "no application protocol"  # OpenSSL's words for it; not each Python has a name for them
+_NO_TLS_THERE = (
+    "no application protocol"  # OpenSSL's text of that alert; not every Python has a constant for it
+)
 _BYTES_PER_READ_MAX = 1 << 20
-_BYTES_PER_WRITE_MAX = 256 * 1024  # the library tells of no part of it that was written
+_BYTES_PER_WRITE_MAX = 256 * 1024  # OpenSSL does not report a partial write
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsSocket:
-    """A TCP connection with TLS, with the methods of a socket that are used here. One thread at a time."""
+    """A TCP connection with TLS, with the socket methods that holdfast uses. One thread at a time."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
 
     def handshake(self) -> bool:
-        """Go on with the handshake; whether it is over. Raises `OSError`: the other side refuses, or speaks no TLS."""
+        """Continue the TLS handshake; return whether it is done. Raises `OSError`: the peer refuses, or has no TLS."""
         try:
             self._sock.do_handshake()
         except _WAITS:
@@ -43,15 +45,15 @@ class TlsSocket:
         return True
 
     def pending(self) -> int:
-        """How many bytes can be read although the kernel has none."""
+        """How many decrypted bytes can be read without the kernel."""
         return self._sock.pending()
 
     def first_bytes(self, nbytes: int) -> bytes:
-        """Bytes that came before the TLS handshake; they stay in the socket."""
+        """Peek at the raw bytes before the TLS handshake; they stay in the socket."""
         return socket.socket.recv(self._sock, nbytes, socket.MSG_PEEK)
 
     def refuse_plain(self, data: bytes, nbytes: int) -> None:
-        """Take up to `nbytes` off the wire and answer, both without TLS: the other side does not know any."""
+        """Read up to `nbytes` and send `data`, both without TLS, for a peer that does not speak it."""
         socket.socket.recv(self._sock, nbytes)
         socket.socket.send(self._sock, data)
 
@@ -68,7 +70,7 @@ class TlsSocket:
             raise BlockingIOError from None
 
     def recvmsg_into(self, buffers: Sequence[memoryview]) -> tuple[int, list[Any], int, Any]:
-        """As of a socket; a call of the library gives 16 KiB at most, so there are many in it."""
+        """As `socket.recvmsg_into`; calls OpenSSL many times, which returns at most 16 KiB per call."""
         total = 0
         for buffer in buffers:
             filled = 0
@@ -88,7 +90,7 @@ class TlsSocket:
         return total, [], 0, None
 
     def send(self, data: bytes | bytearray | memoryview) -> int:
-        """As of a socket. After a `BlockingIOError` the next call must begin with the same bytes."""
+        """As `socket.send`. After a `BlockingIOError` the next call must begin with the same bytes."""
         try:
             return self._sock.send(memoryview(data)[:_BYTES_PER_WRITE_MAX])
         except _WAITS:
@@ -113,7 +115,7 @@ class TlsSocket:
         self._sock.setsockopt(level, option, value)
 
     def close(self) -> None:
-        """End it, without a word of TLS: what was not received is known by counts."""
+        """Close without a TLS shutdown: counts tell both sides which bytes were received."""
         self._sock.close()
 
     def __enter__(self) -> TlsSocket:
@@ -127,8 +129,8 @@ AnySocket = socket.socket | TlsSocket
 
 
 class StagerTls:
-    """The stager's side; a renewed certificate is taken without a restart. `cert`: file with the certificate, and those
-    up to the authority that ranks trust. Raises `ConfigError`: they cannot be read, or do not belong together.
+    """The stager's side of TLS; reloads a renewed certificate without a restart. `cert`: file with the certificate, and
+    those up to the authority that ranks trust. Raises `ConfigError`: files are unreadable, or do not match.
     """
 
     def __init__(self, cert: Path, key: Path) -> None:
@@ -137,7 +139,7 @@ class StagerTls:
         self._seen = self._changed_at()
 
     def wrap(self, sock: socket.socket) -> TlsSocket:
-        """An accepted connection, which does not block, before the TLS handshake. Raises `OSError`: it has ended."""
+        """Wrap an accepted, non-blocking connection before its TLS handshake. Raises `OSError`: it has ended."""
         self._look()
         return TlsSocket(self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
@@ -148,7 +150,7 @@ class StagerTls:
         self._seen = changed_at
         try:
             self._context = self._load()
-        except ConfigError as error:  # one of the two is not written yet, perhaps
+        except ConfigError as error:  # perhaps only one of the two files was replaced so far
             _log.warning("the certificate has changed, and the one before is still used: %s", error)
         else:
             _log.info("the certificate in %s has changed, and is used from now on", self._cert)
@@ -178,11 +180,11 @@ class StagerTls:
 
 
 def _no_password() -> str:
-    raise OSError("the private key has a password")  # nobody is there to type one
+    raise OSError("the private key has a password")  # otherwise OpenSSL would prompt on the terminal
 
 
 class RankTls:
-    """A rank's side. Any thread. `ca`: file with the trusted certificates. Raises `ConfigError`: it cannot be read."""
+    """A rank's side of TLS. Any thread. `ca`: file with the trusted certificates. Raises `ConfigError`: unreadable."""
 
     def __init__(self, ca: Path) -> None:
         self._ca = ca
@@ -201,7 +203,7 @@ class RankTls:
             ) from None
 
     def wrap(self, sock: socket.socket, address: Address) -> TlsSocket:
-        """A connection after the handshake. Raises `ConfigError`: not trusted, or no TLS; `OSError`: it has ended."""
+        """Wrap a connection, with the TLS handshake. Raises `ConfigError`: not trusted, or no TLS; `OSError`: ended."""
         try:
             return TlsSocket(self._context.wrap_socket(sock, server_hostname=address.host))
         except ssl.SSLCertVerificationError as error:

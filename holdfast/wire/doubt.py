@@ -1,4 +1,4 @@
-"""The body of DOUBT and DOUBTED: a rank has seen its state change in a way that the gate does not hold back."""
+"""The body of DOUBT and DOUBTED: a rank has seen its state change in a way that the gate does not prevent."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ EARLIER_ATTEMPTS_MAX = 1000
 
 
 class Doubt(NamedTuple):
-    """One rank's doubt."""
+    """One rank's doubt about its copies."""
 
     rank: int
-    steps: (
-        tuple[int, int] | None
-    )  # the first and the last of its steps that may be torn, both included; None: none is
+    steps: tuple[int, int] | None  # first and last step that may be torn, inclusive; None if no step is
     reason: str
-    # attempts of the same job before it lost a stager and reached one again: the steps may be theirs, too
+    # The job's attempts before it lost a stager and reached one again: the steps may be theirs, too.
     earlier_attempts: tuple[int, ...] = ()
 
     def sentence(self) -> str:
-        """The mark of each checkpoint in it, for people."""
+        """The mark of each doubtful checkpoint, for people."""
         if self.steps is None:
             return ""
         first, last = self.steps
@@ -66,12 +64,12 @@ class Doubt(NamedTuple):
         )
 
     def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
-        """As DOUBT to the stager or to rank 0, or as DOUBTED to all ranks."""
+        """Encode as DOUBT to the stager or to rank 0, or as DOUBTED to all ranks."""
         return wire.encode(kind, attempt=attempt, body=wire.to_json(self.to_json()))
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Self:
-        """Read it. Raises `ProtocolError`: the body does not hold what it should."""
+        """Read the body. Raises `ProtocolError`: it is malformed."""
         try:
             return cls.from_json(wire.json_body(frame))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The failures that a run has seen, and the time in which it would have seen one; on its way to whoever decides.
+"""The failures of a run so far, and the time over which they were counted, on the way from flusher to ranks.
 
 claims in the store ─► flusher ── welcome ──► stager ── WELCOME ──► every rank      holdfast/policy/hazard.py
 """
@@ -16,13 +16,13 @@ _SECONDS_MAX = 1e11  # three thousand years
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
-    """The attempts of a run that were interrupted, and the seconds of all, from the first checkpoint of each."""
+    """The interrupted attempts of a run, and the seconds of all attempts, each from its first checkpoint."""
 
     failures: int = 0
     seconds: float = 0.0
 
     def plus(self, seconds: float, *, failed: bool) -> FailureCount:
-        """With one more attempt."""
+        """Return the count with one more attempt."""
         return FailureCount(self.failures + failed, self.seconds + max(0.0, seconds))
 
     def to_json(self) -> dict[str, Any]:
@@ -30,7 +30,7 @@ class FailureCount:
 
     @classmethod
     def from_json(cls, document: Any) -> FailureCount:
-        """Read one; nothing was seen where a peer of an older version says nothing. Raises `ProtocolError`."""
+        """Read a count; zero if a peer of an older version sends none. Raises `ProtocolError`."""
         if document is None:
             return cls()
         found: dict[str, Any] = document if isinstance(document, dict) else {}

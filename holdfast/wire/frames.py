@@ -1,15 +1,14 @@
-"""The control messages between training ranks and stager, and among the ranks: one MPI message each, header and body.
+"""Control messages between training ranks and stager, and among the ranks: header and body, one MPI message each.
 
     offset  0      4        6     8        16    24     28     32   40          44     48
             magic  version  kind  attempt  step  chunk  flags  arg  body_bytes  crc32  body …
 
-Byte tables, the meaning of every field per kind, and the state table: docs/wire.md. Payloads (slices of chunks) are
-bare bytes under a tag of their own, `data_tag(slot)`, in as many messages as `payload_messages` says; a SENT control
-message says their size and CRC.
+docs/wire.md has the byte tables, the meaning of every field per kind, and the state table. Payloads (slices of chunks)
+are raw bytes under a tag of their own, `data_tag(slot)`, in `payload_messages` messages; a SENT control message has
+their size and CRC.
 
-Every message is input from outside. `decode` checks magic, version, kind, sizes and CRC before anything is used;
-`json_body`, and the class of each message that has one, check what is inside (welcome.py, state_messages.py). Whatever
-does not hold is a `ProtocolError`.
+Every message is untrusted input. `decode` checks magic, version, kind, sizes and CRC first; `json_body` and the
+message's class, if it has one (welcome.py, state_messages.py), check the body. Each violation is a `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAGIC = 0x31574648  # "HFW1" as it lies in memory
 _HEADER = struct.Struct("<IHHQQIIQII")
 _CRC_OFFSET = _HEADER.size - 4
 HEADER_BYTES = _HEADER.size
-MAX_BODY_BYTES = 64 * 1024 * 1024  # a layout of a million tensors; checked before memory is taken for it
+MAX_BODY_BYTES = 64 * 1024 * 1024  # fits a layout of a million tensors; checked before memory is allocated
 MAX_MESSAGE_BYTES = HEADER_BYTES + MAX_BODY_BYTES
 _U64_MAX, _U32_MAX = 2**64 - 1, 2**32 - 1
 WHOLE_MAX = 2**62
@@ -42,17 +41,17 @@ _TEXT_BYTES_MAX = 4000
 
 
 class Role(IntEnum):
-    """Role of a process of the MPI job, as the processes tell each other in one collective exchange at start-up."""
+    """Role of a process of the MPI job; the processes exchange roles at start-up."""
 
     TRAINER = 1
     STAGER = 2
 
 
 class Kind(IntEnum):
-    """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer; BEAT: either.
+    """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer; BEAT: either direction.
 
-    From 64: among the ranks of a job that has local tiers, which use PROPOSE, FITS, RESERVED, REFUSED, NOTICE, AT,
-    SAVE_AT, DOUBT, DOUBTED and BYE among themselves as well. Neither stager nor link takes one of these.
+    From 64: among the ranks of a job with local tiers; stager and link refuse these. Such ranks also send each other
+    PROPOSE, FITS, RESERVED, REFUSED, NOTICE, AT, SAVE_AT, DOUBT, DOUBTED and BYE.
     """
 
     HELLO = 1
@@ -106,12 +105,12 @@ class Frame:
     attempt: int = 0  # fencing epoch of the run; 0 before WELCOME
     step: int = 0
     chunk: int = 0
-    # SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and FETCHED: what is
-    # asked for (`holdfast.ring.remains.Asked`). PROOF: `holdfast.wire.step_proof.ProofPart`.
+    # SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH, FETCHED:
+    # `holdfast.ring.remains.Asked`. PROOF: `holdfast.wire.step_proof.ProofPart`.
     flags: int = 0
     # CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of the
-    # proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
-    # number of the tier. ROOM: bytes.
+    # proposal. FETCH, PROOF: attempt of the checkpoint. FETCHED: 1 if the answer is in the body. SEALED, SKIPPED,
+    # COMPLETE, VOID: number of the tier. ROOM: bytes.
     arg: int = 0
     body: bytes = b""
 
@@ -124,9 +123,10 @@ def data_tag(slot: int) -> int:
 
 
 def payload_messages(pieces: int) -> int:
-    """The number of messages in which a frame travels: one for each piece, or one for many pieces. MPI reads a message
-    with one place at the receiver in one go; one with several goes in fragments, each copied twice. Beyond some tens of
-    pieces the messages themselves cost more.
+    """The number of messages for a payload of `pieces` parts: one for each part, or one for all of many parts.
+
+    MPI receives into contiguous memory in one copy; a scattered target gets fragments, each copied twice. Beyond some
+    tens of parts the messages themselves cost more.
     """
     return pieces if pieces <= _PIECES_APART_MAX else 1
 
@@ -141,7 +141,7 @@ def encode(
     arg: int = 0,
     body: bytes | memoryview = b"",
 ) -> bytes:
-    """The bytes of one control message. Raises `ProtocolError`: a field is out of range, or the body too large."""
+    """Encode one control message. Raises `ProtocolError`: a field is out of range, or the body too large."""
     if len(body) > MAX_BODY_BYTES:
         raise ProtocolError(f"{kind.name}: body of {len(body)} bytes, at most {MAX_BODY_BYTES} can be sent")
     for name, value, most in (
@@ -159,7 +159,7 @@ def encode(
 
 
 def decode(buffer: bytes | bytearray | memoryview) -> Frame:
-    """Read one control message from exactly its bytes. Raises `ProtocolError`: names the field, expected and got."""
+    """Decode one control message from exactly its bytes. Raises `ProtocolError`: names the field, expected and got."""
     data = bytes(buffer)
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"control message of {len(data)} bytes, expected at least {HEADER_BYTES}")
@@ -194,7 +194,7 @@ def to_json(document: Mapping[str, Any]) -> bytes:
 
 
 def json_body(frame: Frame, **required: type) -> dict[str, Any]:
-    """The JSON object in a frame's body, with `required` fields of those types. Raises `ProtocolError`: it is not."""
+    """Read the JSON object in a frame's body. Raises `ProtocolError`: no such object, or a `required` type is wrong."""
     try:
         document = json.loads(frame.body)
     except (ValueError, RecursionError) as error:
@@ -211,7 +211,7 @@ def json_body(frame: Frame, **required: type) -> dict[str, Any]:
 
 
 def wholes(values: Iterable[Any]) -> tuple[int, ...]:
-    """The whole numbers from 0 to 2^62 that a field of a message holds. Raises `ValueError`: one is not that."""
+    """Check that all values are whole numbers from 0 to 2^62, and return them. Raises `ValueError`."""
     found = tuple(values)
     if not all(type(value) is int and 0 <= value < WHOLE_MAX for value in found):
         raise ValueError(f"expected whole numbers from 0 to 2^62, got {found!r:.80}")
@@ -219,27 +219,27 @@ def wholes(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def text_body(text: str) -> bytes:
-    """A body for people, cut at 4,000 bytes. A path in it may hold bytes that are no UTF-8."""
+    """Encode a text for people, cut at 4,000 bytes. A path in it may hold bytes that are not UTF-8."""
     return text.encode(errors="backslashreplace")[:_TEXT_BYTES_MAX]
 
 
 def body_text(frame: Frame) -> str:
-    """The text that is the frame's body; a character that was cut through is marked."""
+    """Decode a `text_body`; a character that the cut has split becomes U+FFFD."""
     return frame.body[:_TEXT_BYTES_MAX].decode(errors="replace")
 
 
 def error_fields(error: HoldfastError) -> dict[str, str]:
-    """An error as the fields of a message; `peer_error` makes the error from them."""
+    """Turn an error into fields of a message; `peer_error` is the inverse."""
     return {"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]}
 
 
 def error_body(error: HoldfastError) -> bytes:
-    """A JSON body that says what went wrong."""
+    """`error_fields` as a JSON body."""
     return to_json(error_fields(error))
 
 
 def peer_error(code: str, message: str) -> HoldfastError:
-    """The error of class `code` (see holdfast.errors) that a peer reports; an unknown code gives a ProtocolError."""
+    """Make the error that a peer reports, of class `code` (holdfast.errors); ProtocolError for an unknown code."""
     for kind in _error_classes(HoldfastError):
         if kind.code == code:
             return kind(message)

@@ -1,4 +1,4 @@
-"""The regions that a rank holds of split tensors, as it names them when it proposes its state."""
+"""The regions of split tensors that a rank holds; part of its PROPOSE."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from holdfast.wire.frames import wholes
 
 @dataclass(frozen=True)
 class HeldRegions:
-    """The regions that one rank holds of the split tensors in its table. Many rows have the same one."""
+    """The regions that one rank holds of the split tensors in its table. Many rows share a region."""
 
-    # `(bytes of one element, region)`; a region without elements where the rank holds nothing
+    # `(bytes of one element, region)`; an empty region for a tensor of which the rank holds no element
     regions: tuple[tuple[int, Region], ...] = ()
-    rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, which of the regions)`, rows ascending
+    rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, index into regions)`, rows ascending
 
     @classmethod
     def of(cls, held: Iterable[tuple[int, int, Region]]) -> Self:
-        """From `(row, bytes of one element, region)` of each split tensor."""
+        """Collect `(row, bytes of one element, region)` of each split tensor."""
         numbers: dict[tuple[int, Region], int] = {}
         rows = [
             (row, numbers.setdefault((item_bytes, region), len(numbers))) for row, item_bytes, region in held
@@ -34,7 +34,7 @@ class HeldRegions:
 
     @classmethod
     def from_json(cls, regions: Any, rows: tuple[tuple[int, int], ...], needed: int) -> Self:
-        """Read what `regions_to_json` made, for rows that name `needed` regions. Raises `ProtocolError`."""
+        """Read `regions_to_json`, for rows that refer to `needed` regions. Raises `ProtocolError`."""
         try:
             read = tuple(
                 (wholes([item_bytes])[0], Region(wholes(start), wholes(size)))
@@ -50,7 +50,7 @@ class HeldRegions:
 def held_rows(
     document: Any, table: list[list[Any]], *, of_stage: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """Read `HeldRegions.rows` for the split rows of this table; of a stage, others too. Raises `ProtocolError`."""
+    """Read `HeldRegions.rows`: all split rows of the table, for a stage also others. Raises `ProtocolError`."""
     try:
         rows = tuple((row, number) for row, number in map(wholes, document))
     except (TypeError, ValueError) as error:

@@ -1,13 +1,13 @@
-"""The ranks' agreement on a layout: all have the same tensors, and leave the same room for values that may grow.
+"""The ranks' agreement on a layout: all have the same tensors, and reserve the same room for values that may grow.
 
     PROPOSE of every rank ─► tables equal? ─ yes ─► replicas equal? ─ yes ─► RESERVED: the same reserves for all
                                  │                        └────────── no ──► REFUSED: which rank, which tensor, why
-                                 ├─ other names ─► RESERVED asks ─► PROPOSE with places ─► the same, of the union
+                                 ├─ other names ─► RESERVED asks ─► PROPOSE with stages ─► the same, for the union
                                  └─ else ────────────────────────────────────► REFUSED
-    FITS or OFFER of a rank, for the step that another one proposes for ──────► REFUSED: that one alone has changed
+    FITS or OFFER of a rank, for a step for which another proposes ───────────► REFUSED: only that rank has changed
 
-Pure: proposals in, an answer out. One round is open at a time; a rank that proposes twice before all have proposed
-replaces what it said. The leader of the round uses it: the stager, or with local tiers the ranks' own council.
+Pure: proposals in, an answer out. One round is open at a time; a rank's second proposal in a round replaces its first.
+The stager leads the round, or with local tiers the ranks' own council.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from holdfast.wire.union_table import union_of
 _NAMED_MAX = 1000  # tensors in one message
 _PAGE_BYTES = 4096
 _PICKLE_RESERVE_UNIT_BYTES = 64 * 1024
-_PATIENCE_SECONDS = 10.0  # before the log says who is waited for
-_STEPS_KNOWN = 16  # of which it is known whose states fit: ranks are not many steps apart
+_PATIENCE_SECONDS = 10.0  # before the log names the missing ranks
+_STEPS_KNOWN = 16  # steps whose FITS are remembered: ranks are never many steps apart
 _ALL_RANKS = (
     "Every rank must call step() or save(), each for its own part of the state: not inside `if rank == 0:`"
 )
 
 
 class OneSided(NamedTuple):
-    """The end of a round that only some ranks began: `ranks` are told `error`, and `step` is given up."""
+    """The end of a round that only some ranks have begun: `ranks` get `error`, and `step` is given up."""
 
     ranks: tuple[int, ...]
     step: int
@@ -46,7 +46,7 @@ class OneSided(NamedTuple):
 
 
 class LayoutRound:
-    """Collects one proposal of each rank. `seconds_max`: how long the last one is waited for after the first."""
+    """Collects one proposal of each rank. `seconds_max`: deadline for the last proposal, from the first."""
 
     def __init__(self, ranks: int, seconds_max: float, *, who: str = "the stager") -> None:
         self._ranks, self._seconds_max, self._who = ranks, seconds_max, who
@@ -65,7 +65,7 @@ class LayoutRound:
     def propose(
         self, rank: int, proposal: Proposal, now: float
     ) -> Agreement | HoldfastError | OneSided | None:
-        """Take one rank's proposal. None: others are missing. Otherwise the answer to all; the next round begins."""
+        """Take one rank's proposal; return the answer to all ranks, which ends the round. None: others are missing."""
         if not self._proposals:
             self._begun_at, self._is_said = now, False
         self._proposals[rank] = proposal
@@ -83,15 +83,15 @@ class LayoutRound:
             return refusal
 
     def fits(self, rank: int, step: int) -> OneSided | None:
-        """A rank saves this step with the layout that it has: it will propose nothing for it."""
+        """Note that a rank saves this step with its present layout, so it will not propose for the step."""
         self._fitting.setdefault(step, set()).add(rank)
         while len(self._fitting) > _STEPS_KNOWN:
             self._fitting.popitem(last=False)
         return self._one_sided(step) if self._proposals else None
 
     def _one_sided(self, step: int) -> OneSided | None:
-        """The end of the round, if some ranks propose for this step and others never will. A step that a rank saves
-        twice has fitted the first time.
+        """End the round if some ranks propose for this step and others never will. A rank that saves a step twice has
+        fitted the first time, and does not count as changed.
         """
         fitting = self._fitting.get(step, set())
         alone = [rank for rank, one in self._proposals.items() if one.step == step and rank not in fitting]
@@ -115,7 +115,7 @@ class LayoutRound:
         )
 
     def late(self, now: float) -> str:
-        """Which ranks a round waits for, as a warning, said once in each round; empty while there is no need."""
+        """Return a warning that names the missing ranks, once in each round; empty otherwise."""
         if not self._proposals or self._is_said or now - self._begun_at <= _PATIENCE_SECONDS:
             return ""
         self._is_said = True
@@ -125,7 +125,7 @@ class LayoutRound:
         )
 
     def overdue(self, now: float) -> HoldfastError | None:
-        """The answer to all, when some rank has not proposed in time."""
+        """End the round with an answer to all ranks, if a rank has not proposed in time."""
         if not self._proposals or now - self._begun_at <= self._seconds_max:
             return None
         missing = self._missing
@@ -136,7 +136,7 @@ class LayoutRound:
         )
 
     def lost(self, rank: int, reason: str, *, by_itself: bool = False) -> HoldfastError | None:
-        """The answer to all, now and in later rounds, when a rank is lost. `by_itself`: it ended before this save."""
+        """Note a lost rank; it ends this round and each later one. `by_itself`: the rank ended before this save."""
         self._gone.setdefault(rank, f"{reason}. {_ALL_RANKS}" if by_itself else reason)
         return self._ended() if self._proposals else None
 
@@ -145,20 +145,20 @@ class LayoutRound:
         return ranks_named([rank for rank in range(self._ranks) if rank not in self._proposals])
 
     def _over(self) -> dict[int, Proposal]:
-        """Begin the next round; returns the proposals of this one."""
+        """Begin the next round; return the proposals of this one."""
         proposals, self._proposals = self._proposals, {}
         self._reader.forget()
         return proposals
 
     def _ended(self) -> HoldfastError:
-        """The answer to a round in which a rank is gone."""
+        """End a round in which a rank is lost."""
         asked, why = ranks_named(sorted(self._proposals)), next(iter(self._gone.values()))
         self._over()
         return PeerLost(f"{asked} began a save, and the ranks cannot agree on a layout: {why}")
 
 
 def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
-    """The refusal of some ranks as the answer to all; None if none refuses."""
+    """The first refusal among the proposals, as the answer to all ranks; None if no rank refuses."""
     said: dict[tuple[str, str], list[int]] = {}
     for rank, proposal in sorted(proposals.items()):
         if proposal.refusal is not None:
@@ -170,7 +170,7 @@ def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
 
 
 def _agreed(proposals: Sequence[Proposal]) -> Agreement:
-    """The answer to what all ranks proposed. Raises `StateError`: it does not fit; `ProtocolError`: malformed."""
+    """Combine the proposals of all ranks. Raises `StateError`: they do not fit; `ProtocolError`: malformed."""
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
         if first.per_rank_bytes.keys() != proposal.per_rank_bytes.keys():
@@ -218,11 +218,11 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
 
 
 def _by_group(proposals: Sequence[Proposal]) -> tuple[dict[int, list[int | None]], list[int]]:
-    """For each split row, the number of the region that each group holds; and the group of each rank. Ranks that name
-    the same regions by the same numbers form a group; usually all do.
+    """For each split row, the number of the region that each group holds; and the group of each rank. Ranks with equal
+    `HeldRegions.rows` form a group; usually all ranks do.
     """
     groups: dict[tuple[tuple[int, int], ...], int] = {}
-    by_identity: dict[int, int] = {}  # of what was read once for many ranks
+    by_identity: dict[int, int] = {}  # `ProposalReader` shares equal rows among ranks
     members = []
     for proposal in proposals:
         rows = proposal.held.rows
@@ -242,12 +242,12 @@ def _patterns(
     members: Sequence[int],
     sums: Sequence[Sequence[int]],
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
-    """The patterns of split tensors, and the pattern of each row. `saids`: per split row, the region of each group, or
+    """The patterns of split tensors, and the pattern of each row. `saids`: split row → the region of each group, or
     None. `members`: by rank, its group. `sums`: by rank, one for each row. Raises `StateError`: regions overlap or
     leave a gap, or ranks with the same region hold other bytes there.
     """
     numbers: dict[Pattern, int] = {}
-    # The regions of a row → its pattern. Most rows are alike.
+    # The regions and the shape of a row → its pattern: most rows are alike.
     by_regions: dict[tuple[object, ...], int] = {}
     split_rows: list[tuple[int, int]] = []
     for row, of_groups in saids.items():
@@ -281,7 +281,7 @@ def _check_holders(
     split_rows: Sequence[tuple[int, int]],
     sums: Mapping[int, Sequence[int]],
 ) -> None:
-    """See that ranks with the same region of a tensor hold the same bytes there."""
+    """Check that ranks with the same region of a tensor hold the same bytes there. Raises `StateError`."""
     arrays = {rank: np.asarray(of, np.uint32) for rank, of in sums.items()}
     found: list[tuple[int, int]] = []  # row, and the region in which it differs
     for number, pattern in enumerate(patterns):
@@ -308,13 +308,13 @@ def _check_holders(
 
 
 def pickle_reserve_bytes(pickle_bytes: int) -> int:
-    """Room for data.pkl: twice what it needs now, in steps of 64 KiB, so that a growing value seldom outgrows it."""
+    """Room for data.pkl: twice its present size, in steps of 64 KiB, so that a growing value rarely outgrows it."""
     unit = _PICKLE_RESERVE_UNIT_BYTES
     return max(unit, (2 * pickle_bytes // unit + 1) * unit)
 
 
 def difference(first: Proposal, other: Proposal) -> str:
-    """The first difference of `other`, whose digest is another one, from `first` (rank 0's): tensor, expected, got."""
+    """Describe the first difference of `other` from `first` (rank 0's), whose digests differ: tensor, expected, got."""
     for expected, got in zip(first.table, other.table, strict=False):
         if expected != got:
             return _row_difference(expected, got)

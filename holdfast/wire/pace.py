@@ -1,9 +1,9 @@
-"""A pace: how often all ranks save, and what travels about it.
+"""A pace is the interval at which all ranks save; these are its messages.
 
     rank 0 ── WISH: Wish ──► stager/interval_agreement.py ── SAVE_EVERY: Pace ──► every rank
                                                           ◄───────── HERE ──────────┘
 
-Bodies are input from outside: one with a wrong field is a `ProtocolError`.
+Bodies are untrusted input: a wrong field is a `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHARACTERS_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """All ranks save at step `first`, and at every `every`-th after it."""
+    """All ranks save at step `first`, and at every `every`-th step after it."""
 
     first: int
     every: int
@@ -31,14 +31,14 @@ class Pace:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Pace:
-        """Read them. Raises `ProtocolError`."""
+        """Read the fields. Raises `ProtocolError`."""
         first = _whole("SAVE_EVERY", document, "first", 0, _STEP_MAX)
         return cls(first, _whole("SAVE_EVERY", document, "every", 1, EVERY_MAX))
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The interval that rank 0 asks for. `after`: when it was last time to save; the next is `every` steps later."""
+    """The interval that rank 0 asks for. `after`: the last step that was due; the next is `every` steps later."""
 
     every: int
     after: int
@@ -49,7 +49,7 @@ class Wish:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Wish:
-        """Read them. Raises `ProtocolError`."""
+        """Read the fields. Raises `ProtocolError`."""
         every = _whole("WISH", document, "every", 1, EVERY_MAX)
         after = _whole("WISH", document, "after", -1, _STEP_MAX)
         why = document.get("why")

@@ -1,16 +1,16 @@
-"""The proof of replicas, once for each agreement of the ranks: is what is saved once the same on every rank?
+"""The proof of replicas, once for each agreement of the ranks: is each tensor that is saved once equal on every rank?
 
     rank 0   table  sums: w 91c0…  b 07aa…  moment 5e11…  ┐
     rank 1   table  sums: w 3f52…  b 07aa…  moment 77d0…  ┴─ PROPOSE ─► w and moment differ: refused, by name
 
-State that is split among ranks by hand (ZeRO, tensor parallelism, pipeline stages, experts) has on each rank tensors of
-the same names and shapes with other bytes; one copy of each in a file loses all the others. Each rank therefore sends
-with its table a CRC-32 over every byte of every tensor, and no layout is agreed on before they were compared. Later
-differences between the ranks are drift, which samples detect (`replicas.py`).
+State that is split among ranks by hand (ZeRO, tensor parallelism, pipeline stages, experts) has tensors of the same
+names and shapes but other bytes on each rank; a file with one copy of each loses the others. Each rank therefore sends
+with its table a CRC-32 over every byte of every tensor, and the sums are compared before the ranks agree on a layout.
+Later differences between the ranks are drift, which samples detect (`replicas.py`).
 
-Two kinds of tensor are compared. Replicated ones must be equal. All else is saved as rank 0 has it: what differs there
-is only named (statistics of BatchNorm, random number generators), unless it is so much of the state that it must be a
-part of a model: then it is refused, too.
+Two kinds of tensor are compared. Replicated ones must be equal. The others are saved as rank 0 has them: differences
+there are only reported (statistics of BatchNorm, random number generators), unless they make up so much of the state
+that they must be parts of a model: then they are refused, too.
 
 Pure: no torch, no MPI, no clock.
 """
@@ -30,10 +30,10 @@ from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED
 from holdfast.image.replicas import ranks_named, tensors_named
 
-# Share of all numbers in the state. Below it are counters, generators and statistics; parts of a model are far above.
+# Fraction of all numbers in the state: counters, generators and statistics are below it, parts of a model far above.
 _SPLIT_FRACTION = 0.1
 _SIDES_MAX = 4
-# Statistics of BatchNorm, which each rank gathers by itself.
+# Statistics of BatchNorm, which each rank collects by itself.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
 _FLOATING = ("float", "bfloat", "complex")
@@ -57,7 +57,7 @@ def encode_sums(sums: Sequence[int]) -> bytes:
 
 
 def decode_sums(data: bytes, rows: int) -> array[int]:
-    """The inverse of `encode_sums`; none for no bytes. Raises `ProtocolError`: not one sum for each of `rows`."""
+    """The inverse of `encode_sums`; `data` may be empty. Raises `ProtocolError`: not one sum for each of `rows`."""
     if data and len(data) != 4 * rows:
         raise ProtocolError(f"PROPOSE: {len(data)} bytes of checksums, expected 4 for each of {rows} rows")
     sums = array("I", data)
@@ -70,10 +70,8 @@ def decode_sums(data: bytes, rows: int) -> array[int]:
 class ReplicaProof:
     """Result of the comparison."""
 
-    refusal: str  # why nothing can be saved; empty if replicas are replicas
-    rank0_only: tuple[
-        str, ...
-    ]  # paths of tensors of which other ranks hold other bytes than rank 0, whose are saved
+    refusal: str  # why the state cannot be saved; empty if all replicas are equal
+    rank0_only: tuple[str, ...]  # paths of tensors that differ between ranks; rank 0's bytes are saved
 
 
 def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:
@@ -102,7 +100,7 @@ def is_statistic(path: str) -> bool:
 
 
 def _may_be_a_part(row: Sequence[Any]) -> bool:
-    """Whether a path belongs to a model or an optimizer."""
+    """Whether a tensor may belong to a model or an optimizer."""
     path, dtype, shape, _ = row
     return str(dtype).startswith(_FLOATING) and math.prod(shape) > 1 and not is_statistic(path)
 
@@ -126,7 +124,7 @@ def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping
 
 
 def _late_copy(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
-    """Advice if only a copy from before the weights were equal (an EMA, a teacher) differs; else nothing."""
+    """Advice if only a copy differs that was made before the weights were equal (an EMA, a teacher); else empty."""
     chosen = set(split)
     equal = [row for place, row in enumerate(table) if place not in chosen and _may_be_a_part(row)]
     differing = [table[place] for place in split]
@@ -143,7 +141,7 @@ def _late_copy(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
 
 
 def _originals_by_name(equal: Sequence[Sequence[Any]], differing: Sequence[Sequence[Any]]) -> list[str]:
-    """For each of these tensors the equal one of which it is a copy; empty unless each has one."""
+    """For each differing tensor the equal one of which it is a copy, by name; empty unless each has one."""
     by_end: dict[tuple[tuple[str, ...], tuple[int, ...]], str] = {}
     for row in equal:
         words = _words(str(row[0]))
@@ -162,7 +160,7 @@ def _originals_by_name(equal: Sequence[Sequence[Any]], differing: Sequence[Seque
 
 
 def _may_be_a_copy(path: str, copied: tuple[str, ...], original: tuple[str, ...]) -> bool:
-    """Whether these two parts of the state are two models, and not layers, experts or moments of one."""
+    """Whether two parts of the state are two models, rather than layers, experts or moments of one model."""
     if _is_moment([path]) and "." not in path.rpartition("/")[2]:  # a name with a dot is a parameter's
         return False
     nested = copied[: len(original)] == original or original[: len(copied)] == copied
@@ -173,7 +171,7 @@ def _may_be_a_copy(path: str, copied: tuple[str, ...], original: tuple[str, ...]
 
 
 def _originals_by_shape(equal: Sequence[Sequence[Any]], differing: Sequence[Sequence[Any]]) -> list[str]:
-    """The same for a list without names, which has the shapes of one model, in any order."""
+    """As `_originals_by_name` for a list without names, whose shapes are those of one model, in any order."""
     places = {str(row[0]).rpartition("/")[0] for row in differing}
     if len(places) != 1 or not all(str(row[0]).rpartition("/")[2].isdigit() for row in differing):
         return []
@@ -192,12 +190,12 @@ def _originals_by_shape(equal: Sequence[Sequence[Any]], differing: Sequence[Sequ
 
 
 def _words(path: str) -> tuple[str, ...]:
-    """The parts of a tensor's name, without those that wrappers add."""
+    """The parts of a tensor's name, without the parts that wrappers add."""
     return tuple(word for word in path.replace("/", ".").split(".") if word not in _WRAPPERS)
 
 
 def _likely(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
-    """Which parallelism that is, as far as names and shapes tell."""
+    """Guess the kind of parallelism from names and shapes."""
     chosen = set(split)
     weights = [row for place, row in enumerate(table) if place in chosen and not _is_moment(row)]
     same = [

@@ -1,4 +1,4 @@
-"""The two messages about the state: what a rank proposes to save, and the room that all ranks agree to leave."""
+"""The two messages about the state: a rank's proposal, and the agreement on the room that all ranks reserve."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PARTS = struct.Struct("<II")  # bytes of the shared part, and of the rank's own
 
 @dataclass(frozen=True)
 class _SharedPart:
-    """The part of a proposal that many ranks have in common: tensors, and which regions of theirs a rank has."""
+    """The part of a proposal that many ranks have in common: the tensors, and the numbers of held regions."""
 
     table_digest: str
     table: list[list[Any]]
     held_rows: tuple[tuple[int, int], ...]
     stage: Stage | None
-    regions: int  # that the rows name
+    regions: int  # how many regions the rows refer to
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {"table_digest": self.table_digest, "table": self.table}
@@ -64,22 +64,22 @@ class Proposal:
     table: list[list[Any]]  # rows `[path, dtype, shape, owner]`, in the order of the state
     pickle_bytes: int  # size of the rank's pickle now; rank 0's decides the reserve
     per_rank_bytes: dict[str, int]  # for each `PerRank` value the bytes this rank needs, slack included
-    # The reader gives an array, four bytes each: as numbers of Python those of 512 ranks would take a gigabyte.
-    # for each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared
+    # For each row of the table, the CRC-32 of all bytes of the tensor; empty if replicas are not compared. The reader
+    # makes an array, 4 bytes each: as Python ints the sums of 512 ranks would take a gigabyte.
     sums: Sequence[int] = field(default_factory=lambda: array("I"))
-    # instead of all that: why this rank cannot save its state, as `(code, message)`
+    # Why this rank cannot save its state, as `(code, message)`; the fields above are then empty.
     refusal: tuple[str, str] | None = None
     held: HeldRegions = field(default_factory=HeldRegions)
-    # where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of which a
-    # rank may have to send all.
+    # This rank's tree, if the ranks have different tensors. `held` then also has tensors that this rank may have to
+    # send whole.
     stage: Stage | None = None
-    step: int = -1  # step of the save that it is for; -1: not given
-    # in what the state differs from what this rank had proposed before, for people; empty the first time
+    step: int = -1  # step of the save; -1: not given
+    # How the state differs from this rank's last proposal, for people; empty the first time.
     change: str = ""
 
     @classmethod
     def refused(cls, error: HoldfastError, step: int = -1) -> Proposal:
-        """The proposal of a rank whose state cannot be saved: the others need not wait for it."""
+        """The proposal of a rank whose state cannot be saved, so that the others need not wait for it."""
         fields = error_fields(error)
         return cls("", [], 0, {}, refusal=(fields["code"], fields["message"]), step=step)
 
@@ -100,12 +100,12 @@ class Proposal:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Proposal:
-        """Read one, as `ProposalReader` does."""
+        """Read a single proposal; `ProposalReader` is cheaper for many."""
         return ProposalReader().read(frame)
 
 
 class ProposalReader:
-    """Reads the proposals of one round. Parts that many ranks have in common are unpacked, and kept, once."""
+    """Reads the proposals of one round; unpacks and keeps parts that ranks have in common only once."""
 
     def __init__(self, kept_max: int = 1) -> None:
         self._kept_max = kept_max
@@ -113,12 +113,12 @@ class ProposalReader:
         self._sums: tuple[bytes, Sequence[int]] = (b"", array("I"))
 
     def forget(self) -> None:
-        """The round is over."""
+        """Drop the shared parts at the end of a round."""
         self._known.clear()
         self._sums = (b"", array("I"))
 
     def read(self, frame: Frame) -> Proposal:
-        """Read one, within named limits. Raises `ProtocolError`: it is not readable, or a field is wrong."""
+        """Read one proposal, within limits. Raises `ProtocolError`: it is unreadable, or a field is wrong."""
         body = memoryview(frame.body)
         ends = (0, 0)
         if len(body) >= _PARTS.size:
@@ -170,7 +170,7 @@ class ProposalReader:
         if data != self._sums[0]:
             self._sums = (data, decode_sums(data, rows))
         elif data and len(self._sums[1]) != rows:
-            decode_sums(data, rows)  # says what is wrong
+            decode_sums(data, rows)  # raises: the length is wrong for this table
         return self._sums[1]
 
 
@@ -184,17 +184,19 @@ def _document(data: memoryview, **fields: type) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The room that all ranks leave, so that the layout stays the same while the pickle changes a little."""
+    """The room that all ranks reserve, so that the layout stays the same while the pickle changes a little."""
 
     pickle_reserve_bytes: int
     per_rank_reserve_bytes: dict[str, int]
-    # paths of tensors of which other ranks hold other bytes than rank 0, whose are saved
+    # Paths of tensors that differ between ranks; rank 0's bytes are saved.
     rank0_only: tuple[str, ...] = ()
     patterns: tuple[Pattern, ...] = ()
-    split_rows: tuple[tuple[int, int], ...] = ()  # `(row of the table, number of its pattern)` of these
-    # nothing is agreed on yet: the ranks have different tensors, and each is to say what is where
+    split_rows: tuple[
+        tuple[int, int], ...
+    ] = ()  # `(row of the table, index into patterns)` of the split tensors
+    # No agreement yet: the ranks have different tensors, and each must propose again with a `Stage`.
     asks_stages: bool = False
-    # union of their trees, if the ranks have different tensors; rows are then of its table
+    # Union of the ranks' trees, if they have different tensors; rows then refer to its table.
     union: StateUnion | None = None
 
     def to_frame(self, attempt: int) -> bytes:
@@ -215,7 +217,7 @@ class Agreement:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Agreement:
-        """Read one. Raises `ProtocolError` when it does not hold what it should."""
+        """Read one. Raises `ProtocolError`: it is malformed."""
         document = json_body(frame, pickle_reserve_bytes=int, per_rank_reserve_bytes=dict)
         sizes = [document["pickle_reserve_bytes"], *document["per_rank_reserve_bytes"].values()]
         if not all(type(size) is int and 0 <= size < WHOLE_MAX for size in sizes):

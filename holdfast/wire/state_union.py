@@ -1,11 +1,11 @@
-"""The union of states that have other tensors on each rank, as the stages of a pipeline have them: one tree.
+"""The union of states whose tensors differ between ranks (pipeline stages, for example), as one tree.
 
     rank 0   {net: {layers.0: t}}                     ┐            {net: {layers.0: t, layers.1: t}}
     rank 1   {net: {layers.1: t}}   rank 2: the same  ┴─ united ─► rank 0 pickles it, holders send the tensors
 
-Each rank says in PROPOSE which containers it has, and which tensor of its table is where (`Stage`). Rank 0's tree comes
-first, in its own order; names that it lacks are added at the end of their container, in the order of the ranks. A plain
-value that rank 0 lacks is refused: rank 0 writes the pickle, and could not know what becomes of such a value.
+Each rank's PROPOSE has its containers, and the place of each tensor of its table (`Stage`). Rank 0's tree comes first,
+in its own order; names that it lacks are added at the end of their container, in the order of the ranks. A plain value
+that rank 0 lacks is refused: rank 0 writes the pickle, and would not learn of later changes to such a value.
 
 Pure. An outline is JSON: a row of the table (a tensor), null (a plain value), `["l", [outline, …]]`, or
 `["d", [[key, outline], …], {module: {name: value}}]`, whose last part are the versions that torch keeps beside a
@@ -29,7 +29,7 @@ _Outline = Any
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's tree, if ranks differ. `groups`: per optimizer group that is keyed by name, names and settings."""
+    """One rank's tree, if the trees differ. `groups`: optimizer → for each group, parameter names and settings."""
 
     outline: _Outline
     groups: Mapping[str, Sequence[tuple[Sequence[str], str]]]
@@ -39,7 +39,7 @@ class Stage:
 
     @classmethod
     def from_json(cls, document: Any) -> Stage:
-        """Read what `to_json` made; the outline is looked at in `unite_trees`. Raises `ProtocolError`."""
+        """Read `to_json`; `unite_trees` checks the outline. Raises `ProtocolError`."""
         try:
             groups = {
                 str(name): [([str(one) for one in names], str(settings)) for names, settings in of]
@@ -54,12 +54,10 @@ class Stage:
 class StateUnion:
     """The tree of the file, the same for all ranks."""
 
-    table: list[
-        list[Any]
-    ]  # rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them
-    staged: frozenset[int]
-    outline: _Outline  # as that of `Stage`, with rows of this table
-    groups: Mapping[str, list[list[str]]]  # optimizer → names of the parameters of each group
+    table: list[list[Any]]  # rows `[path, dtype, shape, owner]` of all tensors, in the order of the file
+    staged: frozenset[int]  # rows of tensors that not every rank has
+    outline: _Outline  # as in `Stage`, with rows of this table
+    groups: Mapping[str, list[list[str]]]  # optimizer → parameter names of each group
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -71,7 +69,7 @@ class StateUnion:
 
     @classmethod
     def from_json(cls, document: Any) -> StateUnion:
-        """Read what `to_json` made. Raises `ProtocolError`."""
+        """Read `to_json`. Raises `ProtocolError`."""
         try:
             table, staged = document["table"], frozenset(document["staged"])
             groups = {
@@ -95,17 +93,17 @@ class _Dict:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor; row of the table of whoever has it."""
+    """A tensor."""
 
-    row: int
+    row: int  # in the table of the rank that the tree belongs to
     path: str = ""
 
 
 def unite_trees(
     tables: Sequence[Sequence[Sequence[Any]]], stages: Sequence[Stage]
 ) -> tuple[list[str], _Outline, dict[str, list[list[str]]]]:
-    """Unite the trees of all ranks: the paths in the order of the file, the outline, and the groups of the optimizers.
-    Raises `StateError`: they do not fit; names rank and place; `ProtocolError`: an outline is malformed.
+    """Unite the trees of all ranks; return the paths in the order of the file, the outline, and the optimizers' groups.
+    Raises `StateError`: trees do not fit; names rank and place; `ProtocolError`: an outline is malformed.
     """
     trees = []
     for rank, (table, stage) in enumerate(zip(tables, stages, strict=True)):
@@ -134,7 +132,7 @@ def _refuse_twice(paths: Sequence[str], who: str) -> None:
 
 
 def _repeated(names: Sequence[str]) -> str:
-    """The first name that stands there twice, or empty."""
+    """The first name that occurs twice, or empty."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -166,7 +164,7 @@ def _join(union: Any, other: Any, where: str, rank: int) -> None:
 
 
 def _refuse_plain(node: Any, where: str, rank: int) -> None:
-    """Rank 0 can write only tensors, in dicts, for entries that it lacks."""
+    """Refuse plain values and lists under a key that rank 0 lacks: rank 0 can add only tensors in dicts."""
     found = [*_plain(node, where)]
     if found:
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
@@ -215,7 +213,7 @@ def _united_groups(stages: Sequence[Stage]) -> dict[str, list[list[str]]]:
 
 
 def _read(outline: Any, rows: int, paths: Sequence[str] = (), depth: int = 0) -> Any:
-    """The tree of an outline; from outside."""
+    """Parse an outline, which is untrusted input. Raises `ProtocolError`."""
     if outline is None:
         return None
     if type(outline) is int and 0 <= outline < rows:

@@ -1,7 +1,7 @@
-"""The body of PROOF: what one rank used in the first step after a checkpoint, or how the resume of this job went.
+"""The body of PROOF: what one rank used in the first step after a checkpoint, or the result of this job's resume.
 
-flags 0   step, arg: step and attempt of the checkpoint      {…}: the digest
-flags 1   step, arg: the same, of the restored one           {verdict, text}: rank 0 only
+flags 0   step, arg: step and attempt of the checkpoint           {…}: the digest
+flags 1   step, arg: step and attempt of the restored checkpoint  {verdict, text}: rank 0 only
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TEXT_CHARACTERS_MAX = 2000
 
 
 class ProofPart(IntEnum):
-    """The meaning of a PROOF."""
+    """The kind of a PROOF's body."""
 
     STEP = 0
     VERDICT = 1
 
 
 class ProofVerdict(StrEnum):
-    """How the first step after a resume compares with that of the run before."""
+    """How the first step after a resume compares with the same step before the interruption."""
 
     VERIFIED = "verified resume"
     DIFFERS = "differs"
@@ -35,10 +35,10 @@ class ProofVerdict(StrEnum):
 
 
 class ResumeProof(NamedTuple):
-    """How a resume went."""
+    """Result of a resume."""
 
-    verdict: ProofVerdict  # `verified resume`, `differs` or `not proven`
-    text: str  # the same as a sentence, which names what differs
+    verdict: ProofVerdict
+    text: str  # the verdict as a sentence, which names the differences
 
     def to_json(self) -> dict[str, str]:
         """For messages, events and the report."""
@@ -46,7 +46,7 @@ class ResumeProof(NamedTuple):
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote. Raises `ValueError`."""
+        """Read `to_json`. Raises `ValueError`."""
         text = body.get("text")
         if not isinstance(text, str):
             raise ValueError(f"expected a text, got {text!r:.80}")
@@ -54,7 +54,7 @@ class ResumeProof(NamedTuple):
 
 
 def proof_frame(key: CheckpointId, said: Digest | ResumeProof, *, attempt: int) -> bytes:
-    """PROOF about checkpoint `key`: the digest of the first step after it, or how the resume from it went."""
+    """Encode PROOF about checkpoint `key`: the digest of the first step after it, or the result of the resume."""
     part, body = (
         (ProofPart.VERDICT, said.to_json()) if isinstance(said, ResumeProof) else (ProofPart.STEP, said)
     )
@@ -69,7 +69,7 @@ def proof_frame(key: CheckpointId, said: Digest | ResumeProof, *, attempt: int) 
 
 
 def read_proof(frame: Frame) -> tuple[CheckpointId, Digest | ResumeProof]:
-    """The checkpoint that a PROOF is about, and what it says. Raises `ProtocolError`: it does not hold that."""
+    """Decode PROOF: the checkpoint that it is about, and its content. Raises `ProtocolError`: it is malformed."""
     key = CheckpointId(frame.arg, frame.step)
     body = wire.json_body(frame)
     if frame.flags == ProofPart.STEP:

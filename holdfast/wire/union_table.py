@@ -1,11 +1,11 @@
-"""The table of a state of which the ranks have different tensors: its rows, who holds them, what is compared of them.
+"""The table of a state whose tensors differ between ranks: its rows, their holders, and the checksums to compare.
 
     rank 0   net/a  net/b           ┐            net/a   held by rank 0          all of it, sent by rank 0
     rank 1   net/b  net/c (a shard) ┼─ united ─► net/b   on every rank           as in any other state
     rank 2   net/b  net/c (a shard) ┘            net/c   held by ranks 1 and 2   the shards that they hold
 
-A tensor that only some ranks have is treated as split: these ranks hold a region of it, the others nothing. If a tensor
-may differ between ranks (a buffer), the lowest rank's bytes are saved. Pure.
+A tensor that only some ranks have counts as split: the other ranks hold no region of it. If a tensor may differ between
+ranks (a buffer), the lowest rank's bytes are saved. Pure.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class UnionTable(NamedTuple):
     """Result of `union_of`."""
 
     union: StateUnion
-    proof_table: list[list[Any]]  # the same table with the owners that the holders name
-    # by rank, the checksum of each row; that of the first holder if the rank does not have the tensor
+    proof_table: list[list[Any]]  # the same table, with the owners that the holders have proposed
+    # By rank, the checksum of each row; the first holder's if the rank does not have the tensor.
     sums: list[tuple[int, ...]]
-    # for each split row, by rank, the number of the region that it holds; None if it does not have the tensor
+    # For each split row, by rank, the number of the region that it holds; None if it does not have the tensor.
     held: dict[int, list[int | None]]
     makers: list[int]  # ranks with a tensor that no lower rank has, rank 0 included
 
 
 def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTable:
-    """Unite what all ranks have. Raises `StateError`: tensors or trees do not fit; `ProtocolError`: malformed."""
+    """Unite the states of all ranks. Raises `StateError`: tensors or trees do not fit; `ProtocolError`: malformed."""
     paths, outline, groups = unite_trees([one.table for one in proposals], stages)
     rows = [{str(row[0]): number for number, row in enumerate(one.table)} for one in proposals]
     regions = [dict(one.held.rows) for one in proposals]
@@ -49,7 +49,7 @@ def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTab
         everywhere = len(holders) == len(own)
         row = proposals[first].table[own[first]]
         if not everywhere:
-            # Strides, and what else shares the storage, do not matter: each such tensor gets its own place.
+            # Drop strides and shared storage from the dtype: each such tensor gets a place of its own.
             row = [path, _dtype(row), *row[2:]]
         for rank in holders:
             other = proposals[rank].table[own[rank]]

@@ -1,4 +1,4 @@
-"""The stager's first message to each rank: which run it is, and the sizes of chunks and ring."""
+"""WELCOME, the stager's first message to each rank: the run, the attempt, and the sizes of chunks and ring."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.wire.failure_count import NONE_SEEN, FailureCount
 from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, peer_error, to_json
 
-_SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infinity and NaN
+_SECONDS_MAX = 1e9  # selectors and threads can wait this long; the check also refuses infinity and NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The stager's message to each rank at start-up."""
+    """The fields of WELCOME."""
 
     store_url: str
     attempt: int  # fencing epoch of this job; all later frames carry it
     chunk_bytes: int
     ring_chunks: int
     ranks: int
-    offer_seconds_max: float  # how long it waits for the last rank's offer of a step
+    offer_seconds_max: float  # how long the stager waits for the last rank's offer of a step
     beat_seconds: float
-    share: int = 1  # which of several stagers it is, from 1
-    shares: int = 1  # how many there are
-    seen: FailureCount = NONE_SEEN  # the failures of the run before this job
+    share: int = 1  # the stager's number among several, from 1
+    shares: int = 1  # number of stagers
+    seen: FailureCount = NONE_SEEN  # failures of the run before this job
 
     def to_frame(self) -> bytes:
         return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))

@@ -1,8 +1,8 @@
-"""Decides whether the session takes another checkpoint, by the ranks that can take part and the steps in flight.
+"""Decides whether the session accepts another checkpoint, by the present ranks and the steps in flight.
 
-    offer of step 7 ─► a verdict already? ─► the same answer
-                       refused? all are told: the stager is stopping or takes none, a rank is lost or silent, an older
-                                step, too many
+    offer of step 7 ─► verdict known? ─► the same answer
+                       refused? all ranks are told why: the stager is stopping or has no ring, a rank is lost or silent,
+                                the step is older than another, too many are in flight
                        all ranks have offered ─► one layout, which rank 0 announced? ─► received; or failed, by name
 
 Changed only by `stager.session.session.Session`.
@@ -20,18 +20,18 @@ from holdfast.telemetry.causes import DeclineCause
 from stager.session.checkpoint import Checkpoint
 from stager.session.session_messages import RankSilent, Tell
 
-_VERDICTS_KEPT = 256  # answers for ranks that ask late
+_VERDICTS_KEPT = 256  # for ranks that offer late
 _LAYOUTS_KEPT = 4
 _STOPPING = "the stager is stopping: it was told to, writes what is staged, and takes no further step"
 
 
 class Admission:
-    """See the module.
+    """The verdicts, the announced layouts, and the ranks that cannot take part.
 
     Attributes:
-        ended_for_good: Why no checkpoint is taken any more; empty while they are.
-        is_stopping: The stager was told to stop: no step is taken that nobody has offered yet.
-        lost: rank → why nothing more comes from it.
+        ended_for_good: Why every checkpoint is refused; empty while they are accepted.
+        is_stopping: The stager was told to stop: a step that no rank has offered yet is refused.
+        lost: rank → why it is lost.
     """
 
     def __init__(self) -> None:
@@ -54,13 +54,13 @@ class Admission:
         self._silent[event.rank] = (event.name, now - event.silent_seconds)
 
     def back(self, rank: int) -> None:
-        """It is not silent any more: heard again, or lost."""
+        """End a rank's silence: it was heard again, or is lost."""
         self._silent.pop(rank, None)
 
     # -- what was said -------------------------------------------------------------------------------------------
 
     def verdict(self, step: int) -> Tell | None:
-        """The verdict on `step` that all ranks were told; None for a step without one, or one too long ago."""
+        """The verdict on `step` that all ranks were told; None without a verdict, or if it was forgotten."""
         return self._verdicts.get(step)
 
     def told(self, verdict: Tell) -> None:
@@ -73,7 +73,7 @@ class Admission:
         """Note that a rank has named this step: older steps are refused from now on."""
         self._newest_step = max(self._newest_step, step)
 
-    # -- whether it is taken -------------------------------------------------------------------------------------
+    # -- whether a step is accepted ------------------------------------------------------------------------------
 
     def refusal(self, step: int, under_way: Collection[int], now: float) -> dict[str, str] | None:
         """The body of DECLINED for `step`, given the steps `under_way`; None if the step is accepted."""
@@ -105,7 +105,7 @@ class Admission:
             self._layouts.popitem(last=False)
 
     def layout_of(self, checkpoint: Checkpoint) -> Layout | HoldfastError:
-        """The layout that all ranks have offered, or how they differ."""
+        """The layout that all ranks have offered, or an error that says how they differ."""
         step, digest = checkpoint.step, checkpoint.digests[0]
         others = [rank for rank in range(checkpoint.ranks) if checkpoint.digests[rank] != digest]
         if others:

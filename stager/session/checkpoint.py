@@ -1,7 +1,6 @@
-"""One checkpoint in the stager's session: what has come, what is out, what may be granted next, who is late.
+"""One checkpoint in the stager's session: received chunks, open credits, the next chunk to grant, late ranks.
 
-Changed only by `Session`, which draws the phases, and its slots; here is what concerns one checkpoint
-by itself.
+Changed only by `Session`, which draws the phases, and its slots.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from stager.session.chunk_queue import ChunkQueue
 
 
 class Phase(Enum):
-    """Phase of a checkpoint; see the drawing in `stager.session.session`."""
+    """Phase of a checkpoint, as drawn in `stager.session.session`."""
 
     OFFERING = "offering"
     PREPARED = "prepared"
@@ -27,7 +26,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Credit:
-    """One (chunk, rank): `received` and `crc` must both be there for it to be complete."""
+    """Permission for one rank to send its part of one chunk; complete once `received` and `crc` are both set."""
 
     slot: int
     nbytes: int
@@ -41,16 +40,16 @@ class Checkpoint:
     """One checkpoint in flight, as the session knows it.
 
     Attributes:
-        step: Its step. `ranks`: how many must send. `begun_at`: time of its first offer.
-        digests: rank → layout digest it offered. `records`: rank → what it said. `done`: ranks that said DONE.
-        fingerprints: rank → those of its replicas, of the ranks that sent them.
+        ranks: How many must send. `begun_at`: time of the first offer.
+        digests: rank → layout digest it offered. `records`: rank → its record. `done`: ranks that sent DONE.
+        fingerprints: rank → fingerprints of its replicas, if it sent them.
         chunks: The chunks that this stager receives: all of them, or its share.
         part_chunks: How many chunks the flusher writes at a time.
-        queue: The chunks without a slot; None before all have offered, and when it has ended.
-        open_slots: chunk → slot, while it is being filled.
-        credits: (chunk, rank) → credit, until it is settled. `unsettled`: chunk → how many those are.
-        complete: chunk → rank → crc, while it is being filled.
-        frames_left: rank → frames not yet complete. `frames_missing`: of all ranks.
+        queue: The chunks without a slot; None until all ranks have offered, and after the end.
+        open_slots: chunk → slot, while the chunk is being filled.
+        credits: (chunk, rank) → unsettled credit. `unsettled`: chunk → number of its unsettled credits.
+        complete: chunk → rank → crc, while the chunk is being filled.
+        frames_left: rank → number of incomplete frames. `frames_missing`: the same over all ranks.
     """
 
     step: int
@@ -75,13 +74,13 @@ class Checkpoint:
 
     @property
     def under_way(self) -> bool:
-        """Whether it is still being offered or received."""
-        # A tuple: the hash of an enum is Python code, and this is asked at each turn.
+        """Whether the checkpoint is still being offered or received."""
+        # A tuple, not a set: hashing an enum runs Python code, and this property is read at each turn.
         return self.phase in (Phase.OFFERING, Phase.PREPARED, Phase.RECEIVING)
 
     @property
     def handed_over(self) -> int:
-        """How many chunks have come in whole and were handed to the flusher."""
+        """How many chunks are complete and were handed to the flusher."""
         return len(self.chunks) - self.ungranted - len(self.open_slots)
 
     @property
@@ -99,51 +98,51 @@ class Checkpoint:
         return None if self.queue is None else self.queue.next_chunk
 
     def prepare(self, layout: Layout, chunks: range, now: float) -> None:
-        """All ranks have offered it, with this layout, of which this stager receives `chunks`."""
+        """Begin to receive: all ranks have offered this layout, of which this stager receives `chunks`."""
         self.layout, self.chunks, self.phase, self.progress_at = layout, chunks, Phase.PREPARED, now
-        # Opening the upload may take a while and need not be waited for: until the flusher says how large its parts
-        # are, the whole image counts as one, which is to say that chunks are granted strictly from the lowest.
+        # Do not wait for the flusher to open the upload: until it reports its part size, the whole image counts as one
+        # part, so chunks are granted strictly from the lowest.
         self.part_chunks = layout.chunks
         self.queue = ChunkQueue(layout, chunks)
         self.frames_left = dict(enumerate(_frames_in(layout, chunks)))
         self.frames_missing = sum(self.frames_left.values())
 
     def owed_by(self, rank: int) -> bool:
-        """Whether something of `rank` is still to come."""
+        """Whether `rank` has still to offer or to send."""
         return self.phase is Phase.OFFERING or self.frames_left.get(rank, 0) > 0
 
     def lowest_part_missing(self) -> int:
-        """How many slots the lowest incomplete part still needs; the flusher can always finish that part."""
+        """How many slots the lowest incomplete part still needs; the flusher can finish that part first."""
         queue = self.queue
         return 0 if queue is None else queue.missing_below(queue.part_end(self.part_chunks))
 
     def choose(self, free: int) -> int | None:
-        """The next chunk to get a slot, None if none may have one now."""
+        """The next chunk to get a slot, given `free` slots; None if no chunk may have one now."""
         queue = self.queue
         if queue is None or not queue.left or free <= 0:
             return None
         end = queue.part_end(self.part_chunks)
         if free > queue.missing_below(end):
             return queue.fewest()
-        # The remaining slots are kept for the lowest part: no other part can be flushed to its end first. Until the
-        # flusher has said how large its parts are, only the lowest chunk is known to be in it.
+        # Keep the remaining slots for the lowest part, the only one that is sure to be flushed. Until the flusher has
+        # reported its part size, only the lowest chunk is known to be in it.
         return queue.fewest_below(end) if self.phase is Phase.RECEIVING else queue.lowest()
 
     def granted(self, chunk: int, slot: int) -> None:
-        """`chunk`, which `choose` has named, has its slot."""
+        """Note the slot of `chunk`, which `choose` has returned."""
         assert self.queue is not None
         self.queue.take(chunk)
         self.open_slots[chunk], self.complete[chunk] = slot, {}
 
     def credited(self, chunk: int, rank: int, credit: Credit) -> None:
-        """`rank` has a credit for its part of `chunk`."""
+        """Note the credit of `rank` for its part of `chunk`."""
         self.credits[chunk, rank] = credit
         self.unsettled[chunk] = self.unsettled.get(chunk, 0) + 1
         if self.queue is not None:
             self.queue.credit(rank, 1)
 
     def settled(self, chunk: int, rank: int) -> Credit:
-        """The credit of `rank` for `chunk` is settled."""
+        """Remove the credit of `rank` for `chunk`, which is settled."""
         self.unsettled[chunk] -= 1
         if not self.unsettled[chunk]:
             del self.unsettled[chunk]
@@ -152,7 +151,7 @@ class Checkpoint:
         return self.credits.pop((chunk, rank))
 
     def handed(self, chunk: int) -> int:
-        """Every sender's part of `chunk` is in its slot, which is the flusher's now; which slot that is."""
+        """Hand a complete chunk to the flusher; return its slot."""
         if self.queue is not None:
             self.queue.handed_over(chunk)
         return self.open_slots.pop(chunk)
@@ -166,7 +165,7 @@ class Checkpoint:
         *,
         no_flusher: str = "",
     ) -> str:
-        """A message about a wait that is too long: who waits, for whom and for what; empty if no deadline has passed.
+        """Return a message about a missed deadline: who waits, for whom and for what; empty if none has passed.
         `no_flusher`: why no flusher is connected; empty if one is.
         """
         if not self.under_way:
@@ -195,7 +194,7 @@ class Checkpoint:
 
 
 def _frames_in(layout: Layout, chunks: range) -> Sequence[int]:
-    """Per rank, how many frames it sends into these chunks."""
+    """For each rank, the number of frames that it sends into these chunks."""
     if len(chunks) == layout.chunks:
         return layout.frames
     frames = [0] * layout.ranks

@@ -1,11 +1,11 @@
-"""The chunks of one checkpoint that have no slot yet, and which of them is next. Pure.
+"""Queue of the chunks of one checkpoint that have no slot yet. Pure.
 
     chunks  0 0 0 1 1 1 │ 0 1 1 1 1 1 │ …     0: has its slot    1: waits
-    ranks   └─ slice 0 ─┘ └─ slice 1 ─┘       of each rank only the lowest that waits may be next
+    ranks   └─ slice 0 ─┘ └─ slice 1 ─┘       only the lowest waiting chunk of a rank may be next
 
-A frame costs the same whatever the number of ranks: the ranks' lowest chunks lie in a heap, by the credits that their
-rank has out, and what is below them is found by cursors that only go forward. An entry of the heap that is no longer
-true is dropped when it comes to the top.
+The cost per frame does not depend on the number of ranks: a heap holds each rank's lowest waiting chunk, ordered by the
+credits that the rank has out, and cursors that only advance find these chunks. Stale heap entries are dropped when they
+reach the top.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterable
 
 from holdfast.image.layout import Layout
 
-CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more only holds slots that others could use
+CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more would only take slots from other ranks
 _WAITS = 1
 _STALE_MIN = 64  # entries; the heap is rebuilt only when it has more than these beside the valid ones
 
 
 class ChunkQueue:
-    """See the module. Changed only by `stager.session.checkpoint.Checkpoint`. `left`: chunks without a slot.
+    """Chunks that wait for a slot. Changed only by `stager.session.checkpoint.Checkpoint`. `left`: how many wait.
 
-    `chunks`: The chunks of this stager's share; other chunks never wait here.
+    `chunks`: the chunks of this stager's share; other chunks never wait here.
     """
 
     def __init__(self, layout: Layout, chunks: range) -> None:
@@ -31,7 +31,7 @@ class ChunkQueue:
         self.left = len(chunks)
         before, after = bytes(chunks.start), bytes(layout.chunks - chunks.stop)
         self._waiting = bytearray(before + bytes([_WAITS]) * len(chunks) + after)
-        self._lowest = 0  # no chunk below waits
+        self._lowest = 0  # no chunk below this one waits
         self._incomplete = bytearray(before + bytes([1]) * len(chunks) + after)
         self._first = 0
         slices = [layout.slice_chunks(rank) for rank in range(layout.ranks)]
@@ -39,22 +39,22 @@ class ChunkQueue:
         self._cursors = [own.start for own in slices]
         self._credits_out = [0] * layout.ranks
         self._heap: list[tuple[int, int, int]] = []  # credits out, lowest chunk, rank
-        self._moved = set(range(layout.ranks))  # ranks whose entries in the heap are not true any more
+        self._moved = set(range(layout.ranks))  # ranks whose heap entries are stale
 
     # -- what changes --------------------------------------------------------------------------------------------
 
     def take(self, chunk: int) -> None:
-        """`chunk` has its slot."""
+        """Remove `chunk`, which has its slot."""
         self.left -= 1
         self._waiting[chunk] = 0
         self._moved.add(self._layout.chunk_rank(chunk))
 
     def handed_over(self, chunk: int) -> None:
-        """`chunk` is whole and the flusher's."""
+        """Note that `chunk` is complete and belongs to the flusher."""
         self._incomplete[chunk] = 0
 
     def credit(self, rank: int, change: int) -> None:
-        """A credit of `rank` was given out (1) or is settled (-1)."""
+        """Count a credit of `rank` that was granted (1) or settled (-1)."""
         self._credits_out[rank] += change
         self._moved.add(rank)
 
@@ -68,7 +68,7 @@ class ChunkQueue:
         return at if at >= 0 else None
 
     def part_end(self, part_chunks: int) -> int:
-        """The chunk after the lowest incomplete part; 0 if every chunk has its slot."""
+        """The first chunk after the lowest incomplete part; 0 if every chunk has its slot."""
         if not self.left:
             return 0
         self._first = first = self._incomplete.find(1, self._first)
@@ -84,7 +84,7 @@ class ChunkQueue:
         return self._waiting.count(_WAITS, following, end)
 
     def fewest(self) -> int | None:
-        """The lowest chunk of the rank with the fewest credits; None if every rank has enough."""
+        """The lowest waiting chunk of the rank with the fewest credits; None if every rank has enough credits."""
         self._renew_heap()
         while self._heap:
             out, head, rank = self._heap[0]
@@ -94,10 +94,10 @@ class ChunkQueue:
         return None
 
     def fewest_below(self, end: int) -> int | None:
-        """The same, of those below `end`."""
+        """As `fewest`, among the chunks below `end`."""
         if end >= self._layout.chunks:
             return self.fewest()
-        heads: list[tuple[int, int]] = []  # no more ranks than there are chunks from the first on
+        heads: list[tuple[int, int]] = []  # at most one for each chunk of the part
         following = self.next_chunk
         while following is not None and following < end:
             rank = self._layout.chunk_rank(following)
@@ -115,7 +115,7 @@ class ChunkQueue:
         return chunk
 
     def _head(self, rank: int) -> int:
-        """The lowest chunk of a rank's slice that waits for a slot; -1 if no chunk waits."""
+        """The lowest waiting chunk of a rank's slice; -1 if no chunk waits."""
         at = self._waiting.find(_WAITS, self._cursors[rank], self._ends[rank])
         self._cursors[rank] = at if at >= 0 else self._ends[rank]
         return at

@@ -1,15 +1,15 @@
-"""The ring's slots as the session fills them: whose each one is, and which credits are out into it.
+"""The ring's slots in the session: the owner of each slot, and the credits that are out into it.
 
     FREE ── grant ─► filling, a credit for each sender ── payload and SENT of each ─► the flusher's ── freed ─► FREE
                        └── its checkpoint has ended, and its last credit is settled ─► FREE
 
 Rules:
 1. A slot belongs to the stager from FREE until CHUNK FULL, to the flusher from there until SLOTS FREED.
-2. A credit is settled by payload and SENT both, or by RETURN, or by the loss of its rank; only then may its slot serve
-   again. A checkpoint that has ended keeps the slots of unsettled credits, so a late payload never lands in another's.
-3. The lowest incomplete part of the oldest checkpoint can always get slots, so a ring smaller than the image flows: a
-   chunk of any other part, or of a newer checkpoint, is granted only while as many slots stay free as the lowest parts
-   of all older checkpoints still need. A newer checkpoint therefore never blocks an older one, however many there are.
+2. A credit is settled by payload and SENT together, or by RETURN, or by the loss of its rank; only then is its slot
+   reused. An ended checkpoint keeps the slots of unsettled credits, so a late payload never lands in another's chunk.
+3. The lowest incomplete part of the oldest checkpoint can always get slots, so an image larger than the ring streams
+   through: a chunk of another part, or of a newer checkpoint, is granted only while as many slots stay free as the
+   lowest parts of all older checkpoints still need. A newer checkpoint therefore never blocks an older one.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from stager.session.session_messages import (
 
 
 class RingSlots:
-    """See the module. The actions that it returns must be carried out in order. Changed only by
+    """Owners of all slots. The caller executes the returned actions in order. Changed only by
     `stager.session.session.Session`.
 
     Args:
-        free_slots: Slots of the ring that are free now; those to be filled first, first.
+        free_slots: The free slots of the ring, in the order in which to fill them.
         flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
 
     Attributes:
-        free: Taken from the front, given back at the end: a freed slot still has its chunk, for a restore, and the
-            newest ones the longest.
-        flushers: slot → (step, chunk) that was handed over in it; None: a chunk of an earlier job.
+        free: Free slots, taken from the front and returned at the end: a freed slot keeps its chunk for a restore until
+            it is reused, and the newest chunks stay longest.
+        flushers: slot → (step, chunk) that it holds for the flusher; None: a chunk of an earlier job.
     """
 
     def __init__(self, free_slots: Iterable[int], flusher_slots: Iterable[int]) -> None:
@@ -58,14 +58,14 @@ class RingSlots:
         return tuple(slot for _, slot in chunks)
 
     def grant(self, checkpoints: Iterable[Checkpoint], now: float) -> list[Action]:
-        """Give free slots to chunks: the oldest checkpoint first, within one fair over ranks (rules 2 and 3)."""
+        """Assign free slots to chunks: the oldest checkpoint first, fair among its ranks (rules 2 and 3)."""
         actions: list[Action] = []
         reserved = 0  # slots that the lowest incomplete parts of older checkpoints still need
         for checkpoint in checkpoints:
-            # A thousand senders to a chunk settle a thousand credits: what needs no look at all of them comes first.
+            # This runs at each event, a thousand times for a chunk with a thousand senders: cheap checks come first.
             if len(self.free) <= reserved:
                 break
-            # A tuple: the hash of an enum is Python code.
+            # A tuple, not a set: hashing an enum runs Python code.
             if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING) or not checkpoint.ungranted:
                 continue
             while (chunk := checkpoint.choose(len(self.free) - reserved)) is not None:
@@ -89,8 +89,8 @@ class RingSlots:
     def settle(
         self, checkpoint: Checkpoint | None, event: Sent | Received | Returned, now: float
     ) -> list[Action]:
-        """A credit has come forward: its rank says what it has sent, its payload is there, or it is given back. Raises
-        `ProtocolError`: the rank has no such credit, or may not say this of it; nothing has changed.
+        """Advance a credit by SENT, its payload, or RETURN. Raises `ProtocolError`: the rank has no such credit, or the
+        message does not fit its state; nothing has changed.
         """
         rank, step, chunk = event.rank, event.step, event.chunk
         credit = checkpoint.credits.get((chunk, rank)) if checkpoint is not None else None
@@ -127,7 +127,7 @@ class RingSlots:
     def _complete(
         self, checkpoint: Checkpoint, chunk: int, rank: int, credit: Credit, now: float
     ) -> list[Action]:
-        """See whether this has settled the credit, and it the chunk."""
+        """Settle the credit if it is complete; hand over the chunk if that was its last credit."""
         if not credit.received or credit.crc is None:
             return []
         checkpoint.settled(chunk, rank)
@@ -148,7 +148,7 @@ class RingSlots:
         return [MarkFull(slot, checkpoint.step, chunk, sources, nbytes)]
 
     def reclaim(self, checkpoint: Checkpoint, lost: Collection[int]) -> list[Action]:
-        """A checkpoint has ended: take back its slots but those into which a living rank may still send."""
+        """Take back the slots of an ended checkpoint, except those into which a living rank may still send."""
         actions: list[Action] = []
         for chunk, rank in list(checkpoint.credits):
             if rank in lost:
@@ -161,12 +161,12 @@ class RingSlots:
         if chunk in checkpoint.unsettled:
             return []
         slot = checkpoint.open_slots.pop(chunk)
-        self.free.appendleft(slot)  # what is in it is of no use
+        self.free.appendleft(slot)  # first in line: it holds no chunk for a restore
         return [FreeSlot(slot)]
 
     def freed(self, slots: Collection[int]) -> None:
-        """The flusher has freed these. Raises `ProtocolError`: they are not its own."""
-        # One that is free already: freed while the stager attached, and seen in the journal before the message.
+        """Take slots that the flusher has freed. Raises `ProtocolError`: a slot is not the flusher's."""
+        # A slot may be free already: the journal said so when the stager attached, before this message.
         strange = [slot for slot in slots if slot not in self.flushers and slot not in self.free]
         if strange:
             raise ProtocolError(f"the flusher freed slots {list(slots)}, but {strange} do not belong to it")

@@ -15,8 +15,8 @@ flusher has not begun to write it: the ring has the bytes, so a store that is do
 than the ring needs `began`. The death of a flusher ends no checkpoint: credits are granted and chunks arrive while
 slots are free. The next flusher gets the list of `known` and continues.
 
-One of several stagers has a session for its share of the chunks. To it *staged* means its share, which is good only if
-the others are staged too: ranks that hear otherwise decline the step, and it ends here although it is staged.
+Each of several stagers has a session for its share of the chunks, and *staged* means that share. A staged share is
+useless if another share fails: the ranks then decline the step, and it ends here although it is staged.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from stager.session.session_messages import (
 
 
 class Session:
-    """All checkpoints of one stager. Not for several threads; `handle` is the only way in.
+    """All checkpoints of one stager. Not thread-safe; every event enters by `handle`.
 
     Args:
-        free_slots: Slots of the ring that are free now; those to be filled first, first.
+        free_slots: The free slots of the ring, in the order in which to fill them.
         flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
-        offer_seconds_max: How long the last rank's offer is waited for after the first.
-        chunk_seconds_max: How long a granted chunk may take; also how long a checkpoint may wait for room in the ring.
-        share: The chunks of an image that this stager receives; None: all of them, as the only stager.
+        offer_seconds_max: Deadline for the last rank's offer, from the first.
+        chunk_seconds_max: Deadline for a granted chunk, and for a checkpoint that waits for room in the ring.
+        share: Returns the chunks of an image that this stager receives; None for the only stager, which receives all.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Session:
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event and say what must be done, in order. Raises `ProtocolError`: the event's sender broke the
-        protocol; nothing has changed. Drop the sender: a rank by `RankLost`.
+        """Handle one event; return the actions to execute, in order. Raises `ProtocolError`: the event's sender broke
+        the protocol; nothing has changed. The caller must drop the sender: a rank by `RankLost`.
         """
         self._now = now
         self._actions = []
@@ -126,16 +126,16 @@ class Session:
         self._actions += self._slots.grant(self._open.values(), now)
         return self._actions
 
-    # -- what others may look at ---------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Nothing is being offered or received, and no credit is out."""
+        """Whether no step is being offered or received, and no credit is out."""
         return all(checkpoint.phase is Phase.STAGED for checkpoint in self._open.values())
 
     @property
     def may_stage(self) -> bool:
-        """Something is under way that may still become staged."""
+        """Whether a step in flight may still become staged."""
         return any(checkpoint.under_way for checkpoint in self._open.values())
 
     def in_flight(self, now: float) -> list[InFlight]:
@@ -156,11 +156,11 @@ class Session:
 
     @property
     def flusher_slots(self) -> KeysView[int]:
-        """Slots that the flusher has not said are free, as they are at each look."""
+        """Live view of the slots that the flusher has not reported free."""
         return self._slots.flushers.keys()
 
     def known(self) -> list[KnownCheckpoint]:
-        """The checkpoints that a new flusher must be told of, oldest first; it ignores those that it already knows."""
+        """The checkpoints to tell a new flusher, oldest first; it ignores those that it already knows."""
         found = []
         for step, checkpoint in self._open.items():
             if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING, Phase.STAGED):
@@ -173,16 +173,16 @@ class Session:
         return found
 
     def is_durable(self, step: int) -> bool:
-        """Whether the flusher has said so, not too many steps ago."""
+        """Whether the flusher has reported this step as durable; False for steps long ago."""
         verdict = self._admission.verdict(step)
         return verdict is not None and verdict.kind is Kind.DURABLE
 
     def stop(self) -> None:
-        """From now on decline each step that nobody has offered yet; those under way go on. Safe to call again."""
+        """From now on decline each step that no rank has offered yet; steps in flight continue. Safe to call again."""
         self._admission.is_stopping = True
 
     def refuse_all(self, reason: str) -> list[Action]:
-        """From now on take no checkpoint: what is not staged ends, each later offer is declined with `reason`."""
+        """Fail all open checkpoints, staged ones included, and decline each later offer with `reason`."""
         self._actions = []
         self._admission.ended_for_good = reason
         for checkpoint in list(self._open.values()):
@@ -191,8 +191,8 @@ class Session:
         return self._actions
 
     def reopen(self, *, free_slots: Iterable[int], flusher_slots: Iterable[int] = ()) -> None:
-        """Take checkpoints again, with another flusher's ring. Only after `refuse_all`, with no credit out. Slots as in
-        the constructor.
+        """Accept checkpoints again, with another flusher's ring. Only after `refuse_all`, with no credit out. Slots as
+        in the constructor.
         """
         assert self._admission.ended_for_good, "nothing was refused"
         assert not self._open, "credits are still out"
@@ -207,14 +207,14 @@ class Session:
         self._admission.announced(event.layout)
 
     def _entered(self, rank: int, step: int) -> Checkpoint | None:
-        """The checkpoint that a rank speaks of for the first time; None if it has its answer already."""
+        """The checkpoint of a rank's offer or decline, made if new; None if the rank got a verdict instead."""
         verdict = self._admission.verdict(step)
         if verdict is not None:
             self._actions.append(Tell(rank, verdict.kind, step, verdict.body))
             return None
         for older in list(self._open.values()):
             if older.phase is Phase.OFFERING and older.step < step and rank not in older.digests:
-                # Every rank speaks of its steps in order, so this one will never offer the older one.
+                # Every rank offers or declines its steps in order, so it will never offer the older one.
                 self._fail(
                     older,
                     StateError(f"step {older.step}: rank {rank} went on to step {step} without offering it"),
@@ -225,7 +225,7 @@ class Session:
         under_way = [other for other, checkpoint in self._open.items() if checkpoint.under_way]
         refusal = self._admission.refusal(step, under_way, self._now)
         if refusal is not None:
-            # Every rank is told now: one that has not offered yet learns it before it does.
+            # Tell all ranks now: those that have not offered yet can skip the step.
             self._tell(Tell(None, Kind.DECLINED, step, refusal))
             return None
         self._admission.came_to(step)
@@ -271,7 +271,7 @@ class Session:
         self._end(checkpoint, Tell(None, Kind.DECLINED, checkpoint.step, body), reason.text)
 
     def _may_take_back(self, checkpoint: Checkpoint) -> bool:
-        """Whether it may end although it is staged: a share is of no use where another one is missing."""
+        """Whether a staged checkpoint may still end: a share is useless if another one is missing."""
         return self._share is not None and checkpoint.phase is Phase.STAGED
 
     # -- credits and payloads ------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class Session:
     def _on_done(self, event: Done) -> None:
         checkpoint = self._open.get(event.step)
         if checkpoint is None or not checkpoint.under_way:
-            return  # it has ended meanwhile; the record is of no use
+            return  # the checkpoint has ended meanwhile; drop the record
         fingerprints = event.fingerprints
         if fingerprints is not None and self._on_divergence != "off" and checkpoint.layout is not None:
             checkpoint.fingerprints[event.rank] = self._replicas.read(checkpoint.layout, fingerprints)
@@ -304,7 +304,7 @@ class Session:
         self._check_staged(checkpoint)
 
     def _check_staged(self, checkpoint: Checkpoint) -> None:
-        # Not begun is no hindrance: no slot is freed before, so the ring has all of it.
+        # PREPARED suffices: before `began` the flusher frees no slot, so the ring has the whole image.
         if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING):
             return
         if checkpoint.frames_missing:
@@ -329,7 +329,7 @@ class Session:
     def _fail(self, checkpoint: Checkpoint, error: HoldfastError) -> None:
         is_begun = checkpoint.phase is not Phase.OFFERING
         if self._share is not None and not is_begun and isinstance(error, PeerLost):
-            # The other stagers may have all of their shares: their flushers wait for this one.
+            # The other stagers' shares may be complete, and their flushers wait for this one.
             self._actions.append(Abort(checkpoint.step, str(error)))
         body = {"code": error.code, "message": str(error)}
         self._end(checkpoint, Tell(None, Kind.FAILED, checkpoint.step, body), str(error))
@@ -339,7 +339,7 @@ class Session:
         self._actions.append(verdict)
 
     def _end(self, checkpoint: Checkpoint, verdict: Tell, reason: str) -> None:
-        """End a checkpoint for everybody. Slots of unsettled credits stay with it until they are settled."""
+        """End a checkpoint on all ranks. It keeps the slots of unsettled credits until they are settled."""
         if checkpoint.phase is not Phase.OFFERING:
             self._actions.append(Abort(checkpoint.step, reason))
         checkpoint.phase = Phase.ENDED
@@ -369,11 +369,11 @@ class Session:
         if event.rank in self._admission.absent:
             return
         self._admission.silent(event, self._now)
-        # Its credits stay out: it may wake up and send into their slots.
+        # Its credits stay out: the rank may wake up and send into their slots.
         self._do_without(event.rank, f"{event.name} has been silent for {event.silent_seconds:.0f} s")
 
     def _do_without(self, rank: int, reason: str) -> None:
-        """End what still waits for this rank; the others finish the rest."""
+        """Fail the checkpoints that need this rank; the others continue without it."""
         for checkpoint in list(self._open.values()):
             if checkpoint.under_way:
                 if checkpoint.owed_by(rank):
@@ -392,7 +392,9 @@ class Session:
         self._on_slots_freed(SlotsFreed(event.freed))
 
     def _on_slots_added(self, event: SlotsAdded) -> None:
-        self._slots.free.extendleft(reversed(event.slots))  # before those that a restore may still read
+        self._slots.free.extendleft(
+            reversed(event.slots)
+        )  # before slots whose chunks a restore may still read
 
     def _on_slots_freed(self, event: SlotsFreed) -> None:
         self._slots.freed(event.slots)
@@ -402,7 +404,7 @@ class Session:
     def _on_durable(self, event: Durable) -> None:
         checkpoint = self._open.get(event.step)
         if checkpoint is None and self.is_durable(event.step):
-            return  # said again, by a flusher that was told again what the one before had made durable
+            return  # a new flusher repeats what its predecessor has reported
         if checkpoint is None or checkpoint.phase is not Phase.STAGED:
             raise ProtocolError(f"the flusher says step {event.step} is durable; it is not staged")
         del self._open[event.step]

@@ -1,7 +1,6 @@
 """Events that go into the stager's session, and actions that come out of it.
 
-The session (session.py) is a pure function of these; the table of which event leads to which action in which
-phase is in docs/wire.md.
+The session (session.py) is a pure function of events. The table of events, phases and actions is in docs/wire.md.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """A rank will not take part in `step`. `needed_pickle_bytes` above 0: its pickle has outgrown the reserve."""
+    """A rank skips `step`. `needed_pickle_bytes` above 0: its pickle has outgrown the reserve."""
 
     rank: int
     step: int
@@ -47,7 +46,7 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A rank says what it has sent for a credit."""
+    """A rank has sent the payload of a credit: its size and CRC."""
 
     rank: int
     step: int
@@ -58,7 +57,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The payload of a credit is in its slot, complete."""
+    """The complete payload of a credit is in its slot."""
 
     rank: int
     step: int
@@ -67,7 +66,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A rank gives a credit back unused."""
+    """A rank returns a credit unused."""
 
     rank: int
     step: int
@@ -76,7 +75,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A rank has sent all; `record` has its times, `fingerprints` those of its replicas, unread."""
+    """A rank has sent its slice. `record`: its times. `fingerprints`: of its replicas, not parsed yet."""
 
     rank: int
     step: int
@@ -86,7 +85,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """A rank is dead, has left, or broke the protocol; nothing more comes from it."""
+    """A rank is dead, has left, or broke the protocol; no more events come from it."""
 
     rank: int
     reason: str
@@ -94,7 +93,7 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class RankSilent:
-    """A rank has said nothing for `silent_seconds`; it may be stopped, cut off, or gone. `name` says which it is."""
+    """A rank was silent for `silent_seconds`: it may be stopped, cut off, or gone. `name`: its rank and host."""
 
     rank: int
     name: str
@@ -110,7 +109,7 @@ class RankBack:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The flusher knows the checkpoint; it writes `part_chunks` chunks at a time."""
+    """The flusher has begun the checkpoint; it writes `part_chunks` chunks at a time."""
 
     step: int
     part_chunks: int = 1
@@ -140,7 +139,7 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The flusher, or the stager itself, cannot go on with a checkpoint."""
+    """The flusher, or the stager itself, has given up a checkpoint."""
 
     step: int
     code: str
@@ -149,21 +148,21 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class FlusherGone:
-    """The flusher has ended; another one is looked for. Nothing ends by this: what is received stays in the ring."""
+    """The flusher has ended, and the stager looks for another one. No checkpoint ends: chunks stay in the ring."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class FlusherBack:
-    """Another flusher has kept the ring. `freed`: slots that were the flusher's, and that the journal says are free."""
+    """Another flusher has kept the ring. `freed`: slots that the last one freed, by the journal."""
 
     freed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; looks at the deadlines."""
+    """Time has passed: check the deadlines."""
 
 
 Event = (
@@ -193,7 +192,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a control message to one rank, or to all that are left (`rank` None)."""
+    """Send a control message to one rank, or to all present ranks (`rank` None)."""
 
     rank: int | None
     kind: Kind
@@ -203,7 +202,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class BeginReceiving:
-    """All ranks offered: tell the flusher, and write down that the checkpoint is being received."""
+    """All ranks have offered: record that the checkpoint is being received, and tell the flusher."""
 
     step: int
     layout: Layout
@@ -246,7 +245,7 @@ class FreeSlot:
 
 @dataclass(frozen=True, slots=True)
 class MarkFull:
-    """Mark the slot FULL with each source's `(rank, crc)`, and ring the flusher's bell."""
+    """Mark the slot FULL with each source's `(rank, crc)`, and tell the flusher."""
 
     slot: int
     step: int
@@ -257,8 +256,8 @@ class MarkFull:
 
 @dataclass(frozen=True, slots=True)
 class MarkStaged:
-    """Every chunk was full: write that down, tell the flusher and all ranks. `records`: what each rank said at DONE.
-    `drift`: why its replicas are not the same; empty as far as is known.
+    """Every chunk is full: record that, then tell the flusher and all ranks. `records`: each rank's record from DONE.
+    `drift`: how replicas differ; empty if no difference is known.
     """
 
     step: int
@@ -269,7 +268,7 @@ class MarkStaged:
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """Say loudly that ranks differ where they should be the same; `body`: see `Divergence.to_json`."""
+    """Log as an error that replicas differ between ranks; `body`: see `Divergence.to_json`."""
 
     step: int
     message: str
@@ -278,7 +277,7 @@ class Diverged:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Tell the flusher to drop a checkpoint; with several stagers, also one that it was not told to begin."""
+    """Tell the flusher to drop a checkpoint; with several stagers, also one that was never begun."""
 
     step: int
     reason: str
@@ -298,18 +297,18 @@ Action = (
 )
 
 
-# -- what another flusher is told --------------------------------------------------------------------------------
+# -- for the next flusher ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class KnownCheckpoint:
-    """One checkpoint that the flusher has to do with, as the next one must hear of it.
+    """One open checkpoint, as the next flusher is told of it.
 
     Attributes:
-        step: Its step. `layout_digest`: its layout, which lies beside the ring.
-        slots: Slots with its chunks that were handed over and that nobody has said are free, lowest chunk first.
-        handed_over: How many chunks were handed over, in these slots and in others.
-        staged: Every chunk was handed over, and the ranks know it.
+        layout_digest: Names its layout, which lies beside the ring.
+        slots: Slots with its chunks that were handed over and not reported free, lowest chunk first.
+        handed_over: How many chunks were handed over, in these slots and in freed ones.
+        staged: Every chunk was handed over, and the ranks were told.
     """
 
     step: int

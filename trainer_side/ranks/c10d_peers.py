@@ -1,8 +1,8 @@
 """Bytes among the training ranks over gloo, for restore: broadcasts, and tensors from memory to memory.
 
-The group is one of our own: it needs no default group of torch.distributed, and its order of calls is restore's alone.
-gloo waits in threads of its own; a deadline is ours, and at one every connection of the group is cut: nothing writes to
-the caller's memory any more, and the other ranks see it at once.
+A group of our own needs no default group of torch.distributed, and only restore issues calls in it. gloo waits in its
+own threads, and this file keeps the deadlines: at one it cuts every connection of the group, so gloo stops writing to
+the caller's memory and the other ranks notice at once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import cut
 
 _SECONDS_MAX = 600.0  # how long a collective call waits for the other ranks
-_PIECE_BYTES_MAX = 16 << 20  # each rank forwards whole messages: smaller ones fill the way through many ranks
-_WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is sent from where it lies
+_PIECE_BYTES_MAX = 16 << 20  # each rank forwards whole messages: smaller ones keep a chain of many ranks busy
+_WHOLE_BYTES_MIN = 128 << 10  # pieces of this size are sent from their own memory; smaller ones are packed
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 50e-6, 2e-3
-_EAGER_POLLS = 200  # polls that only yield before a wait begins to sleep: a round trip takes a few of them
-_NEVER = timedelta(days=365)  # gloo's own limit of a call: deadlines are kept here
+_EAGER_POLLS = 200  # polls that only yield, before a wait begins to sleep: a round trip takes a few polls
+_NEVER = timedelta(days=365)  # gloo's own timeout of a call: this file keeps the deadlines
 _CUT_TAG = 0
 _CUT_SECONDS_MAX = 2.0
 _SLACK_SECONDS = 1.0
@@ -42,7 +42,7 @@ Pieces = Sequence[tuple[int, int]]
 
 
 class _Moving(NamedTuple):
-    """A message on its way: its memory, and where that goes when it has come."""
+    """A message in flight: its memory, and the pieces to copy it to when it has arrived."""
 
     work: Work
     memory: torch.Tensor
@@ -52,13 +52,13 @@ class _Moving(NamedTuple):
 class C10dPeers:
     """The `Peers` of a job without MPI. Main thread, before the first step.
 
-    The ranks find each other's addresses in `store`, which is of this group alone. PeerLost: a rank did not connect.
+    The ranks find each other's addresses in `store`, which only this group uses. PeerLost: a rank did not connect.
     """
 
     def __init__(self, store: Store, *, rank: int, ranks: int, start_seconds_max: float) -> None:
         self.rank, self.ranks = rank, ranks
         try:
-            # torch's type stubs know none of its calls.
+            # Any: torch's type stubs lack its methods.
             self._group: Any = ProcessGroupGloo(store, rank, ranks, timedelta(seconds=start_seconds_max))
         except RuntimeError as error:
             raise PeerLost(
@@ -67,7 +67,7 @@ class C10dPeers:
                 "network interface in GLOO_SOCKET_IFNAME"
             ) from error
         self._shared: list[_Moving] = []
-        # Between two ranks: gloo does not tell whether they are done, only waits.
+        # Messages between two ranks: gloo cannot poll these, only wait.
         self._passed: list[_Moving] = []
         self._sent, self._received = [_CUT_TAG] * ranks, [_CUT_TAG] * ranks
 
@@ -122,7 +122,7 @@ class C10dPeers:
         return work
 
     def poll(self) -> None:
-        """Note what has been shared: gloo moves it on by itself."""
+        """Complete the broadcasts that have arrived; gloo needs no poll to move them."""
         under_way = []
         for moving in self._shared:
             if moving.work.is_completed():
@@ -145,7 +145,7 @@ class C10dPeers:
 
         def wait() -> None:
             for moving in passed:
-                # At its limit gloo itself cuts all connections.
+                # On this timeout gloo itself cuts all connections.
                 moving.work.wait(timedelta(seconds=max(_PAUSE_SECONDS_MAX, deadline - time.monotonic())))
 
         try:
@@ -162,7 +162,7 @@ class C10dPeers:
     def _await(
         self, work: Work, what: str, deadline: float | None = None, seconds_max: float = _SECONDS_MAX
     ) -> None:
-        """Poll until it is complete: a call of gloo that waits would hold up the signals of this process."""
+        """Poll until `work` is complete: a blocking call of gloo would delay this process's signal handlers."""
         deadline = time.monotonic() + seconds_max if deadline is None else deadline
         pause_seconds, polls = _PAUSE_SECONDS_MIN, 0
         while not work.is_completed():
@@ -193,9 +193,9 @@ class C10dPeers:
         )
 
     def _cut(self) -> None:
-        """End all connections of the group, and wait for its calls to end of it.
+        """Close all connections of the group, and wait until its calls have failed.
 
-        `abort` of gloo ends no call; a message that comes too late does.
+        gloo's `abort` ends no call, but the timeout of a receive closes all connections.
         """
         neighbour = (self.rank + 1) % self.ranks
         with contextlib.suppress(RuntimeError):
@@ -207,9 +207,9 @@ class C10dPeers:
 
 
 def _messages(pieces: Pieces, *, reads: bool) -> list[tuple[torch.Tensor, Pieces]]:
-    """The memory of each message, and the pieces that it is copied to when it has come.
+    """Divide pieces into messages: the memory of each, and the pieces to copy it to when it has arrived.
 
-    The same messages on all ranks that take part: they depend on the sizes alone.
+    All ranks that take part make the same messages: the division depends only on sizes.
     """
     small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
     made: list[tuple[torch.Tensor, Pieces]] = []

@@ -1,9 +1,9 @@
-"""The key-value store of a job without MPI: which one it is, connections to it, and messages through it.
+"""The key-value store of a job without MPI: finding it, connections to it, and messages through it.
 
-    torch.distributed's own, where the script has set it up ── else the agent's of torchrun ── else one that rank 0
+    torch.distributed's own, if the script has set it up ── else that of torchrun's agent ── else one that rank 0
     serves at MASTER_ADDR:MASTER_PORT ── else, for one rank, one in its memory
 
-Every user of the store has a connection of its own: a blocking call of another one would hold up its calls.
+Every user of the store has its own connection: on a shared one, another user's blocking call would delay its calls.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _IDLE_GROWTH = 1.3
 class JobStore(NamedTuple):
     """The store that all ranks of this job reach."""
 
-    store: Store  # a connection to it; in its server, rank 0's process, it is the server as well
+    store: Store  # a connection; in the process that serves the store, also the server
     place: str  # HOST:PORT; empty for a store in this process
-    outlives_ranks: bool  # somebody else than rank 0 serves it
+    outlives_ranks: bool  # torchrun's agent serves it, not rank 0
 
     def connect(self, seconds_max: float) -> Store:
         if not self.place:
@@ -51,8 +51,8 @@ def open_job_store(rank: int, ranks: int, seconds_max: float) -> JobStore:
     """Find the store, or on rank 0 serve it.
 
     Raises:
-        ConfigError: Nothing says where it is, or it is of a kind that carries no messages.
-        PeerLost: Nobody serves it.
+        ConfigError: The environment does not name the store, or its kind carries no messages.
+        PeerLost: The store does not answer.
     """
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if torch.distributed.is_initialized():
@@ -95,7 +95,7 @@ def _of_torch_distributed(ranks: int, has_agent: bool, seconds_max: float) -> Jo
 
 @contextmanager
 def store_errors(place: str, what: str) -> Iterator[None]:
-    """Raises `PeerLost` for whatever torch says of a store that does not answer."""
+    """Turn torch's RuntimeError about the store into `PeerLost`."""
     try:
         yield
     except RuntimeError as error:
@@ -108,10 +108,10 @@ def store_errors(place: str, what: str) -> Iterator[None]:
 class StoreMailbox:
     """Messages among the ranks through the store: `RanksPort` and `CouncilPort`. One thread at a time.
 
-    Each rank has one key. A sender appends a line to it; its owner takes all lines at once. A look at it costs one
-    round trip, and the fewer messages come, the fewer looks there are.
+    Each rank has one key. A sender appends a line to it; its owner takes all lines at once. A poll costs one round
+    trip, so an idle mailbox polls less and less often.
 
-    Nobody else uses the connection `store`. `place` is for messages of errors.
+    The mailbox must be the only user of the connection `store`. `place` is for error messages.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class StoreMailbox:
         return found
 
     def lost(self) -> frozenset[int]:
-        """Empty: the store does not tell who is dead, and deadlines find out."""
+        """Return no rank: the store does not know which ranks are dead; deadlines find them."""
         return frozenset()
 
     def flush(self, seconds_max: float) -> None:  # noqa: ARG002 - the store answers or is lost
@@ -163,13 +163,13 @@ class StoreMailbox:
 
 
 def append(store: Any, key: str, line: str) -> None:
-    """Add to what a key holds. torch's type stubs do not know this call."""
+    """Append to the value of a key. torch's type stubs lack this method."""
     store.append(key, line)
 
 
 def take(store: Store, key: str) -> str:
     """Take the text that was appended to a key; the key is empty afterwards."""
-    text = store.compare_set(key, "", "")  # reads, and makes a key that is not there
+    text = store.compare_set(key, "", "")  # reads the key, and creates it if missing
     while text:
         now = store.compare_set(key, text.decode(), "")
         if not now:

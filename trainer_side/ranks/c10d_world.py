@@ -3,7 +3,7 @@
     rank r:  "hello: r, nonce" ──► store ──► rank 0: answers each nonce with the incarnation of this start
     rank r:  "r is here"       ──► store ──► rank 0: all are here; their hosts
 
-A store may outlive the ranks (torchrun's agent serves it), and so has what earlier starts of the job have left in it.
+A store may outlive the ranks (torchrun's agent serves it), and then still holds the keys of earlier starts of the job.
 Every key therefore lies under the incarnation, which rank 0 draws at each start; only a living rank 0 answers a nonce.
 """
 
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 _INCARNATION_BYTES = 16
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1e-3, 0.1
-_AGAIN_SECONDS = 5.0  # after so long without an answer a rank says again that it is there
+_AGAIN_SECONDS = 5.0  # without an answer for this time, a rank sends its hello again
 _LEAVE_SECONDS_MAX = 5.0
 _LINGER_SECONDS_MAX = 3.0
 _SLACK_SECONDS = 5.0
@@ -47,12 +47,12 @@ _NAMED = 8  # most missing ranks that are named
 
 
 class C10dWorld:
-    """The `World` whose ranks met in a store. Making it is collective; once per process, by `joined.join_world`.
+    """The `World` whose ranks met in a store. Construction is collective; once per process, by `joined.join_world`.
 
     Attributes:
         local_rank: LOCAL_RANK, or counted by host names.
         launch: Names the job; the same for each start by the same launcher.
-        incarnation: 16 random bytes that all ranks of this start of the job have, and no other start.
+        incarnation: 16 random bytes, the same on all ranks of this start of the job.
 
     Raises:
         ConfigError: The environment does not tell which rank this is, or where the ranks meet.
@@ -62,7 +62,7 @@ class C10dWorld:
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            tie()  # to torchrun's agent: a worker that outlives it would be in the way of the next start
+            tie()  # end with torchrun's agent: a worker that outlives it would disturb the next start
         self.rank, self.ranks = _own_place()
         self.stagers = len(config.stagers)
         self.stager_advice = (
@@ -92,7 +92,7 @@ class C10dWorld:
         of_host = [rank for rank in range(self.ranks) if hosts[rank] == hosts[self.rank]]
         said = os.environ.get("LOCAL_RANK", "")
         self.local_rank = int(said) if said.isdecimal() else of_host.index(self.rank)
-        # Made now: where an error ends this rank is no time to connect.
+        # Connect now: when an error ends this rank it is too late.
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
         self._ports: dict[int, TcpStagerPort] = {}  # by the stager's share
@@ -100,8 +100,8 @@ class C10dWorld:
         at_exit(self._leave)
 
     def port(self) -> TcpStagerPort:
-        """As `World.port`; collective where the stager is the job's own. ConfigError also: the key cannot be read.
-        PeerLost: not reached in `start_seconds_max`. HoldfastError: a stager of its own could not be started.
+        """As `World.port`; collective if the job starts its own stager. ConfigError also: the key cannot be read.
+        PeerLost: not reached in `start_seconds_max`. HoldfastError: the own stager could not be started.
         """
         config = self._config
         if config.stager is None:
@@ -160,7 +160,7 @@ class C10dWorld:
         return self._uncaught
 
     def store(self, name: str) -> Store:
-        """A new connection to the store, where nobody else has keys. PeerLost: the store is lost."""
+        """Open a connection to the store, with a key prefix of its own. PeerLost: the store is lost."""
         return PrefixStore(f"{self._under}/{name}", self._job.connect(self._config.start_seconds_max))
 
     def meeting(self) -> Store:
@@ -170,14 +170,14 @@ class C10dWorld:
         return StoreMailbox(self.store(name), self._job.place, rank=self.rank, ranks=self.ranks)
 
     def _leave(self) -> None:
-        """At exit: say good-bye to each stager; and if this rank serves the store, let others read it to its end."""
+        """At exit, say BYE to each stager; if rank 0 serves the store, it waits for the others to leave."""
         for port in self._ports.values():
             port.leave(_LEAVE_SECONDS_MAX)
         if self._job.outlives_ranks or self.ranks == 1:
             return
         key, deadline = f"{self._under}/left", time.monotonic() + _LINGER_SECONDS_MAX
-        with contextlib.suppress(RuntimeError):  # whoever served the store has left before
-            append(self._job.store, key, "x")  # waits for no answer
+        with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may have left before
+            append(self._job.store, key, "x")  # does not wait for an answer
             if self.rank == 0:
                 _await(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
 
@@ -198,7 +198,7 @@ class _Announced:
 
 
 def _own_place() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank and the number of ranks."""
     if torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
@@ -230,9 +230,9 @@ class _Met(NamedTuple):
 
 
 def _launch(place: str, *, own_stager: bool = False) -> str:
-    """Name of this job: the same when its launcher starts the ranks again, and different for other jobs."""
+    """Name this job: the same when its launcher restarts the ranks, and different for other jobs."""
     if own_stager and not place:
-        # Two jobs of one shell are two jobs: the second must not take the stager that the first has started.
+        # The parent alone does not identify the job: a second job of one shell must not use the first one's stager.
         return f"{platform.node()}:{os.getppid()}:{os.getpid()}"
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
@@ -256,7 +256,7 @@ def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stage
     if rank == 0:
         launch = _launch(job.place, own_stager=own_stager)
         if job.outlives_ranks:
-            # The first start has named it; a later one may be on another host, or have another parent (a wrapper).
+            # Keep the first start's name; a later start may have another host, or another parent (a wrapper).
             launch = meeting.compare_set("launch", "", launch).decode()
         return _receive(meeting, launch, ranks, seconds_max, deadline)
     nonce = secrets.token_hex(_INCARNATION_BYTES)
@@ -308,7 +308,7 @@ def _receive(meeting: Store, launch: str, ranks: int, seconds_max: float, deadli
 
 
 def _await(look: Callable[[], _T], deadline: float) -> _T:
-    """Look again and again until something is found or the time is over; what was seen last."""
+    """Poll `look` until it finds something or the deadline passes; return its last result."""
     pause_seconds = _PAUSE_SECONDS_MIN
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(pause_seconds)

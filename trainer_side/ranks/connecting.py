@@ -1,4 +1,4 @@
-"""Opens connections of a rank to a stager that stands alone, and proves on each that both have the key."""
+"""Opens a rank's connections to a standalone stager, and proves on each that both have the key."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from trainer_side.ranks.ports import GenerationOver, StartReplaced
 _log = logging.getLogger("holdfast.trainer.tcp")
 
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.05, 1.0
-_QUIET_SECONDS = 10.0  # so long nobody is told what this rank waits for
-_BUSY_SECONDS_MAX = 30.0  # a job whose nodes are gone is known to be silent sooner
+_QUIET_SECONDS = 10.0  # a shorter wait is not logged
+_BUSY_SECONDS_MAX = 30.0  # the stager notices sooner that the nodes of its last job are gone
 
 
 class _BusyStager(ConfigError):
-    """It serves another job, perhaps not for long."""
+    """The stager serves another job, which may end soon."""
 
 
 class OpenedConnection(NamedTuple):
     """A connection that the stager has admitted."""
 
     sock: AnySocket
-    received: int  # messages of this rank that the stager has received on this channel before
+    received: int  # how many messages of this rank the stager has received on this channel
 
 
 class Connector:
-    """See the module. Any thread. ConfigError: there are more ranks than one stager serves.
+    """Opens connections to one stager. Any thread. ConfigError: the job has more ranks than one stager serves.
 
     `key` is that of the run; None: that of a stager of this user on this machine (holdfast/stager_key.py). With `tls`
-    the stager must speak TLS; otherwise it must not. `lead_attempt`: as `Hello` has it.
+    the stager must speak TLS; otherwise it must not. `lead_attempt`: as in `Hello`.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class Connector:
     def open(
         self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False
     ) -> OpenedConnection:
-        """Connect and be admitted, however often it takes.
+        """Connect and be admitted; retry for `seconds_max`.
 
-        `channel` is 0 for messages, from 1 on for payloads. `received` counts the messages of the stager that this rank
-        has received before. With `resuming` this rank was admitted before.
+        `channel`: 0 for messages, from 1 on for payloads. `received`: how many of the stager's messages this rank has
+        received. `resuming`: this rank was admitted before.
 
         Raises:
-            ConfigError: The stager has another key, another number of ranks, or serves another job; only one of both
-                has TLS, or its certificate is not trusted.
-            ProtocolError: It is no stager, or one of another version.
-            GenerationOver: It does not go on with this rank, but the next generation may come.
+            ConfigError: The stager has another key, another number of ranks, or serves another job; only one side has
+                TLS, or the certificate is not trusted.
+            ProtocolError: The peer is no stager, or one of another version.
+            GenerationOver: The stager refuses this generation, but the ranks may return as the next one.
             StartReplaced: The launcher has started the job again.
-            PeerLost: It cannot be reached, or is ending.
+            PeerLost: The stager cannot be reached, or is ending.
         """
         begun = time.monotonic()
         deadline = begun + seconds_max

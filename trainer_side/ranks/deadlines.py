@@ -1,6 +1,6 @@
-"""Calls of a device or a store that may never return: made in another thread, and waited for only so long.
+"""Deadlines for calls of a device or a store that may never return: each call runs in a thread of its own.
 
-A thread that hangs in the kernel cannot be ended. It is left behind, and what it still brings counts no more.
+A thread that hangs in the kernel cannot be ended. It is abandoned, and its late result is dropped.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-HANGING_SHARE = 0.1  # of the time for restoring: a source that brings nothing for so long hangs
+HANGING_SHARE = (
+    0.1  # of the deadline for a restore: a source without progress for this time counts as hanging
+)
 
 
 def within(
     call: Callable[[], _T], seconds_max: float, *, name: str, late: Callable[[_T], object] | None = None
 ) -> _T:
-    """Make a call without waiting for it any longer than that. `late` gets what it returns after the deadline.
+    """Call `call` in a thread, and wait at most `seconds_max`. `late` gets a result that comes after the deadline.
 
     Raises:
-        TimeoutError: It has not returned in time.
+        TimeoutError: The call has not returned in time.
         BaseException: The exception of the call.
     """
     done: Future[_T] = Future()
@@ -30,8 +32,8 @@ def within(
     def make() -> None:
         try:
             answer = call()
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
-            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+            with contextlib.suppress(InvalidStateError):  # the waiter has timed out
                 done.set_exception(error)
             return
         try:
@@ -44,7 +46,7 @@ def within(
     try:
         return done.result(seconds_max)
     except TimeoutError:
-        if done.cancel():  # else it has returned by now, or raised this itself
+        if done.cancel():  # else the call has returned just now, or has raised TimeoutError itself
             raise TimeoutError(f"the call did not return within {seconds_max:g} s") from None
         return done.result()
 
@@ -53,9 +55,9 @@ _R = TypeVar("_R")
 
 
 class BoundedThreads(Generic[_T, _R]):
-    """Runs `work` on each item, in order, in `threads` threads.
+    """Runs `work` on each item, in order, in `threads` daemon threads.
 
-    Daemon threads, not a pool: the interpreter would wait at its end for a request that hangs.
+    Not a thread pool: at exit the interpreter would wait for a hanging request.
     """
 
     def __init__(self, work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> None:
@@ -68,7 +70,7 @@ class BoundedThreads(Generic[_T, _R]):
         self.relieve(min(threads, len(self.futures)))
 
     def relieve(self, threads: int) -> None:
-        """Start this many more threads, for those that do not come back."""
+        """Start this many more threads, to replace hanging ones."""
         for _ in range(threads):
             name = f"holdfast-{self._name}-{self._started}"
             self._started += 1

@@ -1,10 +1,10 @@
-"""`torch.distributed` among the training ranks of the job, whoever has started them.
+"""`torch.distributed` among the training ranks of the job, under every launcher.
 
     mpirun    ranks 0 … R-1 ─► RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT ─► init_process_group
-    torchrun  a part of the job's store that no start before has used ─────────────────► init_process_group
+    torchrun  a part of the job's store that no earlier start has used ────────────────► init_process_group
 
-Under mpirun the stager is a process of the job and no rank of `torch.distributed`, so what mpirun itself sets would be
-wrong. torchrun keeps one store for all its starts of a job, and gloo of a new start would read addresses of an old one.
+Under mpirun the stager is a process of the job but no rank of `torch.distributed`, so mpirun's own variables would be
+wrong. torchrun keeps one store for all starts of a job, and gloo of a new start would read addresses of an old one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer_side.ranks.uncaught import end_by_exit_codes
 def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tuple[int, int]:
     """Set up `torch.distributed` among the training ranks of this job, with or without a stager. Collective.
 
-    Under mpirun, torchrun, and whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    Works under mpirun, torchrun, and launchers that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Args:
         backend: `gloo` or `nccl`; None takes `nccl` if every rank can have a GPU of its own.
@@ -35,9 +35,9 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
         This rank and the number of ranks.
 
     Raises:
-        PeerLost: A process of the job did not come.
-        ConfigError: The environment does not tell which rank this is or where the ranks meet, `stager` is set under
-            mpirun, or `nccl` is asked for and this rank has no CUDA device.
+        PeerLost: A process of the job did not join in time.
+        ConfigError: The environment does not name this rank or the meeting point, `stager` is set under mpirun, or
+            `backend` is `nccl` and this rank has no CUDA device.
     """
     end_by_exit_codes()
     world = join_world(TrainerConfig())
@@ -60,12 +60,12 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
     if backend == "nccl":
         torch.cuda.set_device(world.local_rank)
     torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.ranks)
-    end_by_exit_codes()  # again: torch.distributed has put a hook of its own around it
+    end_by_exit_codes()  # again: torch.distributed has wrapped the hook in its own
     return world.rank, world.ranks
 
 
 def _agree_where_to_meet(world: World) -> None:
-    # Rank 0 keeps the port bound until just before the store listens on it: the shortest time for a thief.
+    # Rank 0 keeps the port bound until just before the store listens on it, so that no other process takes it.
     with socket.socket() as probe:
         address = b""
         if world.rank == 0:

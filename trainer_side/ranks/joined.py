@@ -1,11 +1,11 @@
-"""The world of this process: which way its job was started decides how the ranks reach each other, and the stager.
+"""The world of this process: the job's launcher decides how the ranks reach each other and the stager.
 
     TORCHELASTIC_RUN_ID: torchrun ──────────────────────► C10dWorld
     OMPI_COMM_WORLD_SIZE, PMIX_RANK, PMI_RANK: mpirun ──► MpiWorld
     RANK and WORLD_SIZE, torch.distributed, `stager` ───► C10dWorld
     a process by itself ────────────────────────────────► MpiWorld, or C10dWorld where there is no MPI
 
-Nothing of MPI is imported on the way to a `C10dWorld`, except by a process by itself, to see whether there is any.
+MPI is never imported on the way to a `C10dWorld`, except by a process by itself, to find out whether MPI is installed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _world: World | None = None
 
 
 def join_world(config: TrainerConfig) -> World:
-    """Meet the other ranks of the job, the first time; later calls give the same world. Collective; main thread.
+    """Meet the other ranks of the job on the first call; later calls return the same world. Collective; main thread.
 
     Raises:
-        PeerLost: A rank did not come within `start_seconds_max`.
-        ConfigError: The job was started by mpirun and `stager` names one; mpirun has started it, and there is no MPI;
-            or `torch.distributed` has other ranks than the job.
+        PeerLost: A rank did not join within `start_seconds_max`.
+        ConfigError: Under mpirun, `stager` is set or MPI is not installed; or `torch.distributed` has other ranks than
+            the job.
     """
     global _world  # noqa: PLW0603 - a process is in one job
     if _world is None:
@@ -43,14 +43,14 @@ def join_world(config: TrainerConfig) -> World:
 
 
 def joined_world() -> World | None:
-    """The world, if this process has met the others."""
+    """The world, if this process has joined it."""
     return _world
 
 
 def launched_without_mpi(config: TrainerConfig) -> bool:
     """Whether the ranks of this job reach each other without MPI.
 
-    ConfigError: `stager` names one under mpirun, where the stager is a process of the job.
+    ConfigError: `stager` has an address under mpirun, where the stager is a process of the job.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True
@@ -91,16 +91,16 @@ def _join(config: TrainerConfig) -> World:
 
 
 def _mpi_world() -> type[MpiWorld] | None:
-    """Starts MPI; None without MPI."""
+    """Import `MpiWorld`, which starts MPI; None if MPI is not installed."""
     try:
         from trainer_side.ranks.mpi_world import MpiWorld
-    except (ImportError, RuntimeError):  # no mpi4py; mpi4py without a library of MPI
+    except (ImportError, RuntimeError):  # no mpi4py; mpi4py without an MPI library
         return None
     return MpiWorld
 
 
 def _refuse_other_ranks(ranks: int) -> None:
-    """See that the ranks of `torch.distributed` are those of the job: else each would save as if it were alone."""
+    """Refuse a `torch.distributed` of another size than the job: ranks would save as if they were alone."""
     theirs = torch.distributed.get_world_size() if torch.distributed.is_initialized() else ranks
     if theirs != ranks:
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""Shared by the four files that call MPI in a training rank: how MPI is started, waited for, and read when it fails.
+"""MPI in a training rank, for the four files that call it: initialization settings, waiting, errors.
 
-    MpiWorld.join()     mpi_world.py         once per process, collective: who is a trainer, who the stager
+    MpiWorld.join()     mpi_world.py         once per process, collective: exchange of roles
         ├── MpiStagerPort   mpi_stager_port.py   control messages and payloads to the stager   one thread: the link's
         ├── MpiCouncilPort  mpi_council_port.py  messages among the trainers, for local tiers  one thread: the council's
         └── MpiPeers        mpi_peers.py         bytes among the trainers, for restore         main thread, at start
 
-Importing any of them starts MPI. Rules: errors are returned, never abort (ERRORS_RETURN on each communicator); no
-blocking call that spins: requests are polled, with a pause that grows; every wait has a deadline.
+Importing any of them starts MPI. Rules: errors are returned, never abort (ERRORS_RETURN on each communicator); requests
+are polled with a growing pause, because MPI's blocking calls spin; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from holdfast.errors import PeerLost
 
 # The link's thread talks to MPI while the main thread may do so too (restore, or the user's own communicators).
 mpi4py.rc.thread_level = "multiple"
-# MPI_Finalize waits for dead processes, now and then for ever: whether to call it is decided at exit (mpi_world.py).
+# MPI_Finalize sometimes waits for dead processes forever: mpi_world.py decides at exit whether to call it.
 mpi4py.rc.finalize = False
-from mpi4py import MPI as MPI  # noqa: E402, PLC0414 - handed on to the other files
+from mpi4py import MPI as MPI  # noqa: E402, PLC0414 - re-exported for the other files
 
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 50e-6, 2e-3
-_EAGER_POLLS = 200  # polls that only yield before a wait begins to sleep: a round trip takes a few of them
+_EAGER_POLLS = 200  # polls that only yield, before a wait begins to sleep: a round trip takes a few polls
 LOST = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED})
 
 
@@ -36,7 +36,7 @@ def wait(requests: list[MPI.Request], seconds_max: float, what: str) -> None:
         while not MPI.Request.Testall(requests):
             polls += 1
             if polls <= _EAGER_POLLS:
-                time.sleep(0)  # gives the GIL and the core to whoever is behind
+                time.sleep(0)  # yields the GIL and the core
                 continue
             if time.monotonic() > deadline:
                 raise PeerLost(

@@ -1,4 +1,4 @@
-"""Messages among the training ranks over MPI, for the council of the local tiers and for a last error."""
+"""Messages among the training ranks over MPI, for the council of the local tiers and for an uncaught error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_side.ranks.mpi import LOST, MPI, PAUSE_SECONDS_MIN, lost_peer
 class MpiCouncilPort:
     """Messages among the trainers (`trainer_side.tiers.commit_votes`). One thread at a time.
 
-    A rank that MPI knows to be dead is left out from then on; where MPI does not tell, deadlines find out.
+    Messages to a rank that MPI reports dead are dropped. Without fault tolerance MPI reports none, and deadlines apply.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
@@ -62,7 +62,7 @@ class MpiCouncilPort:
             time.sleep(PAUSE_SECONDS_MIN)
 
     def _note(self, error: MPI.Exception, rank: int | None = None) -> None:
-        """Learn who is dead, and let messages of any rank come again."""
+        """Acknowledge dead ranks, so that ANY_SOURCE probes work again."""
         if error.Get_error_class() not in LOST:
             raise lost_peer(error, "a training rank") from error
         try:

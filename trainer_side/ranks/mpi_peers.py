@@ -12,7 +12,7 @@ from trainer_side.ranks.peers import cut
 
 _SECONDS_MAX = 600.0  # how long a collective call waits for the other ranks
 _PIECE_BYTES_MAX = 512 << 20  # MPI counts are 32 bits; well below
-_WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is a message of its own
+_WHOLE_BYTES_MIN = 128 << 10  # a piece of this size is a message of its own
 _PARCEL_TAG = 1
 
 
@@ -53,10 +53,10 @@ class MpiPeers:
     def _queue(
         self, pieces: Sequence[tuple[int, int]], start: Callable[[Any], MPI.Request], rank: int
     ) -> None:
-        """The same messages on all ranks that take part: they depend on the sizes alone.
+        """Start the messages for these pieces; the division depends only on sizes, so all ranks make the same.
 
-        Large pieces go each by itself: on one machine MPI copies what is in one piece straight from process to process,
-        and what is scattered through small buffers, several times slower.
+        A large piece is a message of its own: on one machine MPI copies contiguous memory straight between processes,
+        but scattered memory through small buffers, several times slower.
         """
         small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
         for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
@@ -80,7 +80,7 @@ class MpiPeers:
                 scattered.Free()
             else:
                 under_way.append((request, scattered))
-        self._shared = under_way  # the next look is at these only
+        self._shared = under_way  # the next poll tests only these
 
     def finish(self, deadline_seconds: float) -> None:
         shared, self._shared = self._shared, []

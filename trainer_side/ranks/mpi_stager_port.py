@@ -13,19 +13,19 @@ from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS_MIN, lost_peer
 
 _log = logging.getLogger("holdfast.trainer.mpi")
 
-# the stager was silent for too long: for MPI it may still live, and MPI_Finalize would wait for it
+# The stager has timed out. MPI may still count it as alive, and MPI_Finalize would wait for it.
 _given_up = False
 
 
 def given_up() -> bool:
-    """Whether the stager was silent for too long, so that the end of MPI must not wait for it."""
+    """Whether the stager has timed out, so that MPI must not be finalized."""
     return _given_up
 
 
 class MpiStagerPort:
-    """Messages and payloads to and from the stager. One thread at a time.
+    """The `StagerPort` of an MPI job. One thread at a time.
 
-    Every method raises `PeerLost` when MPI says that the stager is dead.
+    Every method raises `PeerLost` when MPI reports that the stager is dead.
     """
 
     has_threads = False
@@ -35,20 +35,20 @@ class MpiStagerPort:
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._payloads: dict[int, tuple[list[MPI.Request], memoryview]] = {}
         self._next_payload = 0
-        # For messages as they come: fresh memory for each large one costs more than its copy.
+        # Receive buffer, reused: fresh memory for a large message costs more than its copy.
         self._received = bytearray()
         self._left = False
 
     @property
     def one_machine(self) -> bool:
-        """Whether mpirun says that all processes of the job are on one machine."""
+        """Whether all processes of the job are on one machine, by mpirun's variables."""
         local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
         return local is not None and local == os.environ.get("OMPI_COMM_WORLD_SIZE")
 
     @property
     def crowding(self) -> float:
-        """Processes of the job on this machine for each of its cores, as far as mpirun tells; 0 where it does not."""
-        # Not the cores that this rank is bound to: others share the rest of them.
+        """Processes of the job per core of this machine; 0 if mpirun does not tell."""
+        # All cores, not those that this rank is bound to: the processes share all of them.
         return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")) / (os.cpu_count() or 1)
 
     def send(self, message: bytes) -> None:
@@ -102,8 +102,8 @@ class MpiStagerPort:
         return messages
 
     def leave(self, seconds_max: float, *, lost: bool = False) -> None:
-        """As `StagerPort.leave`. With `lost`, the end of MPI does not wait for the stager either."""
-        global _given_up  # noqa: PLW0603 - MPI, too, is one for the process
+        """As `StagerPort.leave`. With `lost`, MPI is not finalized at exit."""
+        global _given_up  # noqa: PLW0603 - MPI is one for the process, too
         _given_up = _given_up or lost
         if self._left:
             return

@@ -1,6 +1,6 @@
-"""The MPI job of a training rank: who is a trainer and who a stager, and how MPI ends.
+"""The MPI job of a training rank: the exchange of roles at start-up, and the end of MPI.
 
-The first that imports it starts MPI. `MpiWorld.join` is collective, once per process; three communicators of our own.
+The first import starts MPI. `MpiWorld.join` is collective, once per process, and makes communicators of our own.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 _START_SECONDS_MAX = 120.0
 _LEAVE_SECONDS_MAX = 5.0
 _END_PAUSE_SECONDS = 5e-3
-_FAILED_SECONDS = 3.0  # so long a rank that failed waits for the others to end as well
+_FAILED_SECONDS = 3.0  # how long a failed rank waits for the others to end as well
 _REVOKE_POLLS = 40
 
 
 def _finalize() -> None:
     if mpi4py.rc.finalize is not False or not MPI.Is_initialized() or MPI.Is_finalized() or given_up():
         return
-    # With an exception that nobody caught: the others may still work, and wait for this rank in a collective call of
-    # their own. Waiting for them without end would hang the job; a rank that ends is seen.
+    # After an uncaught exception the others may wait for this rank in a collective call of the script. To wait for them
+    # without a deadline would hang the job; the end of this rank is noticed.
     failed = hasattr(sys, "last_value")
     if failed and MpiWorld.joined() is None:
-        return  # nobody has met anybody yet
+        return  # the ranks have not met yet
     deadline = time.monotonic() + _FAILED_SECONDS if failed else math.inf
     world = MPI.COMM_WORLD
     world.Set_errhandler(MPI.ERRORS_RETURN)
     try:
-        # Not a look at who is dead now: one that dies while others are in MPI_Finalize would keep them there. All come
-        # to the same answer here, or to the same error when one of them is gone.
+        # An agreement, not a check for dead ranks: a rank that dies while others are in MPI_Finalize would block them.
+        # Iagree gives all ranks the same answer, or the same error if one is gone.
         everyone = world.Iagree(np.ones(1, np.int32))
-        while not everyone.Test():  # as long as the others have work to do: so would MPI_Finalize wait
+        while not everyone.Test():  # no deadline while the others work: MPI_Finalize has none either
             if world.Is_revoked():
                 return
             if time.monotonic() > deadline:
-                world.Revoke()  # a process that ends by itself is not seen as dead: this is what the others see
+                world.Revoke()  # ULFM does not report a process that exits normally; the others notice this instead
                 for _ in range(_REVOKE_POLLS):
                     everyone.Test()
                     time.sleep(_END_PAUSE_SECONDS)
@@ -119,7 +119,7 @@ class MpiWorld:
 
     @classmethod
     def join(cls, seconds_max: float = _START_SECONDS_MAX) -> MpiWorld:
-        """Meet the other processes of the job, the first time; later calls give the same world. Main thread.
+        """Meet the other processes of the job on the first call; later calls return the same world. Main thread.
 
         Raises:
             PeerLost: Not all processes joined within `seconds_max`.
@@ -132,18 +132,16 @@ class MpiWorld:
 
     @classmethod
     def joined(cls) -> MpiWorld | None:
-        """The world, if this process has met the others."""
+        """The world, if this process has joined it."""
         return cls._joined
 
     def _leave(self) -> None:
-        """At exit: a rank that never got as far as a link must say good-bye as well, or the stagers wait for it."""
+        """Say BYE at exit: a rank that never made a link must do so, too, or the stagers wait for it."""
         for port in self._ports:
             port.leave(_LEAVE_SECONDS_MAX)
 
     def want_own_stager(self, config: TrainerConfig) -> None:
-        """From now on the job has a stager, which rank 0 starts when the ranks first ask for the port. ConfigError:
-        mpirun has started one as well.
-        """
+        """Have rank 0 start a stager when the ranks first call `port`. ConfigError: mpirun has started one as well."""
         if self.stagers:
             raise ConfigError(
                 "trainer setting stager: own, and the mpirun line has a stager as well; unset it (HOLDFAST_STAGER), or "
@@ -152,7 +150,7 @@ class MpiWorld:
         self._wants_own, self.stagers = config, 1
 
     def port(self) -> MpiStagerPort | TcpStagerPort:
-        """As `World.port`; collective where the stager is the job's own. HoldfastError: as `StartedStager`."""
+        """As `World.port`; collective if the job starts its own stager. HoldfastError: as `StartedStager`."""
         if not self._ports and self._wants_own is not None:
             peers = self.peers()
             incarnation = peers.broadcast(os.urandom(INCARNATION_BYTES) if self.rank == 0 else None)
@@ -165,7 +163,7 @@ class MpiWorld:
 
     @property
     def again(self) -> Callable[[int], StagerPort] | None:
-        """As `World.again`: mpirun starts no process of a running job again, and rank 0 does."""
+        """As `World.again`: only a stager that rank 0 has started can be restarted; mpirun restarts no process."""
         return None if self._own is None else self._again
 
     def _again(self, generation: int) -> StagerPort:
@@ -174,7 +172,7 @@ class MpiWorld:
         return port
 
     def member(self, index: int, attempt: int, generation: int = 0) -> MpiStagerPort | TcpStagerPort:  # noqa: ARG002
-        """As `World.member`: the first stager tells the others the attempt itself, and none is reached again."""
+        """As `World.member`; the first stager sends the others the attempt, and no stager is ever reconnected."""
         return self._ports[index]
 
     def peers(self) -> MpiPeers:

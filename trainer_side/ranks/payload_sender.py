@@ -1,9 +1,9 @@
-"""A thread that sends payloads over one connection to the stager, again over the next one if it is cut.
+"""A thread that sends payloads over one connection to the stager, and reconnects if that is cut.
 
-    send ─► waiting ─► on its way ── receipt ─► over
-                          └── the connection ends: made again, and everything without a receipt is sent again
+    send ─► waiting ─► in flight ── receipt ─► over
+                          └── the connection ends: reconnect, and resend every payload without a receipt
 
-The thread holds the GIL only between calls of the system: training goes on while the kernel copies.
+The thread releases the GIL during system calls: training continues while the kernel copies.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from trainer_side.ranks.connecting import Connector
 
 _log = logging.getLogger("holdfast.trainer.tcp")
 
-_TRY_SECONDS_MAX = 5.0  # for one connection: then whether it is still wanted is looked at
+_TRY_SECONDS_MAX = 5.0  # of one try to connect; then the thread checks whether the sender was closed
 _PAUSE_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
 _QUIET_SECONDS_MAX = 5.0
 _BYTES_PER_CALL_MAX = 4 << 20
 _TASK = "sends payloads to the stager"
-_BYTES_HEARD_MAX = 32 * 1024  # more than TLS decrypts at once: what it keeps, no poll tells of
+_BYTES_HEARD_MAX = (
+    32 * 1024
+)  # more than one TLS record, so that no decrypted bytes stay behind unseen by poll
 
 
 class PayloadSender:
-    """See the module. `send` and `load` belong to the link's thread, `renew` and `close` to any.
+    """One payload connection and its thread. `send` and `load` are for the link's thread, `renew` and `close` for any.
 
     Args:
-        over: Called from the sender's thread with the number of each payload whose receipt has come.
-        died: Called from the sender's thread if that ends by an exception: nothing moves here any more.
-        stall_seconds: If nothing moves for so long, the connection is made again.
+        over: Called from the sender's thread with the number of each payload whose receipt has arrived.
+        died: Called from the sender's thread if an exception ends it: no payload is sent from then on.
+        stall_seconds: Without progress for this time, the thread reconnects.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class PayloadSender:
         self.load = 0  # bytes that have no receipt yet
         self._closed = False
         self._renewed = False
-        self._quiet = threading.Event()  # no payload is read
+        self._quiet = threading.Event()  # set while the thread reads no payload's memory
         self._quiet.set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._died = died
@@ -69,22 +71,24 @@ class PayloadSender:
         self._thread.start()
 
     def send(self, header: PayloadHeader, payload: memoryview) -> None:
-        """Send it; its memory must not change until its receipt has come."""
+        """Queue a payload; its memory must not change until its receipt has arrived."""
         with self._lock:
             self._waiting.append((header, payload))
             self.load += header.nbytes
         os.eventfd_write(self._wake, 1)
 
     def renew(self) -> None:
-        """The way to the stager was cut: this connection may be, too, without knowing."""
+        """Reconnect: the message connection was cut, so this one may be dead, too, without an error."""
         self._renewed = True
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send nothing more; waits until no payload's memory is read any longer."""
+        """Stop sending; wait until the thread reads no payload's memory."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
-        self._quiet.wait(_QUIET_SECONDS_MAX)  # and no longer: a thread that tries to connect reads no payload
+        self._quiet.wait(
+            _QUIET_SECONDS_MAX
+        )  # returns at once while the thread connects: it then reads no payload
 
     def _end(self, error: ThreadDied) -> None:
         self._quiet.set()
@@ -95,7 +99,7 @@ class PayloadSender:
             try:
                 sock = self._connector.open(self._channel, seconds_max=_TRY_SECONDS_MAX, resuming=True).sock
             except HoldfastError as error:
-                # Whether the stager is lost is found out by the line of messages.
+                # The message connection decides whether the stager is lost.
                 _log.debug("no connection for payloads: %s", error)
                 if not self._closed:
                     time.sleep(_PAUSE_SECONDS)
@@ -119,12 +123,12 @@ class PayloadSender:
         return self._closed or self._renewed
 
     def begin(self) -> int:
-        """A new connection; the descriptor that wakes it."""
+        """Note that a connection begins; return the descriptor that wakes its poll."""
         self._renewed = False
         return self._wake
 
     def next(self) -> tuple[PayloadHeader, memoryview] | None:
-        """The next payload, which is on its way from now on."""
+        """Return the next payload, and count it as in flight."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -142,7 +146,7 @@ class PayloadSender:
 
     @property
     def stall_seconds(self) -> float | None:
-        """How long nothing may move; None while nothing is on its way."""
+        """The longest time without progress; None while no payload is in flight."""
         return self._stall_seconds if self._under_way else None
 
 
@@ -156,7 +160,7 @@ class _Connection:
         self._moved_at = time.monotonic()
 
     def work(self) -> None:
-        """Send and hear until the sender is closed or renewed. OSError: it has ended, or nothing moves on it."""
+        """Send payloads and read receipts until the sender is closed or renewed. OSError: ended, or no progress."""
         wake = self._sender.begin()
         poll = select.poll()
         poll.register(wake, select.POLLIN)

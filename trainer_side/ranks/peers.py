@@ -1,12 +1,12 @@
 """The interface of restore to the other ranks: seven calls, so that tests need no MPI.
 
-    broadcast   small bytes (manifest, structure) from one rank to all          all_agree   did everybody succeed?
-    share       tensor bytes, from where they lie on one rank to where they lie on the others; queued
-    send        the same to one other rank, which calls `receive`; queued
-    poll        moves on what was queued, and never waits
-    finish      returns when all that was queued has arrived
+    broadcast   small bytes (manifest, structure) from one rank to all          all_agree   did all ranks succeed?
+    share       queue tensor bytes, from memory on one rank to memory on all others
+    send        queue the same to one other rank, which calls `receive`
+    poll        advance queued transfers; never waits
+    finish      return when all queued transfers are complete
 
-`MpiPeers` has them over MPI, `C10dPeers` over gloo. `broadcast`, `all_agree` and `share` are collective: each rank
+`MpiPeers` implements it over MPI, `C10dPeers` over gloo. `broadcast`, `all_agree` and `share` are collective: each rank
 makes the same calls in the same order, from its training thread. Two ranks `send` and `receive` in the same order.
 """
 
@@ -21,7 +21,7 @@ from holdfast.wire.frames import peer_error
 
 
 class Peers(Protocol):
-    """The training ranks, as restore sees them. All calls raise `PeerLost` when a rank is gone."""
+    """The other ranks, as restore sees them. All calls raise `PeerLost` when a rank is lost."""
 
     @property
     def rank(self) -> int: ...
@@ -30,7 +30,7 @@ class Peers(Protocol):
     def ranks(self) -> int: ...
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """Return on every rank the bytes that `root` gave; the others give None. Collective."""
+        """Return the `data` of rank `root` on every rank; the others pass None. Collective."""
         ...
 
     def all_agree(self, ok: bool) -> bool:
@@ -38,35 +38,35 @@ class Peers(Protocol):
         ...
 
     def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
-        """Queue the copy of scattered memory from `root` to all others. Every rank queues the same ones.
+        """Queue a copy of scattered memory from `root` to all other ranks. Collective.
 
         `pieces` are `(address, nbytes)` in this process: sizes are the same on every rank, addresses are not. Until
-        `finish` returns, the memory must stay where it is, unchanged at `root` and unread elsewhere.
+        `finish` returns, the memory must stay allocated, unchanged at `root` and unread elsewhere.
         """
         ...
 
     def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
-        """Queue the copy of scattered memory to one other rank, which receives pieces of the same sizes.
+        """Queue a copy of scattered memory to one other rank, which receives pieces of the same sizes.
 
         The memory must stay unchanged until `finish` returns.
         """
         ...
 
     def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
-        """Queue the receiving of what `rank` sends."""
+        """Queue the receipt of pieces that `rank` sends."""
         ...
 
     def poll(self) -> None:
-        """Move on what was shared; never waits, and need not be called alike on every rank."""
+        """Advance queued transfers; never waits. Not collective."""
         ...
 
     def finish(self, deadline_seconds: float) -> None:
-        """Return when all that was queued has arrived and left. PeerLost: it has not within `deadline_seconds`."""
+        """Return when all queued transfers are complete. PeerLost: they were not within `deadline_seconds`."""
         ...
 
 
 class LonePeers:
-    """One rank by itself."""
+    """The `Peers` of a job with one rank."""
 
     rank = 0
     ranks = 1
@@ -79,23 +79,23 @@ class LonePeers:
         return ok
 
     def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
-        """There is nobody to share with."""
+        """Do nothing: there is no other rank."""
 
     def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
-        """There is nobody to send to."""
+        """Do nothing: there is no other rank."""
 
     def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
-        """There is nobody who sends."""
+        """Do nothing: there is no other rank."""
 
     def poll(self) -> None:
-        """Nothing was queued."""
+        """Do nothing: no transfer is queued."""
 
     def finish(self, deadline_seconds: float) -> None:
-        """Nothing was queued."""
+        """Do nothing: no transfer is queued."""
 
 
 def cut(pieces: Iterable[tuple[int, int]], group_bytes: int) -> list[list[tuple[int, int]]]:
-    """Cut pieces into groups of exactly `group_bytes`, the last one less: the same cuts however the pieces differ."""
+    """Cut pieces into groups of exactly `group_bytes`; only the last may be smaller."""
     groups: list[list[tuple[int, int]]] = []
     room = 0
     for address, nbytes in pieces:
@@ -113,15 +113,15 @@ _NAMED = 3  # most ranks with damage that are named
 
 
 def gather(peers: Peers, mine: bytes) -> list[bytes]:
-    """The messages of all ranks, in their order. Collective."""
+    """Return the messages of all ranks, in rank order. Collective."""
     return [peers.broadcast(mine if root == peers.rank else None, root) for root in range(peers.ranks)]
 
 
 def agree(peers: Peers, error: HoldfastError | None) -> str | None:
-    """Tell each other how a stage went: None if it went well everywhere. Collective.
+    """Exchange the outcome of a stage among all ranks; None if it succeeded on all. Collective.
 
-    If another checkpoint may do, returns what is damaged and which rank saw it. An error that another checkpoint would
-    not avoid is raised: this rank's, or the first of another rank.
+    Return a text that names damage and ranks if another checkpoint may work. Raise an error that another checkpoint
+    would not avoid: this rank's own, or the first one of another rank.
     """
     if peers.all_agree(error is None):
         return None
@@ -145,10 +145,10 @@ def agree(peers: Peers, error: HoldfastError | None) -> str | None:
 
 
 def raise_agreed(peers: Peers, error: HoldfastError | None) -> None:
-    """Tell each other how a stage went. Collective.
+    """Exchange the outcome of a stage among all ranks. Collective.
 
     Raises:
-        DamageError: On every rank: some rank has met damage, and another checkpoint may do.
+        DamageError: On every rank: a rank has found damage, and another checkpoint may work.
         HoldfastError: As `agree`.
     """
     problem = agree(peers, error)

@@ -1,11 +1,11 @@
-"""The ways of a training rank to its stager and to the other ranks, as everything above this room sees them.
+"""The interfaces of a training rank to its stager and to the other ranks, for all code outside this package.
 
     World ── StagerPort   control messages and payloads to the stager
         ├─── CouncilPort  messages among the ranks, for the local tiers
-        ├─── RanksPort    messages among the ranks, for the error that ends one
+        ├─── RanksPort    messages among the ranks, for an uncaught error
         └─── Peers        bytes among the ranks, for restore (peers.py)
 
-How the job was started decides who implements them (joined.py): `MpiWorld` under mpirun, `C10dWorld` elsewhere.
+The launcher decides which class implements `World` (joined.py): `MpiWorld` under mpirun, `C10dWorld` elsewhere.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class GenerationOver(PeerLost):
-    """The stager does not go on with this generation of the job's start; the ranks may come again as the next one."""
+    """The stager refuses this generation of the job's start; the ranks may return as the next one."""
 
 
 class StartReplaced(PeerLost):
-    """The launcher has started the job again, so no stager serves this start of it any more."""
+    """The launcher has restarted the job, so the stager refuses this older start for good."""
 
 
 class StagerPort(Protocol):
@@ -34,44 +34,44 @@ class StagerPort(Protocol):
     Every method raises `PeerLost` when the stager is known to be lost.
 
     Attributes:
-        has_threads: Payloads move by threads of their own, and not only while this port is asked.
+        has_threads: Payloads move in threads of their own; otherwise only while this port is polled.
     """
 
     has_threads: bool
 
     @property
     def one_machine(self) -> bool:
-        """Whether the stager is known to be on this machine: it then mostly reads payloads by itself."""
+        """Whether the stager is known to be on this machine; it then mostly reads payloads by itself."""
         ...
 
     @property
     def crowding(self) -> float:
-        """Processes of the job on this machine for each of its cores."""
+        """Processes of the job per core of this machine; 0 if unknown."""
         ...
 
     def send(self, message: bytes) -> None:
-        """Send a control message; the order is kept."""
+        """Send a control message. Messages arrive in the order of sending."""
         ...
 
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
-        """Begin to send the bytes of one credit, which are pieces of these sizes; returns a handle.
+        """Begin to send the payload of the credit for `slot`; return a handle.
 
-        `slot` is that of the credit. The bytes must not change until `sent(handle)`.
+        `pieces` are the sizes of its parts. The bytes must not change until `sent(handle)`.
         """
         ...
 
     def sent(self, handle: int) -> bool:
-        """Whether that payload has been read to its end: its memory may change now."""
+        """Whether the payload was read to its end, so that its memory may change."""
         ...
 
     def poll(self) -> list[bytes]:
-        """All control messages that have come. Never waits."""
+        """Return the control messages that have arrived. Never waits."""
         ...
 
     def leave(self, seconds_max: float, *, lost: bool = False) -> None:
-        """Say BYE, once, and wait until all that was to be sent has left, at most `seconds_max`.
+        """Send BYE, once, and wait until all queued messages and payloads were sent, at most `seconds_max`.
 
-        With `lost` the stager was silent for too long: it is not waited for.
+        With `lost` the stager has timed out, and the call does not wait for it.
         """
         ...
 
@@ -83,23 +83,23 @@ class RanksPort(Protocol):
     ranks: int
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send to another rank; to a dead one it does nothing."""
+        """Send to another rank; ignored for a dead one."""
         ...
 
     def poll(self) -> list[tuple[int, bytes]]:
-        """All messages that have come, each with its rank. Never waits."""
+        """Return the messages that have arrived, each with its sender. Never waits."""
         ...
 
 
 class CouncilPort(RanksPort, Protocol):
-    """Messages among the ranks for the local tiers, in the order of sending. For the council's thread alone."""
+    """Messages among the ranks for the local tiers, in the order of sending. Only for the council's thread."""
 
     def lost(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
         ...
 
     def flush(self, seconds_max: float) -> None:
-        """Wait until every message has left."""
+        """Wait until every message was sent, at most `seconds_max`."""
         ...
 
 
@@ -107,8 +107,8 @@ class World(Protocol):
     """The job as its ranks met at start-up.
 
     Attributes:
-        stagers: How many stagers the job has; of several each has a share of every checkpoint.
-        stager_advice: How a job like this one gets a stager, for messages: a command and what else is to be done.
+        stagers: How many stagers the job has; several have a share of every checkpoint each.
+        stager_advice: How to give a job like this one a stager, for error messages.
     """
 
     rank: int
@@ -119,38 +119,38 @@ class World(Protocol):
     stager_advice: str
 
     def port(self) -> StagerPort:
-        """The way to the stager, the lead of several. ConfigError: the job has none."""
+        """Connect to the stager, the lead of several. ConfigError: the job has no stager."""
         ...
 
     def member(self, index: int, attempt: int, generation: int = 0) -> StagerPort:
-        """The way to another of several stagers, which the lead has given this attempt. `generation` above 0: again; as
-        `again`, and with several stagers at once.
+        """Connect to stager `index` of several, with the attempt that the lead has chosen. `generation` above 0:
+        reconnect, as `again`; different stagers may be reconnected at the same time.
         """
         ...
 
     @property
     def again(self) -> Callable[[int], StagerPort] | None:
-        """Connects again to a stager that was lost, as this generation of the job's start. Any thread, one at a time.
+        """A call that reconnects to a lost stager, as a new generation of the job's start. Any thread, one at a time.
 
-        It raises `HoldfastError` where the stager cannot be reached or refuses this rank. None: a stager that is lost
-        stays so.
+        The call raises `HoldfastError` if the stager cannot be reached or refuses this rank. None: a lost stager stays
+        lost.
         """
         ...
 
     def peers(self) -> Peers:
-        """The way to the other ranks. Main thread, before the first step."""
+        """Connect to the other ranks for restore. Main thread, before the first step."""
         ...
 
     def meeting(self) -> Store | None:
-        """A part of the job's store for `torch.distributed`; None: it makes one of its own. PeerLost: it is lost."""
+        """A part of the job's store for `torch.distributed`; None if there is no such store. PeerLost: it is lost."""
         ...
 
     def council(self) -> CouncilPort:
-        """The way to the other ranks for local tiers, at any time."""
+        """Connect to the other ranks for local tiers. At any time."""
         ...
 
     def uncaught(self) -> RanksPort:
-        """The way to the other ranks for an error that ends this one."""
+        """The port to the other ranks for an error that ends this one."""
         ...
 
 

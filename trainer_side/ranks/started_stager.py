@@ -1,12 +1,12 @@
-"""The stager that a job has started for itself: rank 0 starts it or finds it, and every rank connects to it.
+"""The job's own stager: rank 0 starts it or finds a living one, and every rank connects to it.
 
     rank 0 ─► a living one of this run on this machine, else `holdfast stager --own` ─► address, key ─► all ranks
                   ▲                                            │ a session of its own, and a log of its own
-                  └── the job is started again                 └─ dies: started again where it was; ranks rejoin it
+                  └── the job is started again                 └─ dies: restarted at the same address; ranks reconnect
 
-It outlives the ranks, and ends by itself (stager/own.py). A rank that cannot reach it at the start ends all of them.
-With `on_stager_lost="own"` it takes the place of the stager that `stager` names, once that is lost. The claim on the
-run keeps the two apart: while the lost one's flusher lives, the own one refuses, and rank 0 tries the named one again.
+The own stager outlives the ranks, and ends by itself (stager/own.py). If a rank cannot reach it at the start, all ranks
+end. With `on_stager_lost="own"` it replaces the stager that `stager` names once that is lost. The claim on the run
+prevents two writers: while the lost stager's flusher lives, the own stager refuses, and rank 0 retries the named one.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _log = logging.getLogger("holdfast.trainer")
 
-_ANY = "0.0.0.0"  # noqa: S104 - only who has the key is served
+_ANY = "0.0.0.0"  # noqa: S104 - only peers with the key are served
 _ANY_ADDRESS = frozenset({_ANY, "::"})
 _LOOPBACK = "127.0.0.1"
-_SOMEWHERE = ("192.0.2.1", 9)  # of a network for examples: nothing is sent there
+_SOMEWHERE = ("192.0.2.1", 9)  # in a documentation network (RFC 5737); no packet is sent
 _LINE_BYTES_MAX = 1 << 16
 # A launcher's variables would make it a rank; those of `holdfast run` are about another stager.
 _NOT_ITS_OWN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_VARIABLE, "HOLDFAST_KEY_FILE")
 
 
 class StagerStarter:
-    """The stager as rank 0 has it. One thread at a time.
+    """Rank 0's handle of the own stager: finds or starts it. One thread at a time.
 
     Args:
-        one_machine: Whether all ranks are on this machine, so that no other one need reach the stager.
+        one_machine: Whether all ranks are on this machine; the stager then listens on loopback.
 
     Raises:
-        ConfigError: A setting of the stager is wrong, or the other machines would not reach its address.
+        ConfigError: A setting of the stager is wrong, or other machines could not reach its address.
     """
 
     def __init__(self, config: TrainerConfig, *, one_machine: bool) -> None:
@@ -86,17 +86,17 @@ class StagerStarter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def living(self) -> OwnStagerPlace | None:
-        """The stager that this start of the job, or an earlier one, has started on this machine, if it lives."""
+        """The living stager that this start of the job, or an earlier one, has started on this machine."""
         if self._process is not None:
-            self._process.poll()  # so that a dead one is no zombie
+            self._process.poll()  # reaps a dead stager
         return living_own_stager(self._store, self._runtime_dir)
 
     def start(self) -> OwnStagerPlace:
-        """Start it, where it was before if it was, and wait until it listens, at most `start_seconds_max`.
+        """Start the stager, at its last address if it had one, and wait until it listens, at most `start_seconds_max`.
 
         Raises:
-            HoldfastError: It has ended, with this error.
-            PeerLost: It has ended without a word, or does not listen in time.
+            HoldfastError: The error with which the stager has ended.
+            PeerLost: The stager has ended without a message, or does not listen in time.
         """
         log = log_path("stager", self._store)
         with log.open("ab") as end:
@@ -105,7 +105,7 @@ class StagerStarter:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=end,
-                start_new_session=True,  # neither Ctrl-C nor the end of the ranks ends it
+                start_new_session=True,  # so that neither Ctrl-C nor the end of the ranks ends the stager
                 env=self._environment(),
             )
         said = self._process.stdout
@@ -131,7 +131,7 @@ class StagerStarter:
         return place
 
     def take(self, place: OwnStagerPlace) -> None:
-        """A living one was found; if it dies, another one is started where it was."""
+        """Adopt the key and port of a living stager: if it dies, it is restarted there."""
         self._key = place.key
         self._listen = self._listen._replace(port=parse_address(place.address).port)
 
@@ -153,28 +153,28 @@ class StagerStarter:
 
 
 class Announcements(Protocol):
-    """Where rank 0 tells the other ranks, at any time, which stager is theirs now. Raises `PeerLost`."""
+    """Channel on which rank 0 announces the current stager to the other ranks, at any time. Raises `PeerLost`."""
 
     def say(self, data: bytes) -> None: ...
 
     def heard(self) -> bytes:
-        """The last that was said; empty before."""
+        """The last announcement; empty if there was none."""
         ...
 
 
 class StartedStager:
-    """A rank's way to it, or to the one that `stager` names while that can be reached (`on_stager_lost="own"`). Making
-    it is collective: rank 0 finds or starts it, and all ranks connect. Main thread; `again` from any thread.
+    """A rank's connection to the own stager, or to the one that `stager` names while that can be reached
+    (`on_stager_lost="own"`). Construction is collective: rank 0 finds or starts the stager, and all ranks connect.
+    Main thread; `again` from any thread.
 
     Args:
-        start: Which start of the job this is.
-        announcements: None: the ranks hear nothing later; the stager stays where it is.
+        announcements: None: the stager keeps its address, and the ranks get no later announcement.
 
     Attributes:
-        port: The way to it, of the newest generation.
+        port: The connection of the newest generation.
 
     Raises:
-        HoldfastError: On every rank: it could not be started, or some rank does not reach it.
+        HoldfastError: On every rank: the stager could not be started, or a rank does not reach it.
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class StartedStager:
         self.port = port
 
     def again(self, generation: int) -> TcpStagerPort:
-        """As `World.again`. Rank 0 starts the stager again if it has died, or in the place of the named one if that was
-        lost for `own_after_seconds`; the others go where rank 0 has gone.
+        """As `World.again`. Rank 0 restarts a dead own stager, and replaces a named one that was lost for
+        `own_after_seconds`; the other ranks follow its announcement.
         """
         seconds_max = self._config.reconnect_seconds_max
         if self._process is None:
@@ -272,7 +272,7 @@ class StartedStager:
         found = process.living()
         if found is not None:
             self._place = found
-            # One that ends just now leaves its place to the next.
+            # A stager that is just ending refuses: start another one.
             with contextlib.suppress(PeerLost):
                 port = self._connect(0, seconds_max)
                 process.take(found)
@@ -307,7 +307,7 @@ class StagerTarget(NamedTuple):
 
     Attributes:
         address: `HOST:PORT`.
-        key: None: that of a stager of this user on this machine.
+        key: None: the key of a stager of this user on this machine.
         lead_attempt: As `Hello.lead_attempt`.
     """
 
@@ -319,7 +319,7 @@ class StagerTarget(NamedTuple):
 def connected(
     config: TrainerConfig, target: StagerTarget, *, rank: int, ranks: int, start: Start, seconds_max: float
 ) -> TcpStagerPort:
-    """The way to a stager, with the settings of `config`; raises as `TcpStagerPort.connect`."""
+    """Connect to a stager, with the settings of `config`; raises as `TcpStagerPort.connect`."""
     return TcpStagerPort.connect(
         address=target.address,
         key=target.key,
@@ -337,7 +337,7 @@ def connected(
 
 
 def _own_host() -> str:
-    """The address at which other machines reach this one: MASTER_ADDR, else that of the default route."""
+    """Guess the address at which other machines reach this one: MASTER_ADDR, else that of the default route."""
     told = os.environ.get("MASTER_ADDR", "")
     if told and not Address(told, 0).is_loopback:
         return told
@@ -348,6 +348,6 @@ def _own_host() -> str:
 
 
 def _first_line(output: IO[bytes]) -> bytes:
-    """The first line, or what came before the end."""
+    """Read the first line, or all output if it ends before."""
     with output:
         return output.readline(_LINE_BYTES_MAX)

@@ -1,7 +1,7 @@
-"""Control messages and payloads between a rank and a stager that stands alone, over TCP connections that may be cut.
+"""Control messages and payloads between a rank and a standalone stager, over TCP connections that may be cut.
 
-line of messages ─ cut ─► made again within reconnect_seconds_max ─► goes on where it was
-└── not ─► PeerLost            (payload_sender.py has the others)
+message connection ─ cut ─► reconnected within reconnect_seconds_max ─► resumes without loss
+└── not ─► PeerLost            (payload connections: payload_sender.py)
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ _READS_PER_POLL_MAX = 64
 
 
 class TcpStagerPort:
-    """See the module; a `StagerPort`. Get it by `connect`.
-
-    `crowding` is that of the ranks, as far as the launcher tells; 0 where it does not.
-    """
+    """The `StagerPort` over TCP. Get one by `connect`. `crowding`: from LOCAL_WORLD_SIZE; 0 if that is not set."""
 
     has_threads = True
 
@@ -55,11 +52,13 @@ class TcpStagerPort:
         self._reopened: queue.SimpleQueue[OpenedConnection | HoldfastError] = queue.SimpleQueue()
         self._cut_at = 0.0
         self._problem: HoldfastError | None = None
-        self._died: ThreadDied | None = None  # not said yet
+        self._died: ThreadDied | None = None  # not raised yet
         self._left = False
         self._last_number = 0
-        self._over: set[int] = set()  # by the senders' threads: one operation each
-        self._payloads = 0  # that have no receipt
+        self._over: set[int] = (
+            set()
+        )  # numbers with a receipt; the senders' threads only call the atomic `add`
+        self._payloads = 0  # payloads for which `sent` was not True yet
         self._senders = [
             PayloadSender(
                 connector,
@@ -88,12 +87,11 @@ class TcpStagerPort:
         start_seconds_max: float,
         tls_ca: Path | None = None,
     ) -> TcpStagerPort:
-        """Find the stager and be admitted; raises as `Connector.open`. Main thread.
+        """Connect to the stager and be admitted; raises as `Connector.open`. Main thread.
 
-        `address` is `HOST:PORT`. `launch`, `incarnation` and `generation` say which start of the job this is, as
-        `Start` has them, and `lead_attempt` is that of `Hello`. `connections` is the number of those that carry
-        payloads. `tls_ca` is the file with the certificates that are trusted, for a stager with TLS; None for one
-        without.
+        `address` is `HOST:PORT`. `launch`, `incarnation` and `generation` identify the start of the job, as in `Start`;
+        `lead_attempt` is that of `Hello`. `connections` is the number of payload connections. `tls_ca` is the file of
+        trusted certificates for a stager with TLS; None for one without.
         """
         connector = Connector(
             parse_address(address),
@@ -110,7 +108,7 @@ class TcpStagerPort:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, message: bytes) -> None:
-        """As `StagerPort.send`; no message is lost when the connection is cut."""
+        """As `StagerPort.send`; a cut connection loses no message."""
         self._check()
         try:
             self._line.put(message)
@@ -181,7 +179,7 @@ class TcpStagerPort:
         except HoldfastError as error:
             found = error
         self._reopened.put(found)
-        if self._problem is not None:  # nobody looks any more
+        if self._problem is not None:  # `poll` will not take the connection
             self._close_reopened()
 
     def _close_reopened(self) -> None:
@@ -215,7 +213,7 @@ class TcpStagerPort:
     # -- payloads ----------------------------------------------------------------------------------------------------
 
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:  # noqa: ARG002
-        """As `StagerPort.send_payload`. `pieces` are not needed: the stager knows where each piece belongs."""
+        """As `StagerPort.send_payload`. `pieces` is unused: the stager knows where each piece belongs."""
         self._check()
         self._last_number += 1
         self._payloads += 1
@@ -250,18 +248,18 @@ class TcpStagerPort:
         self._fail(PeerLost("this rank has left the stager"))
 
     def _sender_died(self, error: ThreadDied) -> None:
-        """Called in the sender's thread."""
+        """Keep the error for the next call of the link's thread. Called in the sender's thread."""
         self._died = error
 
     def _check(self) -> None:
         if self._died is not None:
-            died, self._died = self._died, None  # once: a good-bye to the stager may follow
+            died, self._died = self._died, None  # raise once: BYE to the stager may follow
             raise died
         if self._problem is not None:
             raise self._problem
 
     def _fail(self, problem: HoldfastError) -> None:
-        """Nothing more is sent: whoever hears of it may use the payloads' memory again."""
+        """Close all connections; each later call raises `problem`, and the payloads' memory may be reused."""
         if self._problem is not None:
             return
         self._problem = problem

@@ -1,10 +1,10 @@
-"""A `HoldfastError` that nobody catches: one message of one rank, and on all the exit code of its class.
+"""An uncaught `HoldfastError`: one rank prints one message, and all ranks exit with the code of its class.
 
-    uncaught on this rank ─► told to the ranks above ─► a rank below has said the same? ─ yes ─► ends quietly
-                                                                        └─ no, or rank 0 ─► says it, and where
+    uncaught on this rank ─► sent to the ranks above ─► a rank below has sent the same? ─ yes ─► ends quietly
+                                                                        └─ no, or rank 0 ─► prints it, with the place
 
-A refusal comes on all ranks alike: fifty lines of traceback from each hide its one sentence. Every other exception
-goes to the hook that was there before.
+All ranks fail with the same refusal: fifty lines of traceback from each would hide its one sentence. Every other
+exception goes to the previous hook.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from trainer_side.ranks.ports import RanksPort
 
 _log = logging.getLogger("holdfast.trainer")
 
-_LISTEN_SECONDS = 2.0  # an agreed refusal comes on all ranks within moments
+_LISTEN_SECONDS = 2.0  # an agreed refusal is raised on all ranks almost at once
 _PAUSE_SECONDS = 5e-3
-# most ranks that are told of an error of a rank other than 0, lest thousands of ranks send each other millions
-_NEXT_RANKS = 16
+_NEXT_RANKS = (
+    16  # a rank other than 0 tells only these: thousands of ranks would send each other millions of messages
+)
 _OF_A_RANK = re.compile(r"^(rank \d+: )+")
 _PACKAGES = frozenset({"trainer_side", "holdfast"})
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def end_by_exit_codes() -> None:
-    """From now on an uncaught `HoldfastError` ends this process as the module says. May be called again."""
+    """Install the hook for uncaught `HoldfastError`s. May be called again."""
     previous: _Hook = sys.excepthook
-    process = os.getpid()  # a forked child has no way of its own to the other ranks
+    process = os.getpid()  # a forked child has no connection of its own to the other ranks
     if getattr(previous, "says_refusals", False):
         return
 
@@ -51,7 +52,7 @@ def end_by_exit_codes() -> None:
         _log.debug("traceback of the error", exc_info=(kind, error, trace))
         _say(error, trace)
         sys.stdout.flush()
-        # The interpreter ends with this code, after all that is to run at exit.
+        # The interpreter runs its exit handlers, then ends with this code.
         raise SystemExit(error.exit_code)
 
     hook.says_refusals = True  # type: ignore[attr-defined]
@@ -69,7 +70,7 @@ def _say(error: HoldfastError, trace: TracebackType | None) -> None:
 
 
 def _speaks_in_time(port: RanksPort, error: HoldfastError) -> bool:
-    """`speaks`, and True where nothing comes of asking: the messages may go through a process that is stopped."""
+    """`speaks`, or True after a timeout: the messages may go through a process that is stopped."""
     try:
         return within(lambda: speaks(port, error), 2 * _LISTEN_SECONDS, name="holdfast-last-words")
     except TimeoutError:
@@ -77,7 +78,7 @@ def _speaks_in_time(port: RanksPort, error: HoldfastError) -> bool:
 
 
 def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTEN_SECONDS) -> bool:
-    """Whether this rank is the one to say it: no rank below it has said the same within `seconds_max`."""
+    """Whether this rank must print the error: no rank below has sent the same one within `seconds_max`."""
     mine = [error.code, _OF_A_RANK.sub("", str(error))]
     message = json.dumps(mine).encode()
     above = range(port.rank + 1, port.ranks)
@@ -95,7 +96,7 @@ def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTE
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Where the script has called holdfast: `train.py:45`."""
+    """Where the script has called holdfast, as `train.py:45`."""
     frames = traceback.extract_tb(trace)
     own = [Path(__file__).parents[2] / package for package in _PACKAGES]
     theirs = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, own))]
