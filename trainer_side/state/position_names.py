@@ -108,13 +108,13 @@ def _lists(
         known = [known for one in reachable({at: value}) if (known := _parameters_of(one, names)) is not None]
         for path, tensors in found:
             shapes = [tensor.shape for tensor in tensors]
-            of_it = {
+            candidates = {
                 tuple(tuple(names[id(one)]) for one in parameters)
                 for parameters in known
                 if [one.shape for one in parameters] == shapes
             }
-            if len(of_it) == 1:
-                yield path, [[Position(own) for own in of_it.pop()]]
+            if len(candidates) == 1:
+                yield path, [[Position(own) for own in candidates.pop()]]
 
 
 def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:

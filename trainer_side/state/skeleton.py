@@ -128,7 +128,7 @@ class Capture(NamedTuple):
     signature: tuple[Any, ...]
     # All tensors of the tree; torch counts in-place changes in each, or in the tensor that it was detached from.
     tensors: list[torch.Tensor]
-    tensor_entries: Sequence[int]  # the entry of the layout for each of them
+    tensor_entries: Sequence[int]  # the entry of the layout for each tensor
 
 
 def plan(

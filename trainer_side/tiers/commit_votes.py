@@ -201,7 +201,7 @@ class CommitVotes(RankCouncil):
     def new_pickle_reserve_bytes(self) -> int:
         return self._voter.new_pickle_reserve_bytes
 
-    # -- what this rank says -------------------------------------------------------------------------------------
+    # -- this rank's messages -------------------------------------------------------------------------------------
 
     def sealed(self, tier: int, order: Order, layout: str) -> None:
         """Vote for a step: this rank has sealed its slice in this tier. Called once for each slice."""
@@ -321,7 +321,7 @@ class CommitVotes(RankCouncil):
         for rank, message in self._port.poll():
             busy = True
             self._hear(rank, message)
-        self._look_at_the_dead()
+        self._handle_deaths()
         if self._rank0 is not None:
             self._tell_all(self._rank0.tick(self._clock()))
         else:
@@ -354,7 +354,7 @@ class CommitVotes(RankCouncil):
         if reply is not None:
             self._send_root(reply)
 
-    def _look_at_the_dead(self) -> None:
+    def _handle_deaths(self) -> None:
         lost = self._port.lost()
         if lost == self._lost:
             return

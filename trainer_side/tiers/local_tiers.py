@@ -1,4 +1,4 @@
-"""This rank's local tiers at work.
+"""This rank's local tiers, from `save` to the verdicts of rank 0.
 
     save(7) ─► begin: a slot in each tier ─► keep: writer threads write as frames get ready ─► sealed ─► CommitVotes
                COMPLETE 7, VOID 7 ◄─ CommitVotes: rank 0 has counted the votes of all ranks ─► the tier, the event log

@@ -204,10 +204,10 @@ class VoteCount:
         self._refused[order] = why
         if len(self._refused) > self._open_max:
             del self._refused[min(self._refused)]
-        of_it = [
+        tiers = [
             tier for (tier, other), ballot in self._ballots.items() if other == order and not ballot.void
         ]
-        return [self._void(tier, order, why) for tier in of_it]
+        return [self._void(tier, order, why) for tier in tiers]
 
     def skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
         """Note that a rank will never seal its slice. Called once per rank and slice that is not sealed."""

@@ -118,7 +118,7 @@ class SlotFiles:
                 sync_directory(self._place.directory)
         return removed
 
-    # -- one that is there ---------------------------------------------------------------------------------------
+    # -- an existing file ----------------------------------------------------------------------------------------
 
     def _open_found(
         self, layout: Layout, rank: int, slots: int, layouts: dict[str, Layout]
@@ -241,7 +241,7 @@ class SlotFiles:
     def _can_make_later(self) -> bool:
         return self._later and can_populate() and file_system_of(self._place.directory) == "tmpfs"
 
-    # -- a new one -----------------------------------------------------------------------------------------------
+    # -- a new file ----------------------------------------------------------------------------------------------
 
     def _make(self, path: Path, layout: Layout, rank: int, slots: int, writers: int) -> None:
         """Make an empty slot file, whole and durable before it gets its name; a large one in memory without pages."""

@@ -241,7 +241,7 @@ class TierWriterThreads:
                 part.orphaned = True
             self._changed.notify_all()
         for part in parts:
-            self._say_over(part, part.given_up)
+            self._report_end(part, part.given_up)
 
     def close(self, seconds_max: float) -> bool:
         """Wait until every step is sealed or given up, then end the threads. Returns whether they ended in time.
@@ -393,12 +393,12 @@ class TierWriterThreads:
             if part.orphaned:  # already reported as not kept
                 return
             part.orphaned = True
-        self._say_over(part, reason)
+        self._report_end(part, reason)
         with self._changed:
             self._parts.remove(part)
             self._changed.notify_all()
 
-    def _say_over(self, part: SlotWrite, reason: Reason | None) -> None:
+    def _report_end(self, part: SlotWrite, reason: Reason | None) -> None:
         """Report how the slice ended, and mark the area as no longer read by this tier."""
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
