@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from holdfast.errors import ConfigError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 
-# All of them fit into the seal of a slice, which has 16 KiB.
+# Metrics of these limits fit into the seal of a slice, which has 16 KiB.
 METRICS_MAX = 32
 NAME_BYTES_MAX = 64
 BestMode = Literal["min", "max"]
@@ -27,14 +27,14 @@ Metrics = Annotated[
 
 
 def is_metric_name(name: Any) -> bool:
-    """Whether it is a text that may name a metric: printable, without blanks at its ends, and not too long."""
+    """Whether `name` may name a metric: a printable text, without blanks at its ends, and not too long."""
     if not isinstance(name, str) or not name.isprintable() or name != name.strip():
         return False
     return 0 < len(name.encode()) <= NAME_BYTES_MAX
 
 
 class BestRule(BaseModel):
-    """The lowest (`min`) or highest (`max`) value of a metric is best, of equal ones the older; caveats come last."""
+    """The lowest (`min`) or highest (`max`) value of a metric is best; ties go to the older; caveats come last."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -44,24 +44,24 @@ class BestRule(BaseModel):
     def key(
         self, metrics: Mapping[str, float], order: CheckpointId, *, has_caveat: bool
     ) -> tuple[bool, float, CheckpointId]:
-        """Sorts the best checkpoint first. `metrics` must have this one."""
+        """Return a key that sorts the best checkpoint first. `metrics` must have the rule's metric."""
         value = metrics[self.metric]
         return has_caveat, value if self.mode == "min" else -value, order
 
     def told(self) -> str:
-        """For people: the metric, and which of its values is best."""
+        """Describe the rule for people: the metric, and which of its values is best."""
         return f"{self.metric} ({'lowest' if self.mode == 'min' else 'highest'})"
 
 
 def rule_of(metric: str, mode: BestMode | None, recorded: Iterable[BestRule | None]) -> BestRule | None:
-    """The rule for a metric: by `mode`, or as the first of `recorded` that names it says; None: neither says."""
+    """Return the rule for a metric: by `mode`, else the first of `recorded` for this metric; None without either."""
     if mode is not None:
         return BestRule(metric=metric, mode=mode)
     return next((rule for rule in recorded if rule is not None and rule.metric == metric), None)
 
 
 def no_best(where: str, metric: str, several: Iterable[Mapping[str, float]]) -> StoreMissing | ConfigError:
-    """Why no checkpoint is best by a metric. `several`: the metrics of each good one. `where`: of which run."""
+    """Return why no checkpoint is best by a metric. `several`: Metrics of each good checkpoint. `where`: The run."""
     names = sorted({name for metrics in several for name in metrics})
     if metric in names:
         return ConfigError(

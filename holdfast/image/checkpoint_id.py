@@ -1,6 +1,6 @@
 """The name of one checkpoint within its run: (attempt, step).
 
-Never a clock: clocks jump, and step numbers repeat after a restart from an older step.
+Not a clock time, because clocks jump; with the attempt, because a restart from an older step repeats step numbers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class CheckpointId(NamedTuple):
 
     @classmethod
     def of_label(cls, text: str) -> Self:
-        """Read what `label` wrote. Raises `ValueError`: the text is not a label."""
+        """Parse a `label`. ValueError: the text is not one."""
         match = _LABEL.fullmatch(text)
         if match is None:
             raise ValueError(f"a checkpoint as STEP-aATTEMPT, such as 1200-a3, expected; got {text!r}")
         return cls(attempt=int(match[2]), step=int(match[1]))
 
     def is_set_aside(self, others: Iterable[CheckpointId]) -> bool:
-        """Whether it is one of `others`, or was saved after one by the same attempt."""
+        """Whether this is one of `others`, or was saved after one of them by the same attempt."""
         return any(other.attempt == self.attempt and other.step <= self.step for other in others)

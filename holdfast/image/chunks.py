@@ -1,7 +1,7 @@
 """Work on the bytes of one chunk: check every sender's frame, and put the true CRCs into the zip's fields.
 
-Both are pure functions over the slot's memory, and give the GIL back while they compute. Both may be repeated: a chunk
-that was patched by a flusher that died then is verified as it came, because the fields are zeroed first.
+Both are pure functions over the slot's memory, and release the GIL while they compute. Both may be repeated: a chunk
+that a flusher patched before it died can be verified again, because the fields are zeroed first.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Source(NamedTuple):
 def verify_chunk(
     memory: memoryview, index: LayoutIndex, chunk: int, sources: Sequence[Source], *, key: CheckpointId
 ) -> tuple[int, ...]:
-    """CRC every segment once, and compare each sender's, combined, with what it stated; returns each segment's. Zeroes
-    the chunk's CRC fields in `memory`. Raises `DamageError`: names rank, chunk and the tensors in its frame.
+    """Compare each sender's CRC with the stated one; return the CRC of each segment, computed once. Zeroes the chunk's
+    CRC fields in `memory`. DamageError: a CRC differs; names rank, chunk and the tensors in its frame.
     """
     layout = index.layout
     base = chunk * layout.chunk_bytes
@@ -63,7 +63,7 @@ def verify_chunk(
 def _crc_of_each_sender(
     memory: memoryview, layout: Layout, chunk: int, crcs: Sequence[int], by_rank: dict[int, int]
 ) -> dict[int, int]:
-    """CRC of the frame of each rank that sends into the chunk; `by_rank` has 0 for each."""
+    """Return the CRC of each sender's frame in the chunk; `by_rank` has 0 for each sender."""
     base = chunk * layout.chunk_bytes
     for segment, crc in zip(layout.segments(chunk), crcs, strict=True):
         senders = (
@@ -89,17 +89,17 @@ def patch_chunk(
     *,
     key: CheckpointId,
 ) -> tuple[tuple[int, int], ...]:
-    """Write `entry_crcs` into the chunk's fields; give `(index, crc)` of the segments that changed. `verified_crcs`: of
+    """Write `entry_crcs` into the chunk's fields; return `(index, crc)` of the changed segments. `verified_crcs`: Of
     each segment with a field, while the fields were zero.
 
-    The CRCs are taken from a copy that still has the verified ones: a bit that flips in the ring does not get a CRC
-    that fits it. Raises `DamageError`: names the chunk; a segment is no longer what was verified.
+    The new CRCs come from a copy that still has the verified CRCs, so that a bit flipped in the ring never gets a
+    matching CRC. DamageError: a segment has changed since it was verified; names the chunk.
     """
     layout, fields = index.layout, index.fields[chunk]
     base, segments = chunk * layout.chunk_bytes, layout.segments(chunk)
     touched = [*map(segments.__getitem__, fields.segments)]
     bounds = [(offset - base, offset - base + nbytes) for offset, nbytes, _ in touched]
-    # One copy of all of them, one behind the other, and where each field lies in it.
+    # One copy of these segments, back to back, and the place of each field in the copy.
     copy = bytearray().join([memory[first:end] for first, end in bounds])
     begins = [0, *accumulate([nbytes for _, nbytes, _ in touched])]
     pieces = memoryview(copy)
@@ -142,7 +142,7 @@ def patch_chunk(
 
 
 def _put(memory: memoryview, offsets: npt.NDArray[np.int64], values: npt.NDArray[np.uint32] | int) -> None:
-    """Write one value of four bytes at each of these offsets, wherever they begin."""
+    """Write one value of four bytes at each of these offsets, aligned or not."""
     if offsets.size:
         places = len(memory) - _FIELD_BYTES + 1
         np.ndarray((places,), "<u4", memory, strides=(1,))[offsets] = values

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
 SPLIT = -2  # owner of an entry with the first pattern; -3 with the second one, and so on
-TEXT_MAX = 4096  # of a name or a path: what a manifest takes
+TEXT_MAX = 4096  # characters of a name or a path in a manifest
 
 
 class Extent(NamedTuple):
@@ -23,7 +23,7 @@ class Extent(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The part of one entry that lies in one chunk; None as `entry` stands for the literals."""
+    """The part of one entry that lies in one chunk. `entry` None: literals."""
 
     offset: int
     nbytes: int
@@ -48,12 +48,12 @@ class Entry:
     """A run of bytes with its own CRC-32 in the zip file."""
 
     name: str  # name of the zip entry, such as `archive/data/17`
-    offset: int  # where its bytes begin in the image
-    nbytes: int  # how many there are; may be 0
-    # `REPLICATED`, or the one rank that sends it, or `SPLIT` - n: it is split as the layout's pattern n says
+    offset: int  # in the image
+    nbytes: int  # may be 0
+    # `REPLICATED`, or the rank that alone sends the entry, or `SPLIT` - n: split by the layout's pattern n
     owner: int
-    # image offsets of the four-byte little-endian fields that state its CRC-32 (data descriptor, central directory).
-    # They lie in literals.
+    # image offsets of the four-byte little-endian fields that state the entry's CRC-32 (data descriptor, central
+    # directory); they lie in literals
     crc_fields: tuple[int, ...]
 
     @property

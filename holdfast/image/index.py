@@ -1,8 +1,8 @@
 """The parts of a layout that the flusher looks up for every chunk, built once per layout.
 
-The CRC fields of the zip file state the CRC of bytes that may lie in other chunks. The index says, both ways, which
-chunk waits for which entry: `needs[chunk]` and `waiting[entry]`. A field of four bytes may be cut by the end of a
-chunk, so it is kept in parts.
+The CRC fields of the zip file state the CRC of bytes that may lie in other chunks. The index tells, both ways, which
+chunk waits for which entry: `needs[chunk]` and `waiting[entry]`. The end of a chunk may cut a field of four bytes, so
+fields are kept in parts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class FieldPart(NamedTuple):
 
 
 class ChunkFields:
-    """The CRC fields in one chunk: where the `whole` ones begin, ascending, and the `cut` ones. `entries`: the entry
-    whose CRC each states, whole ones first. `segments`: indices of those that they lie in, ascending.
+    """The CRC fields in one chunk: offsets of the `whole` ones, ascending, and the `cut` ones. `entries`: The entry
+    whose CRC each field states, whole fields first. `segments`: Indices of the segments with fields, ascending.
     """
 
     def __init__(self, parts: Sequence[FieldPart], segments: Sequence[int]) -> None:
@@ -50,14 +50,14 @@ class ChunkFields:
         return bool(self.entries)
 
     def extents(self) -> Iterator[tuple[int, int]]:
-        """`(offset, bytes)` of each of them in the chunk."""
+        """Yield `(offset, bytes)` of each field in the chunk."""
         yield from ((offset, _FIELD_BYTES) for offset in self.whole.tolist())
         yield from ((part.offset, part.nbytes) for part in self.cut)
 
 
 class LayoutIndex:
-    """Lookups over one layout. Immutable; any thread. `needs`: per chunk, the entries whose CRC it states. `waiting`:
-    per entry, the chunks with its CRC fields. `places`: per entry, `(chunk, segment in it)` of its bytes, in order.
+    """Lookups over one layout. Immutable; any thread. `needs`: Per chunk, the entries whose CRC it states. `waiting`:
+    Per entry, the chunks with its CRC fields. `places`: Per entry, `(chunk, segment in it)` of its bytes, in order.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -92,7 +92,7 @@ class LayoutIndex:
 
     @cached_property
     def tensor_records(self) -> tuple[TensorRecord, ...]:
-        """The tensors as each manifest of this layout names them."""
+        """The tensors as listed in each manifest of this layout."""
         layout = self.layout
         numbers = [layout.pattern_number(entry) for entry in layout.entries]
         splits = [number if number is not None and number < SPLITS_MAX else None for number in numbers]
@@ -108,7 +108,7 @@ class LayoutIndex:
         )
 
     def contents(self, chunk: int, rank: int) -> str:
-        """Names of what `rank` sends into `chunk`, for messages: tensor paths, or entries."""
+        """Name the tensors, or entries, that `rank` sends into `chunk`, for messages."""
         layout = self.layout
         names: list[str] = []
         for part in layout.parts(chunk, rank):

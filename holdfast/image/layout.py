@@ -1,22 +1,22 @@
 """The layout: the place of every byte of the image, and the rank that sends it.
 
-The *image* is the final `torch.load` file. Its *layout* is agreed before the first byte moves, and is the same on
-every rank until the set of tensors changes:
+The *image* is the final `torch.load` file. The ranks agree on its *layout* before the first byte moves; it is the same
+on every rank until the set of tensors changes:
 
     image   │ header │ data.pkl      │desc│ header │ storage 0 │desc│ header │ storage 1      │desc│ … │ directory │
     entries          └ owner rank 0 ─┘             └ replicated┘             └ replicated ────┘
     chunks  │            0             │            1             │            2             │         3         │
     slices  │                     rank 0                          │                     rank 1                   │
 
-An *entry* is a run of bytes whose CRC-32 the zip file states and which is not known when the layout is made. All
-between the entries are *literals*: zip headers, padding, constants, the central directory. Literals and replicated
-entries are sent by the rank whose slice holds them; an entry with an owner is sent by that rank alone, wherever it
-lies (data.pkl and buffers: rank 0; `PerRank` values: their rank). An entry that is split among the ranks has a pattern
-(regions.py): each rank sends of it what it holds, and ranks that hold the same share it out. Only layouts of older
-versions have *spared* ranks: these have no slice, send only what nobody else holds, and the others share the rest.
+An *entry* is a run of bytes whose CRC-32 the zip file states and which is not known when the layout is made. All bytes
+between entries are *literals*: zip headers, padding, constants, the central directory. The rank whose slice holds
+literals or a replicated entry sends them; an entry with an owner is sent by that rank alone, wherever the entry lies
+(data.pkl and buffers: rank 0; `PerRank` values: their rank). An entry that is split among the ranks has a pattern
+(regions.py): each rank sends the part that it holds, and ranks that hold the same part divide it. Only layouts of older
+versions have *spared* ranks: these have no slice and send only bytes that no other rank holds.
 
-Rules every sender keeps: the CRC fields named by `Entry.crc_fields` are sent as four zero bytes; the flusher writes the
-true values when it knows them.
+Every sender sends the CRC fields in `Entry.crc_fields` as four zero bytes; the flusher writes the true values once they
+are known.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from holdfast.image.regions import Pattern, Share, joined
 from holdfast.parse_cost import inflate_json
 
 ALIGNMENT_BYTES = 4096
-# Ranks that may send into one chunk: each costs the stager a receive, and a line of the journal.
+# Ranks that may send into one chunk; each costs the stager a receive and a line of the journal.
 SOURCES_MAX = 16384
 CHUNK_BYTES = 16 * 1024 * 1024
 LARGE_IMAGE_BYTES = 100 * 10**9
 _LARGE_CHUNK_BYTES = 64 << 20
-_RING_CHUNKS = 64  # in a ring with fewer, incoming chunks wait for outgoing ones
+_RING_CHUNKS = 64  # in a smaller ring, incoming chunks wait for outgoing ones
 _FORMAT = 1
-# Read only: older versions made it for ranks that were going to lose their machine. A ring may still hold one.
+# Read only: older versions wrote it when ranks were about to lose their machine. A ring may still hold one.
 _FORMAT_SPARED = 2
-_FORMAT_SPLIT = 3  # with patterns, and with `spared`, which is empty since no version spares ranks
+_FORMAT_SPLIT = 3  # with patterns, and with `spared`, which this version leaves empty
 _FORMATS = (_FORMAT, _FORMAT_SPARED, _FORMAT_SPLIT)
 _MAX_LAYOUT_BYTES = 1 << 30  # decompressed; about three million tensors
-_CHUNKS_MAX = 1 << 20  # all is kept for every chunk; 16 TiB in chunks of 16 MiB, and chunks may be larger
+_CHUNKS_MAX = 1 << 20  # bounds the memory per chunk; 16 TiB in chunks of 16 MiB, and chunks may be larger
 _RANKS_MAX = 1 << 31
-_CHUNKS_KEPT = 64  # of a layout with patterns: whose pieces need not be found again
+_CHUNKS_KEPT = 64  # whose senders are cached, in a layout with patterns
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one image for a number of ranks. Immutable. `chunk_bytes`: a multiple of 4096. `spared`: ranks
-    without a slice, ascending; empty but in layouts of older versions. Raises `ProtocolError`: the parts contradict
-    each other. A layout also comes from outside (wire, disk): all that is used as an offset or a size is checked here.
+    """The layout of one image for a number of ranks. Immutable. `chunk_bytes`: A multiple of 4096. `spared`: Ranks
+    without a slice, ascending; empty except in layouts of older versions. ProtocolError: the parts contradict each
+    other. A layout also comes from outside (wire, disk), so all offsets and sizes are checked here.
     """
 
     image_bytes: int
@@ -140,7 +140,7 @@ class Layout:
             )
 
     def _check_senders(self) -> None:
-        """The stager has a receive out for each who sends into a chunk, and the journal names them all."""
+        """Limit the senders of a chunk: the stager posts a receive for each, and the journal names them all."""
         if self.ranks <= SOURCES_MAX:
             return
         senders, most = max((len(self.senders(chunk)), chunk) for chunk in range(self.chunks))
@@ -158,16 +158,16 @@ class Layout:
         return -(-self.image_bytes // self.chunk_bytes)
 
     def pattern_of(self, entry: Entry) -> Pattern | None:
-        """How an entry is split; None for one that is not."""
+        """Return how an entry is split; None for an entry that is not."""
         number = self.pattern_number(entry)
         return None if number is None else self.patterns[number]
 
     def pattern_number(self, entry: Entry) -> int | None:
-        """Which of the patterns says how an entry is split; None for an entry that is not."""
+        """Return the number of the pattern by which an entry is split; None for an entry that is not."""
         return SPLIT - entry.owner if entry.owner <= SPLIT else None
 
     def chunk_extent(self, chunk: int) -> Extent:
-        """Where chunk `chunk` lies in the image."""
+        """Return where chunk `chunk` lies in the image."""
         offset = chunk * self.chunk_bytes
         return Extent(offset, min(self.chunk_bytes, self.image_bytes - offset))
 
@@ -180,7 +180,7 @@ class Layout:
         return [rank for rank in range(self.ranks) if rank not in spared]
 
     def slice_chunks(self, rank: int) -> range:
-        """The chunks of rank `rank`'s slice: whole, contiguous, as even as can be; none of a spared one's."""
+        """Return the chunks of rank `rank`'s slice: contiguous, and divided evenly; empty for a spared rank."""
         carriers = self._carriers
         place = bisect.bisect_left(carriers, rank)
         if place == len(carriers) or carriers[place] != rank:
@@ -188,12 +188,12 @@ class Layout:
         return range(place * self.chunks // len(carriers), (place + 1) * self.chunks // len(carriers))
 
     def chunk_rank(self, chunk: int) -> int:
-        """The rank whose slice holds chunk `chunk`."""
+        """Return the rank whose slice holds chunk `chunk`."""
         return self._carriers[((chunk + 1) * len(self._carriers) - 1) // self.chunks]
 
     @cached_property
     def _segments(self) -> tuple[tuple[Segment, ...], ...]:
-        """Per chunk, its segments in order: one sweep over entries and chunks together."""
+        """The segments of each chunk in order, found in one sweep over entries and chunks."""
         per_chunk: list[list[Segment]] = [[] for _ in range(self.chunks)]
 
         def put(offset: int, end: int, entry: int | None) -> None:
@@ -212,11 +212,11 @@ class Layout:
         return tuple(tuple(segments) for segments in per_chunk)
 
     def segments(self, chunk: int) -> tuple[Segment, ...]:
-        """The segments of chunk `chunk`, in order, without gaps."""
+        """Return the segments of chunk `chunk`, in order, without gaps."""
         return self._segments[chunk]
 
     def held_bytes(self, entry: int, rank: int) -> int:
-        """How many bytes of an entry `rank` holds, if it is not another rank's alone."""
+        """Return how many bytes of an entry `rank` holds; the entry must not belong to another rank alone."""
         pattern = self.pattern_of(self.entries[entry])
         if pattern is None:
             return self.entries[entry].nbytes
@@ -228,13 +228,13 @@ class Layout:
         return segment.entry is not None and self.entries[segment.entry].owner <= SPLIT
 
     def sender(self, chunk: int, segment: Segment) -> int:
-        """The rank that sends `segment` of chunk `chunk`, which is not split."""
+        """Return the rank that sends `segment` of chunk `chunk`; the segment must not be split."""
         if segment.entry is not None and self.entries[segment.entry].owner != REPLICATED:
             return self.entries[segment.entry].owner
         return self.chunk_rank(chunk)
 
     def parts(self, chunk: int, rank: int) -> list[SentPart]:
-        """The bytes of rank `rank` in chunk `chunk`, segment by segment: the order of its frame."""
+        """Return the bytes of rank `rank` in chunk `chunk`, segment by segment, in the order of the rank's frame."""
         found: list[SentPart] = []
         for segment in self.segments(chunk):
             if self.is_split(segment):
@@ -248,7 +248,7 @@ class Layout:
         return found
 
     def part(self, segment: Segment, rank: int) -> SentPart | None:
-        """The rank's bytes of a segment that is split; None if it has no byte there."""
+        """Return the bytes that a rank sends of a split segment; None if it sends none."""
         number, pattern = self._split(segment)
         region = pattern.region_of.get(rank)
         share = None if region is None else pattern.share(rank, number, self.spared)
@@ -273,7 +273,7 @@ class Layout:
         return segment.entry, pattern
 
     def _share_within(self, segment: Segment, region: int, share: Share) -> tuple[int, int]:
-        """The bytes of a share, by their numbers in its region, that lie in the segment."""
+        """Return which bytes of a share, numbered as in its region, lie in the segment."""
         number, pattern = self._split(segment)
         comb, start = pattern.combs[region], self.entries[number].offset
         return (
@@ -282,7 +282,7 @@ class Layout:
         )
 
     def split_senders(self, segment: Segment) -> list[int]:
-        """The ranks that send something of a segment that is split, ascending."""
+        """Return the ranks that send parts of a split segment, ascending."""
         number, pattern = self._split(segment)
         start = self.entries[number].offset
         found = []
@@ -313,7 +313,7 @@ class Layout:
         return OrderedDict()
 
     def senders(self, chunk: int) -> tuple[int, ...]:
-        """The ranks that send something into chunk `chunk`, ascending."""
+        """Return the ranks that send into chunk `chunk`, ascending."""
         if not self.patterns:
             return tuple(sorted(self._pieces[chunk]))
         kept = self._kept_senders.get(chunk)
@@ -331,14 +331,14 @@ class Layout:
         return senders
 
     def pieces(self, chunk: int, rank: int) -> tuple[Extent, ...]:
-        """Image extents of rank `rank` in chunk `chunk`, in order; one frame carries them back to back."""
+        """Return the image extents of rank `rank` in chunk `chunk`, in order; one frame carries them back to back."""
         if not self.patterns:
             return self._pieces[chunk].get(rank, ())
         extents = [extent for part in self.parts(chunk, rank) for extent in part.extents]
         return tuple(joined(extents))
 
     def sends(self, rank: int) -> Iterator[tuple[int, tuple[Extent, ...]]]:
-        """All frames of rank `rank`, in the order in which it sends them: `(chunk, extents)`, chunks ascending."""
+        """Yield all frames of rank `rank` in sending order: `(chunk, extents)`, chunks ascending."""
         for chunk in range(self.chunks):
             extents = self.pieces(chunk, rank)
             if extents:
@@ -346,7 +346,7 @@ class Layout:
 
     @cached_property
     def frames(self) -> tuple[int, ...]:
-        """Per rank, how many frames it sends."""
+        """The number of frames that each rank sends."""
         frames = [0] * self.ranks
         for chunk in range(self.chunks):
             for rank in self.senders(chunk):
@@ -354,12 +354,12 @@ class Layout:
         return tuple(frames)
 
     def slice_bytes(self, rank: int) -> int:
-        """All bytes that rank `rank` sends for one checkpoint."""
+        """Return how many bytes rank `rank` sends for one checkpoint."""
         return sum(extent.nbytes for _, extents in self.sends(rank) for extent in extents)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical form, in hex: equal on two ranks only if their layouts are."""
+        """SHA-256 of the canonical form, in hex: equal on two ranks only if their layouts are equal."""
         return hashlib.sha256(self._canonical).hexdigest()
 
     @cached_property
@@ -379,12 +379,12 @@ class Layout:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
 
     def to_bytes(self) -> bytes:
-        """Zlib-compressed canonical JSON: what travels to the stager and lies beside the ring."""
+        """Return zlib-compressed canonical JSON, as sent to the stager and stored beside the ring."""
         return zlib.compress(self._canonical, 1)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Layout:
-        """Read what `to_bytes` wrote. Raises `ProtocolError`: it is not that, or would cost too much to parse."""
+        """Read a result of `to_bytes`. ProtocolError: it is something else, or too costly to parse."""
         try:
             document = json.loads(_inflated(data))
             if document["format"] not in _FORMATS:
@@ -424,7 +424,7 @@ def _inflated(data: bytes | bytearray | memoryview) -> bytes:
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > TEXT_MAX:
         raise ProtocolError(f"layout: expected a text of at most {TEXT_MAX} characters, got {value!r:.80}")
-    value.encode()  # half a surrogate pair is valid JSON, and no text that a manifest or a log could hold
+    value.encode()  # raises for half a surrogate pair: valid JSON, but no manifest or log can hold it
     return value
 
 
@@ -439,11 +439,11 @@ def _wholes(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def chunk_bytes_for(image_bytes: int | None, ring_bytes: int | None) -> int:
-    """Size of the chunks of a run that sets none: 16 MiB, and 64 MiB for images of 100 GB and more. `image_bytes`: of
-    the newest checkpoint, if any. `ring_bytes`: None: it grows with the image.
+    """Return the default chunk size: 16 MiB, and 64 MiB for images of 100 GB and more. `image_bytes`: Of the newest
+    checkpoint, if any. `ring_bytes`: None for a ring that grows with the image.
 
-    Each chunk costs stager and flusher some Python, a few messages and three journal writes, whatever its size: 1 TB is
-    60,000 of 16 MiB. Smaller ones showed no gain.
+    Each chunk, of any size, costs stager and flusher some Python, a few messages and three journal writes, and 1 TB is
+    60,000 chunks of 16 MiB. Smaller chunks showed no gain.
     """
     large_fit = ring_bytes is None or ring_bytes >= _RING_CHUNKS * _LARGE_CHUNK_BYTES
     if image_bytes is not None and image_bytes >= LARGE_IMAGE_BYTES and large_fit:

@@ -1,9 +1,9 @@
 """The manifest: the commit record of one checkpoint, and the only thing that makes it exist.
 
 `step-000000123.json` beside `step-000000123.pt`. Listing manifests lists the run; a file without a manifest is not a
-checkpoint. A manifest is written last and whole. It is written once more when the checkpoint has been read back
-(`state` becomes `verified` or `bad`, `note` and `nonfinite` are added), and when it turns out to be doubtful (`doubt`);
-nothing else in it changes then.
+checkpoint. A manifest is written last and whole. It is rewritten when the checkpoint has been read back (`state`
+becomes `verified` or `bad`, `note` and `nonfinite` are added), and when the checkpoint turns out to be doubtful
+(`doubt`); nothing else changes then.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from holdfast.sealed import seal, unseal
 
 _CRC_FIELD = "manifest_crc32"
 _CONTENTS = b',"entries":['
-NONFINITE_NAMED_MAX = 100  # of a state that is broken all over, a manifest need not name every tensor twice
+NONFINITE_NAMED_MAX = 100  # tensors; a manifest of a fully broken state need not name every tensor twice
 MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read at all
 _NAMES_TOLD = 4
-_COMPLAINTS_SHOWN = 3  # pydantic says each thing that is wrong, and all of the input with it
+_COMPLAINTS_SHOWN = 3  # pydantic lists every error, each with all of the input
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
 READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and drifted or doubtful
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
@@ -58,7 +58,7 @@ class EntryRecord(_ManifestRecord):
 
 
 class TensorRecord(_ManifestRecord):
-    """One tensor: its path in the state, and the indices of the entry with its storage and of how it was split."""
+    """One tensor: its path in the state, and the indices of its entry and of its split record."""
 
     path: _Text
     dtype: _Text
@@ -70,13 +70,13 @@ class TensorRecord(_ManifestRecord):
 class NonfiniteRecord(_ManifestRecord):
     """Numbers in floating tensors that are not finite (NaN or infinite), counted when the file was read back."""
 
-    values: _Whole  # how many there are. In a storage that several tensors share they count once.
+    values: _Whole  # how many there are; those in a storage that several tensors share count once
     tensors: _Whole
-    # how many each of those has, by path: the first `NONFINITE_NAMED_MAX` in the order of the state
+    # how many each of these tensors has, by path: the first `NONFINITE_NAMED_MAX` in the order of the state
     named: Annotated[dict[_Text, _Whole], Field(max_length=NONFINITE_NAMED_MAX)] = Field(default_factory=dict)
 
     def told(self) -> str:
-        """For people: how many, and the first of the tensors."""
+        """Describe for people how many there are, and in which tensors."""
         if not self.values:
             return "every number is finite"
         names = list(self.named)[:_NAMES_TOLD]
@@ -95,20 +95,20 @@ class Manifest(_ManifestRecord):
     file: _Text
     state: State = Field(default=State.DURABLE, strict=False)
     note: _Text = ""
-    # why the replicas of which it was put together are not the same; empty as far as is known. Where it is not empty,
-    # `state` is never `verified`: it stays `durable` when the file was found whole, and `note` says so.
+    # why the replicas in the checkpoint differ; empty if no difference is known. If set, `state` is never `verified`:
+    # it stays `durable` when the file was found whole, and `note` says so.
     drift: _Text = ""
-    # why it may be torn: a rank that copied it while training went on has later seen its state change in a way that
-    # could have come into the copy. Empty where nobody doubts it; else `state` is as with `drift`.
+    # why the checkpoint may be torn: a rank copied its state during training, and later saw a change that may have got
+    # into the copy. Empty without doubt; if set, `state` is as with `drift`.
     doubt: _Text = ""
     image_bytes: Annotated[int, Field(gt=0, lt=2**62)]
     image_crc32: _Crc  # CRC-32 of the whole file
     chunk_bytes: Annotated[int, Field(gt=0, lt=2**40)]
-    # CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads
+    # CRC-32 of each window of `chunk_bytes` of the file, which restore checks as it reads
     chunk_crc32s: Annotated[tuple[_Crc, ...], FailFast()]
     ranks: Annotated[int, Field(gt=0, lt=2**31)]
     layout_digest: _Text
-    write_id: _Text  # random, names this one write; also on the object itself where the store keeps metadata
+    write_id: _Text  # random, names this one write; also on the object itself if the store keeps metadata
     created: _Text
     pgt1_seconds: Annotated[
         float, Field(ge=0, allow_inf_nan=False)
@@ -116,12 +116,12 @@ class Manifest(_ManifestRecord):
     pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # to durable
     # numbers that the script gave for this state, such as its validation loss
     metrics: Metrics = Field(default_factory=dict)
-    # the rule by which the writer kept the best checkpoints of the run; None: by none
+    # the rule by which the writer kept the best checkpoints of the run; None without one
     best: BestRule | None = None
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     tensors: Annotated[tuple[TensorRecord, ...], FailFast()]
     nonfinite: NonfiniteRecord | None = None  # numbers that are not finite; None: they were not counted
-    # how tensors were split among the ranks that were; the file has them whole
+    # how tensors were split among the ranks of the job; the file has them whole
     splits: Annotated[tuple[SplitRecord, ...], Field(max_length=SPLITS_MAX), FailFast()] = ()
     # times, bytes and waits of each phase on each rank (docs/format.md), for people and reports
     record: dict[str, Any] = Field(default_factory=dict)
@@ -149,23 +149,23 @@ class Manifest(_ManifestRecord):
 
     @property
     def is_drifted(self) -> bool:
-        """Whether its bytes may be as they were sent, and yet are of ranks that did not agree."""
+        """Whether the checkpoint is not bad, but its ranks' replicas differed."""
         return bool(self.drift) and self.state is not State.BAD
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether its bytes may be as they were sent, and yet of more than one instant."""
+        """Whether the checkpoint is not bad, but its bytes may be of more than one instant."""
         return bool(self.doubt) and self.state is not State.BAD
 
     @property
     def caveat(self) -> str:
-        """Why restore prefers others, though this one may be whole; empty where nothing is known against it."""
+        """Why restore prefers other checkpoints, though this one may be whole; empty without a reason."""
         return "; ".join(filter(None, (self.doubt, self.drift)))
 
     @property
     def told_state(self) -> Literal["durable", "verified", "drifted", "doubtful", "bad"]:
-        """The state for people: `doubtful` and `drifted` are durable ones with a caveat. Torn copies may differ between
-        the ranks: both are told as doubtful.
+        """The state for people: `doubtful` and `drifted` are durable with a caveat. Torn copies may also differ between
+        ranks, so a checkpoint with both caveats is `doubtful`.
         """
         return "doubtful" if self.is_doubtful else "drifted" if self.is_drifted else self.state.value
 
@@ -175,13 +175,13 @@ class Manifest(_ManifestRecord):
         return StepRecord.from_json(self.record).is_copied_inside
 
     def doubted(self, doubt: str) -> Self:
-        """The same checkpoint, now doubtful. The result of its read-back stays."""
+        """Return the same checkpoint, now doubtful. The result of its read-back stays."""
         was_read = self.state is State.VERIFIED
         changes = {"doubt": doubt[:4096]} | ({"state": State.DURABLE, "note": READ_BACK} if was_read else {})
         return self.model_copy(update=changes)
 
     def to_bytes(self) -> bytes:
-        """JSON, with the CRC-32 of all the rest in its last line."""
+        """Return JSON, with the CRC-32 of all other bytes in its last line."""
         optional = {"nonfinite": self.nonfinite, "metrics": self.metrics or None, "best": self.best}
         left_out: dict[str, Any] = {name: True for name, value in optional.items() if value is None}
         if not self.splits:
@@ -190,11 +190,11 @@ class Manifest(_ManifestRecord):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
-        """Read what `to_bytes` wrote. `source`: for the message. Raises `DamageError`: truncated or altered."""
+        """Read a result of `to_bytes`. `source`: For messages. DamageError: truncated or altered."""
         body = _unsealed(data, source)
         try:
             check_cost(json_cost(body), len(data), PLAIN_FACTOR)
-            # First: pydantic keeps a copy of all the input with each field that is missing.
+            # Before validation, because pydantic keeps a copy of all the input for each missing field.
             document = from_json(body)
             missing = [
                 name
@@ -216,15 +216,15 @@ class Manifest(_ManifestRecord):
 
     @classmethod
     def head_from_bytes(cls, data: bytes, *, source: str) -> Manifest:
-        """The same without entries, tensors, splits, counts and record, of which only the CRC-32 is looked at. For who
-        wants to know whose file it is: a manifest of tens of thousands of tensors takes half a second to read.
+        """Read only the fields before `entries`, and check the CRC-32 of all. For callers that only identify a file: a
+        manifest of tens of thousands of tensors takes half a second to read.
         """
         head, found, _ = _unsealed(data, source).partition(_CONTENTS)
-        if found:  # quotes in a text are escaped, so it is no text
+        if found:  # quotes in a text are escaped, so this is not inside a text
             try:
                 return cls.model_validate_json(head + b',"entries":[],"tensors":[]}')
             except ValueError:
-                pass  # what is wrong is said of all of it; or its fields are in another order
+                pass  # `from_bytes` reports the error, or reads fields in another order
         return cls.from_bytes(data, source=source)
 
 
@@ -245,7 +245,7 @@ def _complaint(error: Exception) -> str:
 
 
 def step_file_name(step: int, *, attempt: int = 0) -> str:
-    """`step-000000123.pt`; with an attempt `step-000000123-a002.pt`, for a step whose plain name is already taken."""
+    """Return `step-000000123.pt`; with an attempt `step-000000123-a002.pt`, for a step whose plain name is taken."""
     suffix = f"-a{attempt:03d}" if attempt else ""
     return f"step-{step:09d}{suffix}.pt"
 

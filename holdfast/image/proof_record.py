@@ -1,9 +1,9 @@
-"""The proof of a checkpoint: a digest of what each rank used in the first step after it.
+"""The proof of a checkpoint: a digest of the data that each rank used in the next step.
 
     step-000000123.pt · step-000000123.json · step-000000123.proof.json
 
-A run that resumes compares its first step with it. It is no part of the checkpoint: one that is missing or damaged says
-nothing against the checkpoint, and only leaves its resume unproven. The ranks alone read the digests.
+A run that resumes compares its first step with the proof. The proof is not part of the checkpoint: if it is missing or
+damaged, the checkpoint stays good and only its resume is unproven. Only ranks read the digests.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ProofRecord(NamedTuple):
     """The digests of all ranks."""
 
     key: CheckpointId  # the checkpoint that was saved before the step
-    digests: tuple[Digest, ...]  # one of each rank, in their order; that of one rank beside its slice
-    # the names of that slice (`trainer_side/tiers/slot_proof.py`); None: the proof is of all ranks
+    digests: tuple[Digest, ...]  # one per rank, in order; beside a slice, only that rank's
+    # the names of that slice (`trainer_side/tiers/slot_proof.py`); None: the proof of all ranks
     of_slice: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class ProofRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, body: Any) -> Self:
-        """Read what `to_json` wrote. Raises `ValueError`."""
+        """Read a result of `to_json`. ValueError: it is something else."""
         if not isinstance(body, dict):
             raise ValueError(f"expected an object, got {body!r:.80}")
         attempt, step, digests = body.get("attempt"), body.get("step"), body.get("digests")
@@ -48,13 +48,13 @@ class ProofRecord(NamedTuple):
         return cls(CheckpointId(attempt, step), tuple(digests), body.get("slice"))
 
     def to_bytes(self) -> bytes:
-        """The object in the store."""
+        """Return the bytes of the object in the store."""
         document = {"format": FORMAT, **self.to_json()}
         return seal(json.dumps(document, separators=(",", ":")).encode(), _CRC_FIELD)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read what `to_bytes` wrote. Raises `ValueError`: it is damaged, or of a version that is not known."""
+        """Read a result of `to_bytes`. ValueError: it is damaged, or of an unknown version."""
         body = unseal(data, _CRC_FIELD)
         if body is None:
             raise ValueError("its CRC-32 is wrong")
@@ -72,5 +72,5 @@ def _is_whole(number: Any) -> TypeGuard[int]:
 
 
 def proof_name(file_name: str) -> str:
-    """The proof's name beside the portable file `file_name`."""
+    """Return the proof's name beside the portable file `file_name`."""
     return file_name.removesuffix(".pt") + ".proof.json"

@@ -5,12 +5,11 @@
     of the region        xxxxxx, as its rank holds them
 
 A *region* is a start and a size per dimension. Its *holders* are the ranks that hold it. A *pattern* is all regions of
-one tensor: together they are the whole tensor, and no two of them overlap. Many tensors of a model share one pattern.
-The holder of a region has its bytes in one run of memory, in the order in which they lie in the whole tensor; so each
-rank copies without gathering, and only the receiver scatters.
+one tensor: together they cover the whole tensor, and no two of them overlap. Many tensors of a model share one pattern.
+The holder of a region has its bytes in one run of memory, in the order of the whole tensor; so each rank copies without
+gathering, and only the receiver scatters.
 
-Pure: no torch. Nothing here has an object for each run of a region: a tensor that is cut in its last dimension has
-millions of them.
+Pure: no torch. No object per run of a region is kept: a tensor that is cut in its last dimension has millions of runs.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ import numpy as np
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import Extent
 
-# A region that several ranks hold is dealt among them in parts of at least this many bytes.
+# A region that several ranks hold is divided among them in parts of at least this many bytes.
 DEAL_BYTES_MIN = 64 * 1024
 _DIMENSIONS_MAX = 64  # torch's own limit
 _SIZE_MAX = 2**62
 
 
 class Region(NamedTuple):
-    """A box in a tensor: in dimension `d` it has `size[d]` places from `start[d]` on."""
+    """A box in a tensor: in dimension `d`, `size[d]` places from `start[d]` on."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """How many elements; 0 where a rank holds nothing."""
+        """Number of elements; 0 if a rank holds nothing."""
         return math.prod(self.size)
 
     def __str__(self) -> str:
@@ -50,7 +49,7 @@ class Region(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Runs of `run_bytes` each; each begins `stride` after the one before."""
+    """Runs of `run_bytes` bytes each; each begins `stride` bytes after the previous one."""
 
     offset: int
     run_bytes: int
@@ -60,7 +59,7 @@ class Block(NamedTuple):
 
 class Comb:
     """The bytes of one region in the whole contiguous tensor: runs of equal size, ascending. Offsets count from the
-    tensor's first byte; the region's own bytes are numbered as its holder has them, run after run.
+    tensor's first byte; the region's own bytes are numbered in the holder's order, run after run.
     """
 
     __slots__ = ("_outer", "_start", "_strides", "nbytes", "run_bytes")
@@ -69,7 +68,7 @@ class Comb:
         strides = [item_bytes] * len(shape)
         for dimension in range(len(shape) - 2, -1, -1):
             strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
-        # The innermost dimension that is cut: all below it lies in one run.
+        # The innermost dimension that is cut; the dimensions inside it form one run.
         cut = max((d for d, size in enumerate(region.size) if size != shape[d]), default=0)
         self.run_bytes = region.size[cut] * strides[cut] if shape else item_bytes
         self.nbytes = region.numel * item_bytes
@@ -79,12 +78,12 @@ class Comb:
 
     @property
     def span(self) -> Extent:
-        """From the first byte of the region to its last one, with what lies between the runs."""
+        """From the first byte of the region to the last, including the gaps between runs."""
         last = self._place(self.nbytes // self.run_bytes - 1) + self.run_bytes
         return Extent(self._start, last - self._start)
 
     def before(self, offset: int) -> int:
-        """How many bytes of the region lie before this byte of the whole tensor."""
+        """Return how many bytes of the region lie before this byte of the whole tensor."""
         left = offset - self._start
         if left <= 0:
             return 0
@@ -98,7 +97,7 @@ class Comb:
         return runs * self.run_bytes + min(left, self.run_bytes)
 
     def extents(self, first: int, end: int) -> list[Extent]:
-        """Where the region's bytes from number `first` up to `end` lie in the whole tensor, ascending, not joined."""
+        """Return where the region's bytes `first` to `end` lie in the whole tensor, ascending, not joined."""
         if first >= end:
             return []
         run, inside = divmod(first, self.run_bytes)
@@ -114,7 +113,7 @@ class Comb:
         return found
 
     def blocks(self, first: int, end: int) -> Iterator[Block]:
-        """The same bytes as `extents` gives, in blocks of runs at equal distances: what numpy copies at once."""
+        """Yield the bytes of `extents` in blocks of runs at equal distances, which numpy copies in one call."""
         run, inside = divmod(first, self.run_bytes)
         if inside and first < end:
             nbytes = min(self.run_bytes - inside, end - first)
@@ -148,7 +147,7 @@ class Comb:
 
 
 class Share(NamedTuple):
-    """The share that `rank` sends of a region: its bytes from number `first` up to `end`."""
+    """The share that `rank` sends of a region: bytes `first` up to `end`."""
 
     rank: int
     first: int
@@ -157,8 +156,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """How the tensors of one shape are split. `regions`: none empty. `holders`: of each, ascending; at least one.
-    Raises `ProtocolError`: they overlap, leave the tensor or a gap, or a rank holds two. It also comes from outside.
+    """How the tensors of one shape are split; also input from outside. `regions`: Not empty. `holders`: Of each,
+    ascending, at least one. ProtocolError: regions overlap, leave the tensor or a gap, or a rank holds two.
     """
 
     shape: tuple[int, ...]
@@ -203,13 +202,13 @@ class Pattern:
         held = sum(region.numel for region in self.regions)
         if held != numel:
             raise ProtocolError(
-                f"the ranks hold {held} of the {numel} elements of a tensor of shape {list(self.shape)}: nobody has "
+                f"the ranks hold {held} of the {numel} elements of a tensor of shape {list(self.shape)}: no rank has "
                 "the rest"
             )
 
     @cached_property
     def cuts(self) -> tuple[tuple[int, ...], ...] | None:
-        """As `grid_cuts`."""
+        """Result of `grid_cuts`."""
         return grid_cuts(self.shape, self.regions)
 
     @property
@@ -218,7 +217,7 @@ class Pattern:
 
     @cached_property
     def region_of(self) -> dict[int, int]:
-        """Rank → number of the region that it holds; a rank that holds nothing is not there."""
+        """Rank → number of the region that the rank holds; ranks that hold nothing are missing."""
         return {rank: number for number, holders in enumerate(self.holders) for rank in holders}
 
     @cached_property
@@ -231,14 +230,14 @@ class Pattern:
         return np.array([span.offset for span in spans]), np.array([span.end for span in spans])
 
     def within(self, begin: int, end: int) -> list[int]:
-        """Numbers of the regions that may have bytes from `begin` up to `end` of the whole tensor."""
+        """Return the numbers of the regions that may have bytes from `begin` up to `end` of the whole tensor."""
         begins, ends = self._spans
         found: list[int] = np.nonzero((begins < end) & (ends > begin))[0].tolist()
         return found
 
     def shares(self, number: int, turn: int, spared: Collection[int] = ()) -> list[Share]:
-        """The bytes of a region that each of its holders sends, about as much as the others. `turn`: whose turn it is
-        to send a small one. Ranks in `spared` send nothing that another one holds, too.
+        """Divide a region about evenly among its holders. `turn`: Rotates which holder sends a small region. Ranks in
+        `spared` send nothing that another rank also holds.
         """
         holders = [rank for rank in self.holders[number] if rank not in spared] or [*self.holders[number]]
         nbytes = self.combs[number].nbytes
@@ -249,14 +248,14 @@ class Pattern:
         ]
 
     def share(self, rank: int, turn: int, spared: Collection[int] = ()) -> Share | None:
-        """The share of this rank, as in `shares`; None if it sends nothing."""
+        """Return the share of this rank, as in `shares`; None if the rank sends nothing."""
         number = self.region_of.get(rank)
         if number is None:
             return None
         return next((share for share in self.shares(number, turn, spared) if share.rank == rank), None)
 
     def to_json(self) -> list[Any]:
-        """For JSON: what `from_json` reads."""
+        """Return a JSON document for `from_json`."""
         regions = [
             [list(region.start), list(region.size), list(holders)]
             for region, holders in zip(self.regions, self.holders, strict=True)
@@ -265,7 +264,7 @@ class Pattern:
 
     @classmethod
     def from_json(cls, document: Any) -> Self:
-        """Read what `to_json` made; it is input from outside. Raises `ProtocolError`."""
+        """Read a result of `to_json`, from outside. ProtocolError: it is invalid."""
         try:
             shape, item_bytes, regions = document
             return cls(
@@ -278,14 +277,14 @@ class Pattern:
             raise ProtocolError(f"a pattern that cannot be read: {error}") from error
 
     def told(self, number: int) -> str:
-        """A region and its holders, for messages."""
+        """Describe a region and its holders, for messages."""
         holders = self.holders[number]
         who = f"rank {holders[0]}" if len(holders) == 1 else f"ranks {', '.join(map(str, holders[:8]))}"
         return f"{self.regions[number]} of {who}"
 
 
 def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) -> Pattern:
-    """The pattern of a tensor from what each rank says it holds: None or an empty region is nothing."""
+    """Build the pattern of a tensor from the region that each rank holds; None or an empty region: nothing."""
     holders: dict[Region, list[int]] = {}
     for rank, region in enumerate(held):
         if region is not None and region.numel:
@@ -297,8 +296,8 @@ def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) 
 
 
 def grid_cuts(shape: Sequence[int], regions: Collection[Region]) -> tuple[tuple[int, ...], ...] | None:
-    """The sizes into which each dimension is cut, if the regions are all cells of such a grid, each once: they then
-    tile the tensor, which is seen here without a look at each pair. Nothing is empty.
+    """Return the sizes into which each dimension is cut, if the regions are all cells of a grid; else None. Such
+    regions tile the tensor, which saves comparing each pair. No region may be empty.
     """
     starts = [sorted({region.start[dimension] for region in regions}) for dimension in range(len(shape))]
     if not regions or math.prod(map(len, starts)) != len(regions) or any(one[0] for one in starts):
@@ -316,7 +315,7 @@ def grid_cuts(shape: Sequence[int], regions: Collection[Region]) -> tuple[tuple[
 
 
 def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Numbers of two regions of one tensor that have an element in common; None if there are none."""
+    """Return the numbers of two regions of one tensor that have an element in common; None if there are none."""
     if not regions:
         return None
     starts = np.array([region.start for region in regions], np.int64).reshape(len(regions), -1)
@@ -330,7 +329,7 @@ def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
 
 
 def joined(extents: Sequence[Extent]) -> Iterator[Extent]:
-    """The same bytes, with neighbours joined."""
+    """Yield the same bytes, with adjacent extents joined."""
     if not extents:
         return
     offset, end = extents[0].offset, extents[0].end

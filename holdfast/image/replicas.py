@@ -1,23 +1,22 @@
-"""The replica check: are the tensors that every rank should hold with the same bytes the same on every rank?
+"""The replica check: do all ranks hold the same bytes of replicated tensors?
 
     rank 0   w: 91c0…  b: 07aa…  moment: 5e11…  ┐
     rank 1   w: 91c0…  b: 07aa…  moment: 5e11…  ├─ DONE ─► compare, tensor by tensor ─► rank 2 drifted in `b`
     rank 2   w: 91c0…  b: 3f52…  moment: 5e11…  ┘
 
-A data-parallel run relies on replicas that are never compared: a flipped bit, a rank that missed an update, or a seed
-that differs goes unseen, and a checkpoint is pieced together from ranks that do not agree. Therefore each rank makes
-one CRC-32 for each *watched* entry, over bytes sampled at the saved instant (`fingerprint.py`), and sends them
-with DONE; the stager compares them before it stages.
+A data-parallel run relies on replicas that are never compared: a flipped bit, a rank that missed an update, or a wrong
+seed goes unnoticed, and a checkpoint is put together from ranks that disagree. Therefore each rank computes one CRC-32
+for each *watched* entry, over bytes sampled at the saved instant (`fingerprint.py`), and sends them with DONE; the
+stager compares them before it stages.
 
-Watched entries are replicated entries that one tensor fills (bytes between tensors belong to nobody), and sharded
-entries of which several ranks hold the same region, as the replicas of HSDP do: the fingerprint of a rank's region is
-compared with those of its other holders. Both sides derive the watched entries from the layout by the same rule, so
-only the CRCs travel: four bytes for each entry, as base64 in the JSON body, 5.4 MB for a million, which is below
-`MAX_BODY_BYTES` for every valid layout. A tree of digests would save few bytes, and cost a round trip when replicas
-differ.
+Watched entries are replicated entries that one tensor fills (bytes between tensors belong to no tensor), and sharded
+entries with a region that several ranks hold, as in HSDP: the fingerprint of a rank's region is compared with those of
+its other holders. Both sides derive the watched entries from the layout by the same rule, so only the CRCs are sent:
+four bytes for each entry, as base64 in the JSON body, 5.4 MB for a million, which is below `MAX_BODY_BYTES` for every
+valid layout. A tree of digests would save few bytes, and cost a round trip when replicas differ.
 
-Samples rotate: rows of `ROW_BYTES`, every `stride`-th, from a row on that `first_row` draws from the step. Ranks that
-save the same step look at the same rows, and whatever steps are saved, every row has its turn.
+Samples rotate: every `stride`-th row of `ROW_BYTES`, beginning at a row that `first_row` draws from the step. All ranks
+sample the same rows at a step, and over many steps every row is sampled.
 
 Pure: no torch, no MPI, no clock.
 """
@@ -44,14 +43,14 @@ from holdfast.image.save_record import StepRecord
 OnDivergence = Literal["warn", "refuse", "off"]
 
 FIELD = "replicas"  # of DONE
-ROW_BYTES = 64  # a cache line: reading one byte of it costs as much as reading it all
+ROW_BYTES = 64  # a cache line: reading one byte costs as much as reading all
 _ROWS_MAX = 64  # of one entry, at one checkpoint
 _NAMED_MAX = 5
 _LAYOUTS_KEPT = 4
 _GROUPS_MAX = 4
 _RANKS_MAX = 8
 _DRIFT_CHARACTERS_MAX = 4000
-_WHOLE_BYTES_MAX = ROW_BYTES * _ROWS_MAX  # of an entry of which every row is looked at, each time
+_WHOLE_BYTES_MAX = ROW_BYTES * _ROWS_MAX  # of an entry whose every row is sampled each time
 _U64 = 2**64 - 1
 _ITEM_BYTES = {
     "bool": 1,
@@ -75,10 +74,10 @@ _ITEM_BYTES = {
 
 
 def watched(layout: Layout) -> tuple[int, ...]:
-    """The entries whose fingerprints are sent, ascending."""
+    """Return the entries whose fingerprints are sent; those of `replicated` come first."""
     filling: set[int] = set()
     for tensor in layout.tensors:
-        # The dtype may be followed by what else must agree, such as strides.
+        # After the dtype may come other properties that must agree, such as strides.
         item_bytes = _ITEM_BYTES.get(tensor.dtype.partition(",")[0], 0)
         if 0 < math.prod(tensor.shape) * item_bytes == layout.entries[tensor.entry].nbytes:
             filling.add(tensor.entry)
@@ -86,23 +85,23 @@ def watched(layout: Layout) -> tuple[int, ...]:
 
 
 def replicated(layout: Layout, entries: Iterable[int]) -> tuple[int, ...]:
-    """The watched entries that every rank holds whole, ascending."""
+    """Return those of the entries that every rank holds whole, ascending."""
     return tuple(entry for entry in sorted(entries) if layout.entries[entry].owner == REPLICATED)
 
 
 def _is_shared(layout: Layout, entry: int) -> bool:
-    """Whether it is split, and several ranks hold some region of it."""
+    """Whether the entry is split, and several ranks hold the same region."""
     pattern = layout.pattern_of(layout.entries[entry])
     return pattern is not None and any(len(holders) > 1 for holders in pattern.holders)
 
 
 def stride(nbytes: int) -> int:
-    """Stride of the sampled rows in an entry of `nbytes`."""
+    """Return the stride of the sampled rows in an entry of `nbytes`."""
     return max(1, -(-nbytes // (ROW_BYTES * _ROWS_MAX)))
 
 
 def first_row(step: int, rows_apart: int) -> int:
-    """Which row the samples of `step` begin with. Drawn, or each 1000th step would meet the same rows again."""
+    """Return the first row to sample at `step`; drawn, else saves every 1000 steps could sample the same rows."""
     mixed = (step * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _U64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _U64
@@ -110,12 +109,12 @@ def first_row(step: int, rows_apart: int) -> int:
 
 
 def encode(crcs: Sequence[int]) -> str:
-    """The fingerprints of one rank, in the order of `watched`, for the field `FIELD` of DONE."""
+    """Encode the fingerprints of one rank, in the order of `watched`, for the field `FIELD` of DONE."""
     return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
 
 
 def decode(text: Any, count: int) -> tuple[int, ...]:
-    """Read what `encode` made of `count` fingerprints. Raises `ProtocolError`."""
+    """Read the result of `encode` for `count` fingerprints. ProtocolError: it is something else."""
     if not isinstance(text, str):
         raise ProtocolError(f"DONE: {FIELD} is {type(text).__name__}, expected text")
     if len(text) != 4 * -(-4 * count // 3):
@@ -130,12 +129,12 @@ def decode(text: Any, count: int) -> tuple[int, ...]:
 
 
 def digest(text: str) -> str:
-    """Short words for the fingerprints of one rank: equal where they are."""
+    """Return a short digest of the fingerprints of one rank."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def groups_of(digests: Mapping[int, str]) -> list[list[int]]:
-    """The ranks whose replicas are equal, by what `digest` gave of each; a rank that says none is left out."""
+    """Group the ranks with equal digests; ranks without a digest are left out."""
     groups: dict[str, list[int]] = {}
     for rank, said in sorted(digests.items()):
         if said:
@@ -144,7 +143,7 @@ def groups_of(digests: Mapping[int, str]) -> list[list[int]]:
 
 
 def drift_of(record: StepRecord, step: int) -> str:
-    """Why the replicas of a checkpoint are not the same; empty as far as is known."""
+    """Return why the replicas of a checkpoint differ; empty if no difference is known."""
     if record.drift:
         return record.drift[:_DRIFT_CHARACTERS_MAX]
     digests = {rank: one.replicas_digest or "" for rank, one in record.ranks.items()}
@@ -152,7 +151,7 @@ def drift_of(record: StepRecord, step: int) -> str:
 
 
 def drifted_groups(groups: Sequence[Sequence[int]], step: int) -> str:
-    """A sentence about ranks of which only the digests are known; empty where there are not two groups."""
+    """Describe groups of ranks of which only the digests are known; empty unless there are two groups."""
     if len(groups) < 2:
         return ""
     sides = " and ".join(ranks_named(group) for group in groups[:_GROUPS_MAX])
@@ -166,12 +165,12 @@ class Divergence:
 
     step: int
     drifted: dict[int, list[str]]  # rank → paths of tensors in which it differs from most ranks
-    # paths in which no majority agrees, so that nobody can say who drifted → the groups of equal ranks
+    # paths without a majority, so that it is unknown which ranks drifted → the groups of equal ranks
     undecided: dict[str, list[list[int]]]
 
     @property
     def message(self) -> str:
-        """Names what differs, and says what to do."""
+        """Name the ranks and tensors that differ, and the remedy."""
         said = [
             f"rank {rank} differs from most ranks in {tensors_named(paths)}"
             for rank, paths in sorted(self.drifted.items())
@@ -190,7 +189,7 @@ class Divergence:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For the event `divergence`."""
+        """Return the fields of the event `divergence`."""
         return {
             "drifted": {str(rank): paths for rank, paths in sorted(self.drifted.items())},
             "undecided": self.undecided,
@@ -199,21 +198,21 @@ class Divergence:
 
 
 class Replicas:
-    """The stager's knowledge of the replicas of one job. Not safe for several threads."""
+    """The stager's knowledge of the replicas of one job. Not thread-safe."""
 
     def __init__(self) -> None:
         self._watched: dict[str, tuple[int, ...]] = {}
         self._said: set[tuple[int, str]] = set()
-        self._open: dict[str, int] = {}  # path → step at which it drifted, if it may still differ
+        self._open: dict[str, int] = {}  # path → step at which the tensor drifted, if it may still differ
 
     def read(self, layout: Layout, text: Any) -> tuple[int, ...]:
-        """One rank's fingerprints. Raises `ProtocolError` as `decode`."""
+        """Read one rank's fingerprints. Raises `ProtocolError` as `decode`."""
         return decode(text, len(self._entries(layout)))
 
     def compare(
         self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
     ) -> Divergence | None:
-        """Compare all ranks that sent theirs; None if they are the same."""
+        """Compare the ranks that sent fingerprints; None if these are the same."""
         if _are_same(layout, self._entries(layout), fingerprints) and not (self._open and fingerprints):
             return None
         paths: dict[int, str] = {}
@@ -228,7 +227,7 @@ class Replicas:
             ]
             if all(len(set(values.values())) < 2 for values in sides):
                 if layout.entries[entry].nbytes <= _WHOLE_BYTES_MAX and len(fingerprints) == layout.ranks:
-                    self._open.pop(paths[entry], None)  # all of it was looked at, on every rank
+                    self._open.pop(paths[entry], None)  # the whole entry was compared, on every rank
                 continue
             self._open.setdefault(paths[entry], step)
             for values in sides:
@@ -236,7 +235,7 @@ class Replicas:
         return Divergence(step, drifted, undecided) if drifted or undecided else None
 
     def suspicion(self, step: int) -> str:
-        """Entries that drifted at an earlier step and were not shown to be equal since; else empty."""
+        """Describe tensors that drifted at an earlier step and are not proven equal since; empty without any."""
         if not self._open:
             return ""
         return (
@@ -245,7 +244,7 @@ class Replicas:
         )
 
     def is_news(self, divergence: Divergence) -> bool:
-        """Whether it names a rank and a tensor that were not said before; they count as said from now on."""
+        """Whether the divergence has a rank and tensor that no earlier call had."""
         found = {(rank, path) for rank, paths in divergence.drifted.items() for path in paths}
         found |= {(-1, path) for path in divergence.undecided}
         news = not found <= self._said
@@ -261,19 +260,19 @@ class Replicas:
 
 
 def _alike(layout: Layout, entry: int) -> Sequence[Sequence[int]]:
-    """The ranks that hold the same bytes of an entry: all of them, or the holders of each region."""
+    """Return the groups of ranks that hold the same bytes of an entry: all ranks, or the holders of each region."""
     pattern = layout.pattern_of(layout.entries[entry])
     return (range(layout.ranks),) if pattern is None else pattern.holders
 
 
 def _are_same(layout: Layout, entries: Sequence[int], fingerprints: Mapping[int, tuple[int, ...]]) -> bool:
-    """Whether all that should be the same is; quick, as mostly it is."""
+    """Whether all replicas are the same; fast, because they nearly always are."""
     if not layout.patterns or not fingerprints:
         return len(set(fingerprints.values())) < 2
     ranks = sorted(fingerprints)
     table = np.array([fingerprints[rank] for rank in ranks], np.uint32).reshape(len(ranks), len(entries))
     row_of = {rank: row for row, rank in enumerate(ranks)}
-    places: dict[int, list[int]] = {}  # by owner: entries that are split in one way are compared together
+    places: dict[int, list[int]] = {}  # by owner: entries with the same split are compared together
     for place, entry in enumerate(entries):
         places.setdefault(layout.entries[entry].owner, []).append(place)
     for of_owner in places.values():
@@ -291,7 +290,7 @@ def _judge(
     drifted: dict[int, list[str]],
     undecided: dict[str, list[list[int]]],
 ) -> None:
-    """Say which ranks differ in a tensor. `values`: rank → fingerprint. A majority decides; else it is `undecided`."""
+    """Record which ranks differ in a tensor, by majority; else in `undecided`. `values`: rank → fingerprint."""
     if len(set(values.values())) < 2:
         return
     common, votes = Counter(values.values()).most_common()[0]
@@ -307,13 +306,13 @@ def _judge(
 
 
 def tensors_named(paths: Sequence[str]) -> str:
-    """The first paths, and how many more there are."""
+    """Name the first paths, and how many more there are."""
     more = len(paths) - _NAMED_MAX
     return ", ".join(paths[:_NAMED_MAX]) + (f" and {more} more tensors" if more > 0 else "")
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 2`, and how many more there are."""
+    """Return `rank 3`, or `ranks 0, 2`, and how many more there are."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = len(ranks) - _RANKS_MAX

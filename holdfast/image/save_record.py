@@ -3,8 +3,8 @@
     SaveRecord of each rank, from save() to DONE ─┐
     times of the stager ──────────────────────────┴─► StepRecord: beside the ring ─► with the writer's times: manifest
 
-Records are for people and reports, and come from outside wherever they are read: a field of a wrong type counts as
-unknown. Unknown fields, such as those of a newer version, are kept as they are.
+Records are for people and reports. Readers treat them as input from outside: a field of a wrong type counts as unknown.
+Unknown fields, such as those of a newer version, are kept as they are.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class SaveRecord:
     in_flight: int | None = None
     copy_seconds: float | None = None
     gate_seconds: float | None = None  # waited at the gate
-    cst_seconds: float | None = None  # both, the stall
+    cst_seconds: float | None = None  # in `save()` and at the gate: the stall
     replicas_digest: str | None = None
     fingerprint_seconds: float | None = None
-    # from `save()` to this state of the transfer; so the other names of states
+    # from `save()` to this state of the transfer, as are the fields of the other states
     sending_seconds: float | None = None
     crc_seconds: float | None = None
     sent_bytes: int | None = None
@@ -55,13 +55,13 @@ class SaveRecord:
     drift: str | None = None  # for a slice in the ring: why its replicas differ
     # numbers that the script gave for this state, such as its validation loss; in rank 0's record alone
     metrics: dict[str, float] | None = None
-    # from rank 0: the run in which each experiment tracker has this training, as `trainer_side/trackers` names both
+    # from rank 0: this training's run in each experiment tracker, as `trainer_side/trackers` names both
     trackers: dict[str, str] | None = None
-    # fields that this version does not know, or of another type than it expects
+    # fields that this version does not know, or of an unexpected type
     more: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The known fields in their order, then the rest."""
+        """Return the known fields in order, then the others."""
         known = ((name, getattr(self, name)) for name in _NAMES)
         return {name: value for name, value in known if value is not None} | self.more
 
@@ -77,7 +77,7 @@ class SaveRecord:
         return record
 
     def update(self, other: SaveRecord) -> None:
-        """Take over what `other` knows."""
+        """Take over all fields that `other` has."""
         for name in _NAMES:
             if (value := getattr(other, name)) is not None:
                 setattr(self, name, value)
@@ -132,7 +132,7 @@ class StepRecord:
     pgt1_seconds: float | None = None  # since the first save
     offers_seconds: float | None = None  # from the first rank's offer to the last
     receive_seconds: float | None = None  # from then to staged
-    drift: str = ""  # why the replicas are not the same, as the stager found; empty as far as is known
+    drift: str = ""  # why the replicas differ, as the stager found; empty if no difference is known
 
     def to_json(self) -> dict[str, Any]:
         stager = ((name, getattr(self, name)) for name in _STAGER)
@@ -168,7 +168,7 @@ class StepRecord:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers that the script gave for the state; empty where it gave none."""
+        """The numbers that the script gave for the state; empty without any."""
         first = self.ranks.get(0)
         return {} if first is None or first.metrics is None else first.metrics
 
@@ -184,12 +184,12 @@ class StepRecord:
 
     @property
     def trackers(self) -> dict[str, str]:
-        """The runs of experiment trackers; as rank 0 said."""
+        """The runs of experiment trackers, from rank 0's record."""
         return (self.ranks[0].trackers if 0 in self.ranks else None) or {}
 
     @property
     def is_copied_inside(self) -> bool:
-        """Whether each rank finished its copy inside `save()`; True where a rank does not say."""
+        """Whether each rank finished its copy inside `save()`; ranks that do not say so count as True."""
         return all(one.copied_inside is not False for one in self.ranks.values())
 
 

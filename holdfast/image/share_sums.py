@@ -1,9 +1,9 @@
-"""The CRC-32s of one share, and how those of all shares become the CRC-32s of the image.
+"""The CRC-32s of one share, and their combination into the CRC-32s of the image.
 
     share 0  │ entry 0 │ entry 1 … ┐        entry_crcs: CRC of each entry's bytes in the share, in the order of entries
     share 1                … entry 1 │ entry 2 │        chunk_crcs: CRC of each chunk as it stands in the file
 
-An entry that a border cuts has a CRC in each share that holds bytes of it; combined in order they are the entry's own.
+An entry that a border cuts has a CRC in each share that holds its bytes; combined in order, these are the entry's CRC.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EntryPiece(NamedTuple):
 
 
 class ShareSums(NamedTuple):
-    """The CRC-32s of one share: see the module."""
+    """The CRC-32s of one share, of its chunks and of `pieces_in` it."""
 
     chunk_crcs: tuple[int, ...]
     entry_crcs: tuple[int, ...]
@@ -43,7 +43,7 @@ class ImageSums(NamedTuple):
 
 
 def pieces_in(layout: Layout, chunks: range) -> list[EntryPiece]:
-    """The bytes of entries in a run of chunks, in order."""
+    """Return the bytes of entries in a run of chunks, in order."""
     if not chunks:
         return []
     first, last = layout.chunk_extent(chunks[0]).offset, layout.chunk_extent(chunks[-1]).end
@@ -61,7 +61,7 @@ def pieces_in(layout: Layout, chunks: range) -> list[EntryPiece]:
 def entry_crcs_of(
     index: LayoutIndex, chunks: range, segment_crcs: Mapping[int, Sequence[int]]
 ) -> tuple[int, ...]:
-    """The CRCs of `pieces_in`, from those of the segments of each chunk."""
+    """Combine the CRCs of each chunk's segments into those of `pieces_in`."""
     runs: dict[int, list[tuple[int, int]]] = {}
     for chunk in chunks:
         for segment, crc in zip(index.layout.segments(chunk), segment_crcs[chunk], strict=True):
@@ -71,7 +71,7 @@ def entry_crcs_of(
 
 
 def part_crcs(layout: Layout, shares: Shares, chunk_crcs: Sequence[int]) -> dict[int, int]:
-    """CRC of each part of the image, from those of its chunks."""
+    """Combine the CRCs of chunks into those of each part of the image."""
     found: dict[int, int] = {}
     for part in range(shares.parts):
         first = part * shares.part_chunks
@@ -81,7 +81,7 @@ def part_crcs(layout: Layout, shares: Shares, chunk_crcs: Sequence[int]) -> dict
 
 
 def combined(layout: Layout, shares: Shares, sums: Sequence[ShareSums]) -> ImageSums:
-    """The CRCs of the image from each share's. Raises `ProtocolError`: a share is missing, or their number is wrong."""
+    """Combine the CRCs of all shares into the image's. ProtocolError: a wrong number of shares or CRCs."""
     if len(sums) != shares.count:
         raise ProtocolError(f"CRCs of {len(sums)} shares, expected {shares.count}")
     chunk_crcs: list[int] = []

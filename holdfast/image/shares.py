@@ -4,8 +4,8 @@
     shares  │     0     │     1     │        2        │
 
 A *share* is a contiguous run of whole parts of the one upload, so that no two writers send the same part. The split
-depends only on the layout, the number of writers and the size of a part: ranks, stagers and flushers compute it, and
-none asks another.
+depends only on the layout, the number of writers and the size of a part, so ranks, stagers and flushers each compute it
+without a message.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _TEXT = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ShareNumber:
-    """Which of how many writers one stager and its flusher are. `index`: from 0; writer 0 leads."""
+    """Number of one stager and its flusher among all writers. `index`: From 0; writer 0 leads."""
 
     index: int
     writers: int
 
     @classmethod
     def of_text(cls, text: str) -> Self:
-        """Read `K/S`, the K-th of S, from 1, such as `2/3`. Raises `ValueError`: the text is something else."""
+        """Read `K/S`, the K-th of S, from 1, such as `2/3`. ValueError: the text is something else."""
         match = _TEXT.fullmatch(text)
         if match is None or not int(match[1]) <= int(match[2]) <= WRITERS_MAX:
             raise ValueError(
@@ -52,8 +52,8 @@ WHOLE = ShareNumber(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares of one image. `part_chunks`: of each part but the last. `writers`: stagers of the run; fewer parts
-    make fewer shares. Raises `ProtocolError`: a number is not positive, or there are too many writers.
+    """The shares of one image. `part_chunks`: Of each part except the last. `writers`: Stagers of the run; fewer parts
+    make fewer shares. ProtocolError: a number is not positive, or there are too many writers.
     """
 
     chunks: int
@@ -73,29 +73,29 @@ class Shares:
 
     @property
     def parts(self) -> int:
-        """Parts of the image."""
+        """Number of parts of the image."""
         return -(-self.chunks // self.part_chunks)
 
     @property
     def count(self) -> int:
-        """Writers that have a share of this image: 0 to `count` - 1."""
+        """Number of shares; writers 0 to `count` - 1 have one."""
         return min(self.writers, self.parts)
 
     def parts_of(self, share: int) -> range:
-        """The parts of one share; none for a writer without a share."""
+        """Return the parts of one share; empty for a writer without a share."""
         if not 0 <= share < self.count:
             return range(0)
         return range(share * self.parts // self.count, (share + 1) * self.parts // self.count)
 
     def chunks_of(self, share: int) -> range:
-        """The chunks of one share; none for a writer without a share."""
+        """Return the chunks of one share; empty for a writer without a share."""
         parts = self.parts_of(share)
         return range(
             min(parts.start * self.part_chunks, self.chunks), min(parts.stop * self.part_chunks, self.chunks)
         )
 
     def owner(self, chunk: int) -> int:
-        """The share that a chunk of the image belongs to."""
+        """Return the share that a chunk of the image belongs to."""
         return ((chunk // self.part_chunks + 1) * self.count - 1) // self.parts
 
 

@@ -1,10 +1,10 @@
-"""One rank's slice of one checkpoint, as a tier keeps it: where each frame lies in it, and the seal that makes it good.
+"""One rank's slice of one checkpoint, as a tier keeps it: the place of each frame, and the seal that makes it valid.
 
     staging area and slot   │ frame of chunk 0 │pad│ frame of chunk 1 │pad│ …      each frame begins on a page
     seal                    attempt, step, rank of ranks, layout digest, CRC-32 of each frame
 
-A slice without a valid seal does not exist. All slices of one `order` and one layout make one image; which rank kept
-which of them, and where, does not matter to who reads them.
+A slice without a valid seal does not exist. All slices of one `order` and one layout make one image; readers need not
+know which rank kept a slice, or where.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
 from holdfast.sealed import seal, unseal
 
-FRAME_ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of memory, offset and length
+FRAME_ALIGNMENT_BYTES = 4096  # O_DIRECT's requirement for memory, offset and length
 _CRC_FIELD = "seal_crc32"
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class SliceFrame(NamedTuple):
-    """A rank's part of one chunk: `extents` of the image, back to back from `offset` of the slice on."""
+    """A rank's part of one chunk: `extents` of the image, back to back, from `offset` of the slice on."""
 
     chunk: int
     extents: tuple[Extent, ...]
@@ -37,13 +37,13 @@ class SliceFrame(NamedTuple):
 
     @property
     def padded_bytes(self) -> int:
-        """Up to where the next frame begins: what is written with O_DIRECT."""
+        """Bytes up to the next frame, as written with O_DIRECT."""
         return _aligned(self.nbytes)
 
 
 @lru_cache(maxsize=64)
 def frames_of(layout: Layout, rank: int) -> tuple[SliceFrame, ...]:
-    """The frames of `rank`'s slice, in the order in which they are sent and kept."""
+    """Return the frames of `rank`'s slice, in the order of sending and keeping."""
     frames: list[SliceFrame] = []
     offset = 0
     for chunk, extents in layout.sends(rank):
@@ -54,13 +54,13 @@ def frames_of(layout: Layout, rank: int) -> tuple[SliceFrame, ...]:
 
 
 def area_bytes(layout: Layout, rank: int) -> int:
-    """Memory or room that `rank`'s slice takes, padding included."""
+    """Return the bytes of `rank`'s slice, padding included."""
     frames = frames_of(layout, rank)
     return frames[-1].offset + frames[-1].padded_bytes if frames else 0
 
 
 def areas_of(layout: Layout) -> list[int]:
-    """`area_bytes` of every rank: one sweep over the chunks, where that of one rank is a sweep already."""
+    """Return `area_bytes` of every rank in one sweep over the chunks, which a single rank needs as well."""
     areas = [0] * layout.ranks
     for chunk in range(layout.chunks):
         for rank in layout.senders(chunk):
@@ -69,7 +69,7 @@ def areas_of(layout: Layout) -> list[int]:
 
 
 class SliceSeal(BaseModel):
-    """Written after the slice's bytes are durable; what makes them a slice."""
+    """Written once the slice's bytes are durable; only the seal makes them a slice."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -80,13 +80,11 @@ class SliceSeal(BaseModel):
     rank: Annotated[int, Field(ge=0, lt=2**31)]  # whose slice
     ranks: Annotated[int, Field(gt=0, lt=2**31)]  # of how many
     layout_digest: Annotated[str, Field(max_length=128)]
-    frame_crc32s: tuple[
-        _Crc, ...
-    ]  # one for each of `frames_of(layout, rank)`, of its `nbytes` without the padding
-    # when it was sealed, for people and reports; 0 where nobody said so
+    frame_crc32s: tuple[_Crc, ...]  # of each of `frames_of(layout, rank)`, without padding
+    # when the slice was sealed, for people and reports; 0 if unknown
     sealed_at_unix: Annotated[float, Field(ge=0, lt=2**33, allow_inf_nan=False)] = 0.0
     # times and bytes, for people and reports; and `job`, a random name that all ranks of a job share: slices of two
-    # jobs are never put together, though their attempts may have one number
+    # jobs are never combined, even if their attempts have the same number
     record: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -98,12 +96,12 @@ class SliceSeal(BaseModel):
         return SaveRecord.from_json(self.record)
 
     def to_bytes(self) -> bytes:
-        """JSON, with the CRC-32 of all the rest in its last line."""
+        """Return JSON, with the CRC-32 of all other bytes in its last line."""
         return seal(self.model_dump_json(indent=None).encode(), _CRC_FIELD)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> SliceSeal:
-        """Read what `to_bytes` wrote. `source`: for the message. Raises `DamageError`: truncated or altered."""
+        """Read a result of `to_bytes`. `source`: For messages. DamageError: truncated or altered."""
         body = unseal(data, _CRC_FIELD)
         if body is None:
             raise DamageError(f"{source}: the seal is truncated or altered; the slice is not used")
@@ -116,7 +114,7 @@ class SliceSeal(BaseModel):
         return found
 
     def check_layout(self, layout: Layout, *, source: str) -> None:
-        """See that the seal belongs to `layout`. Raises `DamageError`: it does not."""
+        """Raise `DamageError` if the seal does not belong to `layout`."""
         if self.layout_digest != layout.digest or self.ranks != layout.ranks:
             raise DamageError(f"{source}: the seal names another layout than the layout file beside it")
         if len(self.frame_crc32s) != len(frames_of(layout, self.rank)):

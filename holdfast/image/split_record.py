@@ -1,9 +1,9 @@
-"""How a tensor was split among the ranks, in a few numbers: what the manifest says of it.
+"""How a tensor was split among the ranks, in a few numbers for the manifest.
 
     regions [0:4, :] [4:8, :] … [28:30, :] of ranks 0, 1, … 7  ─►  cuts [[4, 7, 2, 1], [16, 1]], ranks [0, 1, 8]
 
-A file has whole tensors, so no reader needs it. It is for people, and it never grows with the number of ranks: sizes
-and ranks are written as runs, and left out where there are too many of those.
+A file has whole tensors, so no reader needs this record. It is for people, and never grows with the number of ranks:
+sizes and ranks are written as runs, and left out if there are too many runs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class SplitRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
-    parts: _Count  # how many different parts there were; ranks that held nothing do not count
-    # sizes into which each dimension was cut, as size, how many of them, next size, and so on. Empty: the parts were no
-    # grid, or the sizes take too many runs.
+    parts: _Count  # number of different parts; ranks that held nothing do not count
+    # sizes into which each dimension was cut, as pairs of size and count. Empty: the parts were no grid, or the sizes
+    # take too many runs.
     cuts: Annotated[tuple[_Cuts, ...], Field(max_length=_DIMENSIONS_MAX), FailFast()] = ()
     copies: _Count
     copies_max: _Count
-    # holders of the parts, in the order of the parts' places: of each part its lowest rank; then of each part its next
-    # one, and so on. As first rank, distance to the next one, how many, and so on. Empty: parts were not held by the
-    # same number of ranks, or the ranks take too many runs.
+    # holders of the parts, in the order of the parts' places: the lowest rank of each part, then the next one of each,
+    # and so on, as triples of first rank, distance and count. Empty: parts were held by different numbers of ranks, or
+    # the ranks take too many runs.
     ranks: Annotated[tuple[_Number, ...], Field(max_length=3 * RUNS_MAX), FailFast()] = ()
 
     @classmethod
@@ -56,7 +56,7 @@ class SplitRecord(BaseModel):
         )
 
     def told(self) -> str:
-        """For people, such as `split in 4 along dim 0, replicated x 2`."""
+        """Describe the split for people, such as `split in 4 along dim 0, replicated x 2`."""
         if self.copies == self.copies_max:
             copies = f"replicated x {self.copies}" if self.copies > 1 else ""
         else:

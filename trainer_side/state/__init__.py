@@ -12,14 +12,14 @@ tensor_table                     the table of tensors that all ranks compare, wi
 per_rank, per_rank_blob          `PerRank`: a value that differs between ranks; its bytes in the file
 rng                              `RngState`: all random number generators
 optimizer_places                 the optimizers of a state, and where their dictionaries lie in its tree
-position_names                   names of parameters that the file has by number only
+position_names                   names of parameters that a file only numbers
 
 split_tensor, split_kinds        this rank's part of a tensor; refuses objects that are split in unsupported ways
-stand_ins                        placeholders of full size for split tensors and `PerRank` values
+stand_ins                        full-size placeholders for split tensors and `PerRank` values
 stages                           one common tree for ranks with different tensors (pipeline stages)
 
 accelerator                      CUDA, ROCm or XPU, as torch reports it
 drill_notes, value_crc           notes for `holdfast drill`: batches, and counters on modules; CRC-32 of a batch
-data_place                       the place in the data, and where it was at the last checkpoint
-skippable                        values that can leave out batches after `holdfast rewind`
+data_place                       the place in the data, now and at the last checkpoint
+skippable                        values that can skip batches after `holdfast rewind`
 """

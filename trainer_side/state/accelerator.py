@@ -1,7 +1,7 @@
 """The accelerator of this process, as torch reports it: CUDA, ROCm (which torch calls CUDA as well) or XPU.
 
-Floors: `torch.accelerator` and `torch.xpu` came with torch 2.6. A capability that some devices lack is looked up by
-name (`DeviceStream.memory`, `device_runtime`), never guessed from the kind of device.
+`torch.accelerator` and `torch.xpu` need torch 2.6. Capabilities that some devices lack are looked up by name
+(`DeviceStream.memory`, `device_runtime`), never guessed from the kind of device.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-KINDS = ("cuda", "xpu")  # those whose tensors can be saved
+KINDS = ("cuda", "xpu")  # kinds of devices whose tensors can be saved
 
 
 def kind() -> str | None:
-    """The kind of accelerator that torch has been used with in this process; None: host memory is all there is."""
+    """Return the kind of accelerator that torch has initialized in this process; None without one."""
     for one in KINDS:
         module = getattr(torch, one, None)
         if module is not None and module.is_initialized():
@@ -25,15 +25,15 @@ def kind() -> str | None:
 
 
 def module_of(kind_or_device: str | torch.device) -> Any:
-    """`torch.cuda`, or what corresponds to it."""
+    """Return `torch.cuda` or `torch.xpu`."""
     return getattr(torch, kind_or_device.type if isinstance(kind_or_device, torch.device) else kind_or_device)
 
 
 def own_device() -> torch.device | None:
-    """The device that this rank trains on; None: no device is in use.
+    """Return the device that this rank trains on; None if no device is in use.
 
-    It is the only one with memory of this process; where there are several, or none yet, the current one. Scripts that
-    write `device="cuda:1"` without `torch.cuda.set_device` are understood, too.
+    If this process has memory on exactly one device, that is the one; otherwise the current device. This covers
+    scripts that write `device="cuda:1"` without `torch.cuda.set_device`.
     """
     one = kind()
     if one is None:
@@ -44,24 +44,27 @@ def own_device() -> torch.device | None:
 
 
 class StreamEvent(Protocol):
-    """A place in a stream, which the device comes to."""
+    """A marker in a stream."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come there."""
+        """Wait until the device has reached the marker."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Whether the device has reached the marker."""
 
 
 def record(device: torch.device) -> StreamEvent:
-    """Where the current stream of a device is now."""
+    """Put a marker into the current stream of a device."""
     event: StreamEvent = module_of(device).Event(**_event_options(device.type))
     module_of(device).current_stream(device).record_event(event)
     return event
 
 
 def brought(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None]:
-    """A small tensor in host memory, and when it is there; queued on the current stream of its own device."""
+    """Copy a small tensor to host memory on its device's current stream; return the copy and the event of its arrival.
+
+    A tensor in host memory is returned as it is, without an event.
+    """
     if memory.device.type == "cpu":
         return memory, None
     here = torch.empty(memory.shape, dtype=memory.dtype, device="cpu", pin_memory=True)
@@ -71,13 +74,13 @@ def brought(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None]:
 
 @functools.cache
 def _event_options(one: str) -> dict[str, bool]:
-    # A wait that does not keep a core busy: CUDA and ROCm must be asked for it, XPU has no other.
+    # Wait without keeping a core busy: an option of CUDA and ROCm, the only way of XPU.
     parameters = inspect.signature(module_of(one).Event.__new__).parameters
     return {"blocking": True} if "blocking" in parameters else {}
 
 
 def is_capturing() -> bool:
-    """Whether this thread is recording a graph: what it queues now runs at each replay, not now."""
+    """Whether this thread is recording a graph: queued work then runs at each replay, not now."""
     one = kind()
     asked = None if one is None else getattr(module_of(one), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())

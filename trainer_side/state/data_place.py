@@ -1,4 +1,4 @@
-"""`DataPlace`: an object in the state that knows how far training has come in its data."""
+"""`DataPlace`: an object in the state that knows the position of training in its data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ class DataPlace(abc.ABC):
 
     @abc.abstractmethod
     def mark_place(self) -> None:
-        """Remember the place as it is now; loading a state does so, too."""
+        """Remember the current place; loading a state does so, too."""
 
     @abc.abstractmethod
     def place(self) -> dict[str, Any]:
-        """Small and as JSON: the place now, the same on every rank; `from`: at the mark, if it is a number of samples
-        that is the same on any number of ranks.
+        """Return the current place as a small JSON object, the same on every rank.
+
+        `from` is the place at the mark, if that is a number of samples that does not depend on the number of ranks.
         """

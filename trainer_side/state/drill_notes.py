@@ -20,7 +20,7 @@ _ATTRIBUTES_MAX = 10_000
 
 
 class PlainCounters:
-    """Notes these numbers at each step on rank 0, if this process is in a drill. Training thread."""
+    """Records the changed numbers on modules at each step, on rank 0 of a drill. Training thread."""
 
     def __init__(self, state: Mapping[str, Any], *, rank: int) -> None:
         self._state, self._wanted = state, rank == 0 and diary.is_drilled()
@@ -31,7 +31,7 @@ class PlainCounters:
             return
         now, before = dict(_numbers(self._state)), self._before or {}
         changed = {path: number for path, number in now.items() if before.get(path) != number}
-        # A new process begins with all of them.
+        # The first note of a process has all numbers.
         diary.note("counters", {"step": step, "begins": self._before is None, "values": changed})
         self._before = now
 
@@ -51,19 +51,19 @@ def _numbers(state: Mapping[str, Any]) -> list[tuple[str, float]]:
     return found
 
 
-_CALLS_MAX = 256  # in one step; the last stands for all that follow
+_CALLS_MAX = 256  # in one step; the last CRC covers all further calls
 _calls: list[int] = []  # since the last step
 
 
 class SeenBatches:
-    """Notes the batches of each step, if this process is in a drill. Training thread."""
+    """Records the batches of each step, if this process is in a drill. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         if not diary.is_drilled():
             return
         for module in unmarked(state).values():
             if isinstance(module, torch.nn.Module):
-                with suppress(Exception):  # of a kind that takes no hooks: then nothing is seen of it
+                with suppress(Exception):  # a module that takes no hooks is left out
                     module.register_forward_pre_hook(note_call, with_kwargs=True)
 
     def note(self, step: int) -> None:
@@ -72,7 +72,7 @@ class SeenBatches:
             _calls.clear()
 
 
-# A function of this module and no method: modules are copied and pickled together with their hooks.
+# A function and not a method: modules are copied and pickled together with their hooks.
 def note_call(module: torch.nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
         return

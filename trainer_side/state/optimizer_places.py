@@ -1,8 +1,8 @@
-"""The optimizers of a state, and where their dictionaries lie in its tree: also those below objects of the script.
+"""The optimizers of a state, also inside the script's own objects, and the paths of their dictionaries in its tree.
 
 {"loop": Loop}, and Loop.state_dict() is {"optimizers": [a.state_dict(), b.state_dict()]}
     │ optimizers_of   a, b: found among the attributes of the objects
-    │ telling         each of them says which dictionary it has given
+    │ telling         records which dictionary each of them returns
     └ located         loop/optimizers/0 is a's, loop/optimizers/1 is b's
 """
 
@@ -24,18 +24,18 @@ _OBJECTS_MAX = 20_000  # a data set may be a list of millions
 _WITHIN_MAX = 1_000
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 _NEVER = (torch.Tensor, PerRank, type, ModuleType, *_FUNCTIONS, str, bytes, int, float)
-# The parts of these that hold tensors, and nothing that steps them.
+# Attributes of optimizers and modules that hold tensors but no optimizer.
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def optimizers_of(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
-    """The optimizers in the state, and among the attributes of its objects, a few levels deep."""
+    """Return the optimizers in the state, and among the attributes of its objects, a few levels deep."""
     return [one for one in reachable(state) if isinstance(one, torch.optim.Optimizer)]
 
 
 def reachable(state: Mapping[str, Any]) -> Iterator[Any]:
-    """The objects of the state, and what they hold as attributes or in containers, each once."""
+    """Yield the objects of the state, and those in their attributes and containers, each once."""
     return (value for _, value in with_paths(state))
 
 
@@ -68,30 +68,30 @@ def _below(value: Any) -> Iterable[tuple[Any, Any]]:
 def located(
     tree: Mapping[str, Any], state: Mapping[str, Any], given: Given
 ) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers of a state by the path of their dictionary in its tree.
+    """Return the optimizers of a state by the path of their dictionary in its tree.
 
-    `tree`: Result of `collect` or `live_trees`, made within `telling`, which has noted `given`.
+    `tree`: Result of `collect` or `live_trees`, made inside `telling`, which recorded `given`.
     """
     by_groups = {id(groups): optimizer for groups, optimizer in given}
     found: dict[str, torch.optim.Optimizer] = {}
     for path, node in forms(tree):
         optimizer = by_groups.get(id(node["param_groups"]))
         if optimizer is None and isinstance(state.get(path), torch.optim.Optimizer):
-            optimizer = state[path]  # it copies what its inner one gives, or makes all of it itself
+            optimizer = state[path]  # a wrapper that copies the inner dictionary, or builds its own
         if optimizer is not None and sizes(optimizer.param_groups) == sizes(node["param_groups"]):
             found[path] = optimizer
     return dict(sorted(found.items()))
 
 
 def forms(tree: Any) -> Iterator[tuple[str, Any]]:
-    """All dictionaries that look like those of an optimizer, with their paths; one that is there twice comes once."""
+    """Yield all dictionaries that look like an optimizer's, with their paths; a shared one comes once."""
     for prefix, node in containers(tree, is_leaf=is_form):
         if is_form(node):
             yield prefix.removesuffix("/"), node
 
 
 def is_form(node: Any) -> bool:
-    """Whether this is a dictionary as `Optimizer.state_dict()` gives it."""
+    """Whether this looks like a result of `Optimizer.state_dict()`."""
     if not isinstance(node, dict) or not isinstance(node.get("state"), dict):
         return False
     groups = node.get("param_groups")
@@ -101,7 +101,7 @@ def is_form(node: Any) -> bool:
 
 
 def numbers_of(saved: Mapping[str, Any]) -> list[Any]:
-    """The numbers (or names) of the parameters in a saved state, in the order of the groups."""
+    """Return the numbers (or names) of the parameters in a saved state, in the order of the groups."""
     return [number for group in saved["param_groups"] for number in group["params"]]
 
 
@@ -110,9 +110,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def matched(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, torch.Tensor]]:
-    """The parameters, each with its number (or name) in a saved state: by position, as torch matches them.
+    """Pair each parameter with its number (or name) in a saved state, by position, as torch does.
 
-    Empty if the saved state has another number of parameters: the loading refuses that, or is the optimizer's own.
+    Empty if the saved state has another number of parameters: loading refuses it, or is the optimizer's own code.
     """
     if not is_form(saved):
         return []
@@ -125,7 +125,7 @@ def sizes(groups: Any) -> list[int]:
 
 
 def at(tree: Any, path: str) -> Any:
-    """The value at a path that `forms` gave for another tree of the same state; None if the path does not exist."""
+    """Return the value at a path that `forms` found in another tree of the same state; None if it does not exist."""
     pending = [("", tree)]
     while pending:
         prefix, node = pending.pop()
@@ -139,10 +139,10 @@ def at(tree: Any, path: str) -> Any:
 
 
 def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
-    """Paths of the tensors of optimizers' state that lie in host memory while their parameter lies on a device.
+    """Return the paths of optimizer tensors in host memory whose parameter lies on a device.
 
-    Not those of numbers, which torch's optimizers keep there. `tree`: Has live tensors. `optimizers`: By the path of
-    their dictionaries in the tree.
+    Scalars are left out: torch's optimizers keep them in host memory. `tree`: Has live tensors. `optimizers`: By the
+    path of their dictionaries in the tree.
     """
     found: list[str] = []
     for path, optimizer in optimizers.items():
@@ -157,7 +157,7 @@ def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimi
 
 
 def module_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of the modules in the state, by path; a tied one comes with each of its names."""
+    """Yield the parameters of the modules in the state, by path; a tied parameter comes under each of its names."""
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
             for path, parameter in value.named_parameters(remove_duplicate=False):
@@ -168,7 +168,7 @@ _LISTED = ("params", "param_names")
 
 
 def parameter_names(state: Mapping[str, Any]) -> dict[str, list[list[list[str]]]]:
-    """The names of each parameter, by optimizer and group; the first name is the one that is used.
+    """Return the names of each parameter, by optimizer and group; the first name is the one used.
 
     StateError: a parameter is in no module of the state, or two of one optimizer have the same name.
     """
@@ -210,17 +210,16 @@ def by_name(
     names: Mapping[str, Sequence[Sequence[str]]],
     united: Mapping[str, Sequence[Sequence[str]]],
 ) -> dict[str, Any]:
-    """The tree with optimizers keyed by name; tensors keep their order. An optimizer with other parameters stays
-    unchanged.
+    """Return the tree with optimizers keyed by name; tensors keep their order.
 
-    `names`: Names of this rank's parameters, by optimizer and group. `united`: Those of all ranks, which the groups
-    then list.
+    An optimizer with other parameters stays unchanged. `names`: Names of this rank's parameters, by optimizer and
+    group. `united`: The names of all ranks' parameters, which the groups then list.
     """
     return {at: _named(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
 
 
 def settings(tree: Mapping[str, Any], at: str) -> list[str]:
-    """The other settings of each group of an optimizer, as text; without tensors and objects."""
+    """Return the other settings of each group of an optimizer, as text; without tensors and objects."""
     return [
         repr(sorted((str(key), one) for key, one in group.items() if _is_setting(key, one)))
         for group in tree[at]["param_groups"]

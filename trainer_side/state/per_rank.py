@@ -12,14 +12,14 @@ from trainer_side.whole_number import shown
 
 
 class PerRank:
-    """Marks a value of the state that differs from rank to rank, so that a checkpoint has every rank's own.
+    """A value of the state that differs from rank to rank; a checkpoint has every rank's own.
 
-    It can stand only at the top level of the state.
+    Allowed only at the top level of the state.
 
     Args:
         value: An object with `state_dict()` and `load_state_dict()`, or tensors and plain values.
-        same_ranks: Refuse a checkpoint of another number of ranks. Set it for values that are shared out among the
-            ranks, such as shards of data: with more or fewer ranks some would be repeated or left out.
+        same_ranks: Refuse a checkpoint of another number of ranks. Set it for values that are divided among the ranks,
+            such as shards of data: with more or fewer ranks some would be repeated or left out.
 
     Attributes:
         names: Stored in the blob beside the value: names of the parameters and tensors that the value itself only
@@ -38,11 +38,11 @@ class PerRank:
         self.names = b""
 
     def snapshot(self) -> Any:
-        """The value as a checkpoint has it: its `state_dict()`, or the value itself if it has none."""
+        """Return what a checkpoint holds: the value's `state_dict()`, or the value itself if it has none."""
         return self.value.state_dict() if hasattr(self.value, "state_dict") else self.value
 
     def load(self, saved: Any) -> None:
-        """Bring back a value that `snapshot` returned. A tensor is filled in place; a plain value replaces `value`."""
+        """Restore a value that `snapshot` returned. A tensor is filled in place; a plain value replaces `value`."""
         if hasattr(self.value, "load_state_dict"):
             self.value.load_state_dict(saved)
         elif isinstance(self.value, torch.Tensor) and isinstance(saved, torch.Tensor):

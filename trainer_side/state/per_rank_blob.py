@@ -1,4 +1,4 @@
-"""The blob of one `PerRank` value: what `torch.save` makes of it, its length in front, names of its parts behind.
+"""The blob of one `PerRank` value: a length, that many bytes from `torch.save`, and the names of the value's parts.
 
     rank r: PerRank(value) ─► torch.save bytes ─► length │ bytes │ names (position_names.py) │ zeros up to the reserve
     file:   state["rng"] = [rank 0's blob, rank 1's blob, …]            one uint8 tensor each, all of one size
@@ -28,12 +28,12 @@ _SLACK_BYTES = 1024
 
 
 def reserve_bytes(used_bytes: int) -> int:
-    """Bytes to reserve for a blob that now takes `used_bytes`: a quarter more, and 1 KiB, in whole pages."""
+    """Return the bytes to reserve for a blob that now takes `used_bytes`: a quarter and 1 KiB more, in whole pages."""
     return ((used_bytes * 5 // 4 + _SLACK_BYTES) // _UNIT_BYTES + 1) * _UNIT_BYTES
 
 
 def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
-    """The blob of `value`, the result of `PerRank.snapshot`, without padding. StateError: `torch.save` cannot save it.
+    """Return the blob of a result of `PerRank.snapshot`, without padding. StateError: `torch.save` cannot save it.
 
     `name`: Name of the value in the state, for messages. `beside`: `PerRank.names`; does not end with a zero.
     """
@@ -79,7 +79,7 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
 
 
 def beside_of(blob: torch.Tensor | bytes | bytearray | memoryview) -> bytes:
-    """The bytes that `encode` put beside the value; empty in a blob of an earlier version. Call `decode` first."""
+    """Return the bytes that `encode` put beside the value; empty in blobs of earlier versions. Call `decode` first."""
     raw = _raw(blob)
     (length,) = _LENGTH.unpack_from(raw)
     return bytes(raw[_LENGTH.size + length :]).rstrip(b"\0")

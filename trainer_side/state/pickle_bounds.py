@@ -1,11 +1,11 @@
-"""Refuses a pickle that would cost more than it is worth, or end the process, before torch's unpickler sees it.
+"""Refuses a pickle that is too costly to load, or would crash the process, before torch's unpickler sees it.
 
-CRCs stop accidents, not somebody who may write to the store.
+CRCs catch accidents, not an attacker who can write to the store.
 
-    file in torch's zip format ─► nothing is packed ─► cost of data.pkl (holdfast.pickle_cost) ─► torch.load
+    file in torch's zip format ─► no entry is compressed ─► cost of data.pkl (holdfast.pickle_cost) ─► torch.load
 
-Torch stores what it writes as it is. A packed entry unpacks to a thousand times its size, and several that share their
-bytes to any multiple of it.
+`torch.save` never compresses. A compressed entry may expand a thousandfold, and entries that share their bytes without
+limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.errors import DamageError, StateError
 from holdfast.parse_cost import InputTooLarge
 from holdfast.pickle_cost import check_pickle
 
-_DEPTH_MAX = 1000  # as `tensor_paths`; Python's own pickle goes no deeper either
+_DEPTH_MAX = 1000  # as in `tensor_paths`; Python's own pickle goes no deeper either
 _RECORD = "data.pkl"
 
 # Exceptions that torch's reader and unpickler raise on malformed bytes, beside their own UnpicklingError.
@@ -35,19 +35,19 @@ NOT_READABLE = (
 
 
 def unpickler_cause(error: BaseException) -> str:
-    """The line of an error of torch's unpickler that says what it refuses."""
+    """Return the line of an error of torch's unpickler that names what it refuses."""
     return str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
 
 
 def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
-    """Look at the pickle of a file in torch's zip format, by torch's own reader of it. Leaves the file at its begin.
+    """Check the pickle of a file in torch's zip format, with torch's own reader. Leaves the file at its beginning.
 
-    `what`: Its name, for the message. StateError: a tuple in it is nested deeper than 1000 levels. DamageError: it
-    claims more than the file has, or makes more than it is worth. RuntimeError: torch does not read it.
+    `what`: Name of the file, for messages. StateError: a tuple is nested deeper than 1000 levels. DamageError: the
+    pickle claims more bytes than the file has, or is too costly to load. RuntimeError: torch cannot read the file.
     """
     file.seek(0)
     reader = torch._C.PyTorchFileReader(file)
-    # Only newer versions of torch tell the size. There the rest of the directory, which may be long, is not needed.
+    # Only newer versions of torch report the size of a record. They spare us the directory, which may be long.
     size_of = getattr(reader, "get_record_size", None)
     if size_of is None:
         refuse_packed(file, what)
@@ -66,9 +66,9 @@ def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
 
 
 def refuse_packed(file: IO[bytes], what: str) -> None:
-    """Check that a file in torch's zip format has all the bytes that its entries claim. Leaves the file at its begin.
+    """Check that a file in torch's zip format has all bytes that its entries claim. Leaves the file at its beginning.
 
-    DamageError: an entry is packed, or they share bytes; or it is no such file.
+    DamageError: an entry is compressed, entries share bytes, or the file is not in this format.
     """
     file_bytes = file.seek(0, os.SEEK_END)
     try:
@@ -79,7 +79,7 @@ def refuse_packed(file: IO[bytes], what: str) -> None:
     packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
     if packed is not None:
         raise DamageError(
-            f"{what}: {packed.filename!r:.200} is packed, which torch.save never does; its {packed.compress_size} "
+            f"{what}: {packed.filename!r:.200} is compressed, which torch.save never does; its {packed.compress_size} "
             f"bytes would take {packed.file_size}; find out who wrote it, or torch.load and torch.save it once more"
         )
     _refuse_unpacked(what, file_bytes, sum(entry.file_size for entry in entries))
@@ -96,7 +96,7 @@ def _refuse_unpacked(what: str, file_bytes: int, stated_bytes: int) -> None:
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """In this context new tensors have no values yet, whatever the script has chosen. One thread at a time."""
+    """Context in which torch does not fill new tensors, even if the script has asked it to. One thread at a time."""
     settings: Any = torch.utils.deterministic  # a module with a property, which its stubs do not have
     before = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False

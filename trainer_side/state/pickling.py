@@ -1,10 +1,10 @@
-"""`torch.save` without the tensor bytes: its pickle, its zip, and whether plain `torch.load` takes them back.
+"""`torch.save` without the tensor bytes: its pickle, its zip, and whether plain `torch.load` accepts them.
 
-    Pickling.save   the whole zip, with holes         load_structure   reads it back, tensors on `meta`
-    Pickling.head   data.pkl alone: a save's share    blame            which value is it that torch refuses?
-    Pickling.ready  how torch has pickled each tensor ─► Ready.pickle: data.pkl alone, without asking torch again
+    Pickling.save      the whole zip, with holes         load_structure   reads it back, tensors on `meta`
+    Pickling.head      data.pkl alone, for each save     blame            names the value that torch refuses
+    Pickling.reduced   how torch has pickled each tensor ─► recall.Ready.pickle: data.pkl without asking torch again
 
-Each storage is replaced by a `meta` stand-in of the size that is used; torch then asks for none of its bytes.
+Each storage is replaced by a `meta` stand-in of the used size; torch then reads none of its bytes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _PYTHON = (bool, int, float, complex, str, bytes)
 
 
 class MetNumpyScalar(pickle.PicklingError):
-    """Ends a pickle: the tree has to be pickled `with_python_scalars`."""
+    """Ends a pickling: the tree must be pickled `with_python_scalars`."""
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether it is a NumPy scalar of which Python has an equal value."""
+    """Whether this is a NumPy scalar with an equal Python value."""
     # For dates and durations, `item()` may drop the unit.
     if not isinstance(value, np.generic) or isinstance(value, np.datetime64 | np.timedelta64 | np.void):
         return False
@@ -50,7 +50,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def with_python_scalars(tree: Any) -> Any:
-    """The same tree with Python's values; containers without any are the same objects, and what is shared stays so."""
+    """Return the tree with Python scalars. Containers without NumPy scalars stay the same objects; sharing is kept."""
     done: dict[int, Any] = {}
 
     def of(value: Any) -> Any:
@@ -59,7 +59,7 @@ def with_python_scalars(tree: Any) -> Any:
         if not isinstance(value, dict | list | tuple):
             return value
         if id(value) not in done:
-            done[id(value)] = value  # of one that holds itself
+            done[id(value)] = value  # for a container that holds itself
             done[id(value)] = _changed(value, {key: of(one) for key, one in children(value)}, of)
         return done[id(value)]
 
@@ -89,13 +89,13 @@ _PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 
 
 def with_readable_empty_bytes(pickled: bytes) -> bytes:
-    """The same pickle, of protocol 2, with each `b""` written as other bytes are. Any other pickle is left as it is."""
+    """Return a pickle of protocol 2 with each `b""` encoded as other bytes are. Other pickles are returned as is."""
     if _MARK not in pickled:
         return pickled
     ops: list[tuple[str, Any, int]] = [
         (op.name, argument, position or 0) for op, argument, position in pickletools.genops(pickled)
     ]
-    uses: list[int] = []  # which of `ops` push the type
+    uses: list[int] = []  # the `ops` that push the type
     memo: set[Any] = set()
     for index, (name, argument, _) in enumerate(ops):
         if name == "GLOBAL" and argument in _BYTES_TYPE:
@@ -108,7 +108,7 @@ def with_readable_empty_bytes(pickled: bytes) -> bytes:
     for index in uses:
         called = index + 2 if ops[index + 1][0] in _PUTS else index + 1
         if [name for name, _, _ in ops[called : called + 2]] != ["EMPTY_TUPLE", "REDUCE"]:
-            return pickled  # the type itself is a value: torch refuses it, and names it
+            return pickled  # the type itself is a value: torch refuses it by name
         begin, after = ops[index][2], ops[index + 1][2]
         is_global = ops[index][0] == "GLOBAL"
         pieces += [pickled[done:begin], _ENCODE if is_global else pickled[begin:after]]
@@ -118,7 +118,7 @@ def with_readable_empty_bytes(pickled: bytes) -> bytes:
 
 
 class ReadablePickler(pickle.Pickler):
-    """As `pickle.Pickler`, for `torch.save(..., pickle_module=...)`."""
+    """Pickler for `torch.save(..., pickle_module=...)` that writes NumPy scalars and `b""` as torch.load reads them."""
 
     def __init__(self, file: io.BytesIO, protocol: int | None = None) -> None:
         super().__init__(file, protocol)
@@ -134,7 +134,7 @@ class ReadablePickler(pickle.Pickler):
         try:
             super().dump(value)
         except MetNumpyScalar:
-            # One that is still met lies where the tree cannot be changed, and is left for torch to refuse.
+            # The remaining scalars lie inside other objects, and torch refuses them.
             self._meets_scalars = False
             self.clear_memo()
             self._empty()
@@ -144,7 +144,7 @@ class ReadablePickler(pickle.Pickler):
         self._out.write(finished)
 
     def finished(self, pickled: bytes) -> bytes:
-        """The bytes to write in place of `pickled`."""
+        """Return the bytes to write in place of `pickled`."""
         return pickled
 
     def _empty(self) -> None:
@@ -163,32 +163,32 @@ _BUILTINS = re.compile(rb"c(?:__builtin__|builtins)\n\w+")
 
 
 class _HeadOnly(Exception):
-    """Ends torch.save after the pickle; it is no error."""
+    """Ends torch.save after the pickle; not an error."""
 
 
 class Pickling:
     """One pickling of a tree, or of a part of it."""
 
     def __init__(self, found: Survey) -> None:
-        # Classes of the values met, other than tensors and what every pickle may hold. Whether torch.load takes a
-        # pickle back depends on them alone.
+        # Classes of the pickled values, except tensors and plain values. They alone decide whether torch.load accepts
+        # the pickle.
         self.kinds: set[Any] = set()
         self._found = found
         self._path = "the state"
         self._stand_ins: dict[int, tuple[torch.UntypedStorage, torch.dtype, str]] = {}
-        # How each tensor was pickled, by `id()`; it is kept with it, else another object could come by the same one.
+        # By `id()`: each tensor and how it was pickled. Keeping the tensor keeps its id from being reused.
         self.reduced: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
-        self.persistent_ids: dict[int, tuple[Any, Any]] = {}  # what torch wrote for each storage
+        self.persistent_ids: dict[int, tuple[Any, Any]] = {}  # by `id()`: each storage and its id in the file
 
     def save(self, value: Any, file: SparseFile, finish: Callable[[bytes], bytes]) -> None:
-        """Write the zip of `value`; `finish` gives the bytes of data.pkl from the pickle."""
+        """Write the zip of `value`; `finish` turns the pickle into the bytes of data.pkl."""
         jobs = [self]
         module = SimpleNamespace(Pickler=_pickler(jobs, finish), __name__="pickle")
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(value, cast(IO[bytes], file), pickle_module=module)
         finally:
-            jobs.clear()  # a class lives until the garbage is collected, and so would all tensors
+            jobs.clear()  # the class lives until the next garbage collection, and would keep all tensors alive
 
     def head(self, value: Any) -> bytes:
         taken: list[bytes] = []
@@ -202,7 +202,7 @@ class Pickling:
         return taken[0]
 
     def reduce(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """How pickle is to write `tensor`: as torch would, on the stand-in of its storage."""
+        """Reduce `tensor` as torch would, but on the stand-in of its storage."""
         reduction = self._reduction(tensor)
         self.reduced[id(tensor)] = (tensor, reduction)
         return reduction
@@ -217,7 +217,7 @@ class Pickling:
         self._path = self._found.paths.get(id(tensor), self._path)
         function, arguments = tensor.__reduce_ex__(2)[:2]  # type: ignore[no-untyped-call]
         if function in (_rebuild_parameter, _rebuild_parameter_with_state):
-            return function, arguments  # holds the plain tensor, which comes next
+            return function, arguments  # contains the plain tensor, which is reduced next
         if function is _rebuild_from_type_v2:  # a tensor with attributes
             inner, kind, inner_arguments, attributes = arguments
             return function, (inner, kind, self._on_stand_in(tensor, inner, inner_arguments), attributes)
@@ -232,7 +232,7 @@ class Pickling:
                 f"near {self._path}: a tensor of shape {list(tensor.shape)} is inside another object than a dict, "
                 "list or tuple, where holdfast cannot find it; put it into one of these"
             )
-        # Dtypes without a storage class of their own are pickled on bytes.
+        # Dtypes without a storage class of their own are pickled on a storage of bytes.
         dtype = tensor.dtype if function is _rebuild_tensor_v2 else torch.uint8
         part = self._found.parts[number]
         if number not in self._stand_ins:
@@ -247,14 +247,14 @@ class Pickling:
         typed = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=stand_in, dtype=dtype, _internal=True
         )
-        # Where torch.load is to put it: a file from a GPU job loads on any machine.
+        # torch.load puts the tensor there: a file from a GPU job loads on any machine.
         typed._fake_device = torch.device("cpu")
         offset = tensor.storage_offset() - part.start_bytes // tensor.itemsize if tensor.numel() else 0
         return (typed, offset, *arguments[2:])
 
 
 def _pickler(jobs: list[Pickling], finish: Callable[[bytes], bytes]) -> type[pickle.Pickler]:
-    """The class that torch.save derives its pickler from."""
+    """Return the class that torch.save derives its pickler from."""
 
     class Pickler(ReadablePickler):
         def reducer_override(self, value: Any) -> Any:
@@ -279,7 +279,7 @@ def kind_of(value: Any) -> Any:
 
 
 def builtins_in(pickled: bytes) -> list[bytes]:
-    """Python pickles its own plain classes without asking; but weights_only refuses frozenset()."""
+    """Find the builtins that pickle writes without calling `reducer_override`; weights_only refuses frozenset()."""
     return _BUILTINS.findall(pickled) if b"builtin" in pickled else []
 
 
@@ -290,7 +290,7 @@ def load_structure(file: SparseFile) -> Any:
 
 
 def blame(tree: Any, found: Survey, error: BaseException) -> StateError:
-    """The error to raise for `error`: names the smallest part of `tree` that torch does not take, and what to do."""
+    """Return the error to raise for `error`: names the smallest part of `tree` that torch refuses, and the remedy."""
     path, node, reason = "", tree, error
     seen: set[int] = set()
     while id(node) not in seen:

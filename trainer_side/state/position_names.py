@@ -1,15 +1,13 @@
-"""The names of what a file has by number only: for each number of an optimizer, or of a list, its paths in the state.
+"""Names for what a file only numbers: the paths in the state of each parameter in an optimizer, or tensor in a list.
 
     param_groups   [{"lr": …, "params": [0, 1]}, {"lr": …, "params": [2]}]
     names          [["model/a.weight", ["model/head.weight", "model/embed.weight"]], [{"shape": [3, 4]}]]
                                         two paths: tied                               in no part of the state
     {"shadow": [t0, t1]} of an object with a list of parameters [a.weight, b.weight]: the names of these
 
-With them stands which state of optimizers lay in host memory although its parameter did not: tensors are saved as on
-the CPU, so nothing else in the file tells.
-
-They lie behind the pickle, at the end of the room that `data.pkl` has for growing. Every reader of pickles stops at the
-pickle's own end, so the tree of the file stays the one that the objects of the state gave:
+The JSON also lists the optimizer tensors that lay in host memory while their parameter did not, because all tensors are
+saved as on the CPU. It lies behind the pickle, at the end of the room that `data.pkl` has for growing. Every reader of
+pickles stops at the pickle's own end, so the names do not change the tree of the file:
 
     data.pkl       pickle │ zeros │ JSON │ its bytes, as u32 │ "HFNAMES1"
 """
@@ -48,7 +46,7 @@ class Position(NamedTuple):
 
     # Its paths in the state: several if it is tied, none if no part of the state holds it.
     names: tuple[str, ...]
-    shape: tuple[int, ...] | None = None  # None: it is that of the tensor at its paths
+    shape: tuple[int, ...] | None = None  # None: that of the tensor at its paths
 
 
 Positions = Mapping[str, Sequence[Sequence[Position]]]
@@ -58,7 +56,7 @@ Positions = Mapping[str, Sequence[Sequence[Position]]]
 def positions(
     state: Mapping[str, Any], tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> dict[str, list[list[Position]]]:
-    """The names of the parameters of these optimizers, and of lists that follow parameters. Training thread.
+    """Return the names of these optimizers' parameters, and of lists that follow parameters. Training thread.
 
     `tree`: Has live tensors. `optimizers`: By the path of their dictionaries in the tree.
     """
@@ -88,7 +86,7 @@ def positions(
 
 
 def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
-    """The names of parameters of modules below objects of the script, by the attributes that lead there.
+    """Name the parameters of modules inside the script's objects by the attributes that lead there.
 
     For parameters whose object saves them as copies, or not at all.
     """
@@ -102,7 +100,7 @@ def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
 def _lists(
     state: Mapping[str, Any], tree: Mapping[str, Any], names: Mapping[int, Sequence[str]]
 ) -> Iterator[tuple[str, list[list[Position]]]]:
-    """The lists of tensors of each object that also holds the parameters that they follow, as averages do."""
+    """Yield the lists of tensors that follow parameters of the same object, as moving averages do."""
     for at, value in state.items():
         found = [*tensor_lists(at, value, tree.get(at))]
         if not found:
@@ -110,19 +108,19 @@ def _lists(
         known = [known for one in reachable({at: value}) if (known := _parameters_of(one, names)) is not None]
         for path, tensors in found:
             shapes = [tensor.shape for tensor in tensors]
-            of_it = {
+            candidates = {
                 tuple(tuple(names[id(one)]) for one in parameters)
                 for parameters in known
                 if [one.shape for one in parameters] == shapes
             }
-            if len(of_it) == 1:
-                yield path, [[Position(own) for own in of_it.pop()]]
+            if len(candidates) == 1:
+                yield path, [[Position(own) for own in candidates.pop()]]
 
 
 def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence[torch.Tensor]]]:
-    """Lists of several tensors, and nothing else, in the tree of an object of the script; with their paths.
+    """Yield the lists of several tensors, and nothing else, in the tree of an object of the script, with their paths.
 
-    `at`: The name of `value`, the object, in the state.
+    `at`: Name of the object `value` in the state.
     """
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
         return  # they have names, or numbers, of their own
@@ -140,7 +138,7 @@ def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence
 
 
 def _parameters_of(value: Any, names: Mapping[int, Sequence[str]]) -> list[torch.Tensor] | None:
-    """The parameters in a list, or those that the weak references in it refer to; None if anything else is in it."""
+    """Return the parameters in a list of parameters, or of weak references to them; None for any other list."""
     if not isinstance(value, list | tuple) or len(value) < 2:
         return None
     found = [one() if isinstance(one, weakref.ref) else one for one in value]
@@ -149,7 +147,7 @@ def _parameters_of(value: Any, names: Mapping[int, Sequence[str]]) -> list[torch
 
 
 def _places(tree: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[Any, list[str]]:
-    """The paths of the tensors that lie outside of optimizers, by where they lie in memory."""
+    """Return the paths of the tensors outside of optimizers, by `view_of` their memory."""
     places: dict[Any, list[str]] = {}
     for path, tensor in tensor_paths(tree):
         view = view_of(local_of(tensor))
@@ -159,15 +157,15 @@ def _places(tree: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[Any,
 
 
 def _own_name(group: Mapping[str, Any], number: int) -> list[str]:
-    """The name that the script gave to torch, as in `AdamW(model.named_parameters())`; empty without one."""
+    """Return the name that the script gave to torch, as in `AdamW(model.named_parameters())`; empty without one."""
     own = group.get("param_names")
     return [str(own[number])] if isinstance(own, list) and number < len(own) else []
 
 
 class SavedNames:
-    """The names in the files of one rank, made again when its optimizers get other parameters. Training thread.
+    """The names in one rank's files, rebuilt when its optimizers get other parameters. Training thread.
 
-    `is_writer`: Whether this rank writes data.pkl; others have no names to make.
+    `is_writer`: Whether this rank writes data.pkl; other ranks need no names.
     """
 
     def __init__(self, state: Mapping[str, Any], *, is_writer: bool) -> None:
@@ -177,18 +175,18 @@ class SavedNames:
         self.trailer = b""  # the end of data.pkl; empty where the state has no optimizer
 
     def telling(self) -> AbstractContextManager[Given]:
-        """See `optimizer_places.telling`; the state is to be collected within it."""
+        """Return the context of `tree.telling` in which the caller collects the state."""
         if self._is_writer and not self._optimizers:
             self._optimizers = optimizers_of(self._state)
         return telling(self._optimizers)
 
     def look(self, tree: Mapping[str, Any], given: Given) -> None:
-        """Make the names again, where an optimizer has other parameters, or has them in another order."""
+        """Rebuild the names if an optimizer has other parameters, or another order of them."""
         if self._is_writer and (self._parameters is None or self._parameters.have_changed()):
             self._make(tree, given)
 
     def renew(self, tree: Mapping[str, Any], given: Given) -> None:
-        """Make the names again, as the state has other tensors. Optimizers that are new are named at the next save."""
+        """Rebuild the names because the state has other tensors. The next save names new optimizers."""
         if not self._is_writer:
             return
         self._make(tree, given)
@@ -202,7 +200,7 @@ class SavedNames:
             found = located(tree, self._state, given)
             self.trailer = to_trailer(positions(self._state, tree, found), on_host(tree, found))
         except StateError:
-            self.trailer = b""  # the state cannot be saved; the ranks are told so when they agree on it
+            self.trailer = b""  # the state cannot be saved; the agreement of the ranks reports it
 
 
 class Parameters:
@@ -212,21 +210,21 @@ class Parameters:
         self._known = [*map(weakref.ref, parameters)]
 
     def have_changed(self) -> bool:
-        """Whether an optimizer has others by now, or has them in another order."""
+        """Whether an optimizer now has other parameters, or another order of them."""
         sizes, now = self._now()
         if sizes != self._sizes:
             return True
         return not all(ref() is parameter for ref, parameter in zip(self._known, now, strict=True))
 
     def _now(self) -> tuple[list[list[int]], list[torch.Tensor]]:
-        """The sizes of the groups of each optimizer, and all parameters in order."""
+        """Return the sizes of the groups of each optimizer, and all parameters in order."""
         groups = [[group["params"] for group in one.param_groups] for one in self._optimizers]
         parameters = [parameter for one in groups for group in one for parameter in group]
         return [[*map(len, one)] for one in groups], parameters
 
 
 def to_trailer(found: Positions, of_host: Sequence[str] = ()) -> bytes:
-    """The bytes that say it; none where there is nothing to say."""
+    """Encode the names as the end of data.pkl; empty if there are none."""
     if not any(group for groups in found.values() for group in groups):
         return b""
     said = {"names": to_rows(found), **({"on_host": list(of_host)} if of_host else {})}
@@ -236,12 +234,12 @@ def to_trailer(found: Positions, of_host: Sequence[str] = ()) -> bytes:
 
 
 def laid(pickled: bytes, trailer: bytes, room_bytes: int) -> bytes:
-    """The content of data.pkl. The room is enough for both."""
+    """Return the content of data.pkl. The caller makes sure that the room holds both parts."""
     return pickled.ljust(room_bytes - len(trailer), b"\0") + trailer
 
 
 def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]]:
-    """The names behind the pickle of data.pkl; none in a file of other tools. DamageError: they cannot be read."""
+    """Read the names behind the pickle of data.pkl; none in files of other tools. DamageError: they cannot be read."""
     try:
         return from_rows(_said(record).get("names", {}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -249,7 +247,7 @@ def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]
 
 
 def on_host_in(record: bytes) -> frozenset[str]:
-    """The result of `on_host` at the time of the save, from a data.pkl that `from_record` has read."""
+    """Return the result of `on_host` at the time of the save, from a data.pkl that `from_record` has read."""
     return frozenset(map(str, _said(record).get("on_host", ())))
 
 
@@ -299,7 +297,7 @@ class PerRankNames:
         self._known: dict[str, tuple[Parameters, bytes]] = {}
 
     def look(self, tree: Mapping[str, Any], *, is_new: bool = False) -> None:
-        """Make the names of values again whose optimizers have other parameters or another order; all if `is_new`."""
+        """Rebuild the names of values whose optimizers have other parameters or another order; of all if `is_new`."""
         for name, value in self._state.items():
             if not isinstance(value, PerRank):
                 continue
@@ -315,7 +313,7 @@ class PerRankNames:
                 whole = {**tree, name: value.snapshot()}
             here = unmarked(self._state)
             every = positions(here, whole, located({name: whole[name]}, {name: here[name]}, given))
-        except Exception:  # noqa: BLE001 - the script's own code; the save that follows says what is wrong with it
+        except Exception:  # noqa: BLE001 - the script's own code; the save that follows reports its error
             every = {}
         own = {path: groups for path, groups in every.items() if path.partition("/")[0] == name}
         return Parameters(optimizers), to_trailer(own)

@@ -37,15 +37,15 @@ from trainer_side.state.pickling import (
 from trainer_side.state.survey import Outline, StorageSource, Survey, TensorFacts, Walked
 from trainer_side.state.tree import Arriving, settle
 
-# And str: all that is pickled without naming a class.
+# With str, the classes whose values are pickled without naming a class.
 _KEPT = frozenset({bool, int, float, type(None), Arriving})
 
 
 class Snapshot(NamedTuple):
-    """A copy of a tree's containers, for a pickle that is made later and must say what is in the tree now.
+    """A copy of a tree's containers, for a later pickle of the tree as it is now.
 
-    Tensors are replaced by what stands for them in the pickle (`pickling.StandIn`), so a copy keeps none alive.
-    Containers that hold only tensors, all the way down, are the same at every save: they are copied once.
+    Tensors are replaced by their `StandIn`, so a copy keeps none alive. Containers that hold only tensors, all the way
+    down, are the same at every save: they are copied once.
     """
 
     tree: Any  # the copy; a container that occurs several times is still one object
@@ -53,13 +53,13 @@ class Snapshot(NamedTuple):
 
 
 class _UnknownError(ValueError):
-    """A value of another class."""
+    """The tree holds a value of a class that is not copied."""
 
 
 def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
-    """Copy the containers of `tree`; None if it holds a class that is not known, or itself.
+    """Copy the containers of `tree`; None if it holds a value of an unknown class, or itself.
 
-    `known`: By id(): what takes the place of a tensor, or of a container.
+    `known`: By id(), the replacement of a tensor or a container.
     """
     copying = _Copying(known)
     try:
@@ -71,7 +71,7 @@ def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
 class _Copying:
     def __init__(self, known: Mapping[int, Any]) -> None:
         self.text_length = 0
-        self._copies = {**known}  # by id(): all of it lives in the tree meanwhile
+        self._copies = {**known}  # by id(): the tree keeps the originals alive meanwhile
 
     def of(self, value: Any) -> Any:
         kind = type(value)
@@ -82,14 +82,14 @@ class _Copying:
             return value
         if (copied := self._copies.get(id(value))) is not None:
             return copied
-        # A comprehension asks for itself what most values are: a call for each would take several times as long.
+        # The comprehensions test the most frequent classes inline: a call per value would take several times as long.
         if kind is dict:
             copied = {key: one if type(one) in _KEPT else self.of(one) for key, one in value.items()}
         elif kind is OrderedDict:
             copied = OrderedDict((key, self.of(one)) for key, one in value.items())
-            if attributes := vars(value):  # the versions of modules, in the state of one; pickled with it
+            if attributes := vars(value):  # the version numbers in the state of a module; pickled with it
                 vars(copied).update(self.of(attributes))
-        elif kind is Counter:  # of a scheduler's milestones; attributes are not pickled with it
+        elif kind is Counter:  # a scheduler's milestones; its attributes are not pickled
             copied = Counter({key: self.of(one) for key, one in value.items()})
         elif kind is list or kind is tuple:
             copied = kind([one if type(one) in _KEPT else self.of(one) for one in value])
@@ -100,19 +100,19 @@ class _Copying:
 
 
 class _Constant(NamedTuple):
-    """A container that holds only tensors, number `place` of a tree; `copied` takes its place in every snapshot."""
+    """A container that holds only tensors, number `place` of a tree; `copied` replaces it in every snapshot."""
 
     place: int
     copied: Any
-    attributes: dict[str, Any] | None  # that it must have for that; None for a class without any
+    attributes: dict[str, Any] | None  # required of a container for that; None for a class without attributes
 
 
 class Constants:
     """The containers that hold only tensors in trees of one outline, and their copies.
 
-    It keeps only the keys of a tree. `containers`: Containers of one such tree, outer ones before inner ones; none
-    contains itself. `known`: By id(): the value that takes the place of each tensor. ValueError: a container has
-    attributes of a class that is not known.
+    Keeps only keys of a tree alive. `containers`: Containers of one such tree, outer ones before inner ones; none
+    contains itself. `known`: By id(), the replacement of each tensor. ValueError: a container has attributes of an
+    unknown class.
     """
 
     def __init__(self, containers: Sequence[Any], known: Mapping[int, Any]) -> None:
@@ -137,7 +137,7 @@ class Constants:
         ]
 
     def known(self, containers: Sequence[Any]) -> dict[int, Any]:
-        """By id(): what takes the place of some of these containers of another tree, which are in the same order."""
+        """Return, by id(), the replacements of the constant ones among another tree's containers, in the same order."""
         return {
             id(containers[place]): copied
             for place, copied, attributes in self._constants
@@ -156,7 +156,7 @@ def _attributes(node: Any) -> dict[str, Any] | None:
 
 
 class _Reduced:
-    """Is pickled as told."""
+    """Is pickled as `reduction` says."""
 
     __slots__ = ("reduction",)
 
@@ -190,7 +190,7 @@ class Ready:
 
     @classmethod
     def of(cls, job: Pickling, tensors: Sequence[torch.Tensor]) -> Ready | None:
-        """The placeholders to pickle tensors like these again; None if the pickle of one of them cannot be reused."""
+        """Make placeholders to pickle tensors like these again; None if the pickle of one of them cannot be reused."""
         kept: dict[int, tuple[Any, ...] | None] = {}
         for tensor in tensors:
             if id(tensor) not in kept:
@@ -201,14 +201,14 @@ class Ready:
         return cls([stand_ins[id(tensor)] for tensor in tensors], torch.serialization.DEFAULT_PROTOCOL)
 
     def stand_ins(self, tensors: Sequence[torch.Tensor]) -> dict[int, StandIn]:
-        """By id(): what stands for each of these, which are like those that this was made of, in the same order."""
+        """Return, by id(), the placeholder of each tensor. The tensors are like those given to `of`, in that order."""
         return dict(zip(map(id, tensors), self._stand_ins, strict=True))
 
     def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
-        """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors. Any thread.
+        """Return the pickle of `value` and the classes in it (see `Pickling.kinds`), except tensors'. Any thread.
 
-        `value`: A tree, with tensors or their stand-ins. `stand_ins`: Those of the tensors in it, by id(). It raises
-        one of `REFUSED` where `Pickling.head` would, too, and say why.
+        `value`: A tree, with tensors or their stand-ins. `stand_ins`: Stand-ins of its tensors, by id(). Raises one of
+        `REFUSED` where `Pickling.head` would, too.
         """
         try:
             out, kinds = self._dumped(value, stand_ins)
@@ -229,9 +229,9 @@ class Ready:
 
 
 def _kept(job: Pickling, tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """How `tensor` was pickled, without what belongs to this one tensor."""
+    """Return how `tensor` was pickled, without references to the tensor; None if that cannot be reused."""
     function, (on, *rest) = job.reduced.get(id(tensor), (tensor, (None, (None,))))[1]
-    # The hooks, which torch leaves out, are an empty dict; asking that for its reduction takes time.
+    # torch pickles hooks as an empty dict; computing its reduction each time would be slow.
     rest = [_Reduced((OrderedDict, ())) if type(one) is OrderedDict and not one else one for one in rest]
     if function is _rebuild_parameter:
         inner = _kept(job, on)
@@ -241,8 +241,8 @@ def _kept(job: Pickling, tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return None
 
 
-# Asked for the persistent id of everything that is pickled, which is Python code for each number and string if it is
-# written in Python, this says None in no time.
+# A pickler calls `persistent_id` for every value, down to each number and string. This one returns None from C code,
+# which is much faster than a Python function.
 _never_persistent = cast(Callable[[Any], Any], deque[Any](maxlen=0).append)
 
 
@@ -255,7 +255,7 @@ class _ReadyPickler(pickle.Pickler):
         self.persistent_id = _never_persistent  # type: ignore[method-assign]
 
     def forget(self) -> None:
-        """No longer refer to itself: what was pickled would live until the garbage is collected."""
+        """Drop the reference to itself, which would keep the pickled values alive until a garbage collection."""
         self.persistent_id = _never_persistent  # type: ignore[method-assign]
         del self._ask
 
@@ -281,14 +281,14 @@ class _ReadyPickler(pickle.Pickler):
 
 
 class RecognisedTree(NamedTuple):
-    """The contents of a tree that was recognised, and the storages of all its tensors but stand-ins, in its order."""
+    """The contents of a recognised tree, and the storages of all its tensors except stand-ins, in its order."""
 
     walked: Walked
     storages: list[torch.UntypedStorage]
 
 
 class Last(NamedTuple):
-    """The last pickle that was made of a snapshot: its size, and `Snapshot.text_length`."""
+    """Size of the last pickle of a snapshot, and its `Snapshot.text_length`."""
 
     pickle_bytes: int
     text_length: int
@@ -303,7 +303,7 @@ class _Place(NamedTuple):
 
 
 class Recall:
-    """The recall of one tree. Training thread, except `pickle_snapshot`. It keeps no tensor and no storage alive."""
+    """The findings about one tree. Training thread, except `pickle_snapshot`. Keeps no tensor and no storage alive."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class Recall:
         self.entries = entries  # of the layout, for each tensor of `RecognisedTree.walked`
         self._constants: Constants | None = None
         self.last = Last(0, 0)
-        self.holds = True  # False once it is invalid, and recognises no tree any more. Any thread
+        self.holds = True  # False: invalid, `look` recognises no tree any more. Any thread
 
     @classmethod
     def of(
@@ -334,11 +334,11 @@ class Recall:
         stand_ins: Collection[int],
         pickled: tuple[Pickling, bytes] | None,
     ) -> Recall | None:
-        """Keep what was found in `tree`; None if it is of a kind that must be looked at in full each time.
+        """Keep the findings about `tree`; None if each capture of such a tree must be a full one.
 
         `storage_entries`: Storage number to entry of the layout. `leave_out`: Entries that are not copied from a
-        storage. `stand_ins`: Entries of tensors that whoever made the tree knows to be the same ones: they are copied
-        from elsewhere, and nothing is asked about them again. `pickled`: How it was pickled, and the pickle; None on
+        storage. `stand_ins`: Entries of stand-ins, which the caller keeps unchanged: their bytes are copied from
+        elsewhere, and `look` does not check them. `pickled`: The job that pickled the tree, and the pickle; None on
         ranks other than 0.
         """
         outlined = Outline.of(tree)
@@ -370,7 +370,7 @@ class Recall:
         return recall if pickled is None or recall._proves(tree, walked, *pickled) else None
 
     def look(self, tree: Mapping[str, Any]) -> RecognisedTree | None:
-        """The tensors of `tree`, if but for values it is the tree that this was made of."""
+        """Return the tensors of `tree`, if only values differ from the tree given to `of`; else None."""
         walked = self._outline.walk(tree) if self.holds else None
         if walked is None:
             return None
@@ -378,26 +378,26 @@ class Recall:
         return None if storages is None else RecognisedTree(walked, storages)
 
     def sources(self, seen: RecognisedTree, entries: int) -> list[StorageSource | None]:
-        """Per entry of the layout, where its bytes lie now."""
+        """Return where the bytes of each entry of the layout lie now."""
         sources: list[StorageSource | None] = [None] * entries
         of_entry, numbers, starts, sizes, devices = self._columns
         storages = [*map(seen.storages.__getitem__, numbers)]
         addresses = [*map(add, map(torch.UntypedStorage.data_ptr, storages), starts)]
         for place in self._empty:
             addresses[place] = 0
-        # Not `StorageSource(…)`: that runs Python code for each.
+        # Not `StorageSource(…)`, which runs Python code for each.
         made = zip(of_entry, storages, starts, sizes, addresses, devices, strict=True)
         for entry, source in zip(of_entry, map(tuple.__new__, repeat(StorageSource), made), strict=True):
             sources[entry] = source
         return sources
 
     def pickle(self, tree: Mapping[str, Any], walked: Walked) -> tuple[bytes, set[Any]] | None:
-        """The bytes that `Pickling.head` would give, and the classes of values; None if that must say what is wrong."""
+        """Return the bytes of `Pickling.head`, and the classes of values; None if that must report an error."""
         settle(tree)
         return None if self._ready is None else self._pickled(tree, self._ready.stand_ins(walked.tensors))
 
     def snapshot(self, tree: Mapping[str, Any], walked: Walked) -> Snapshot | None:
-        """The tree as it is now; None if there may be more to it than a copy of its containers keeps."""
+        """Copy the tree as it is now; None if a copy of its containers may lose something."""
         if self._ready is None or self._constants is None or not walked.is_exact:
             return None
         known: dict[int, Any] = {
@@ -407,8 +407,8 @@ class Recall:
         return snapshot(tree, known)
 
     def pickle_snapshot(self, taken: Snapshot) -> tuple[bytes, set[Any]] | None:
-        """As `pickle`, of a tree as it was. Any thread."""
-        settle(taken.tree)  # a copy, so nobody else's
+        """As `pickle`, of a snapshot. Any thread."""
+        settle(taken.tree)  # in place, because the copy belongs to the snapshot
         return self._pickled(taken.tree, {})
 
     def _pickled(self, tree: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]] | None:
@@ -419,7 +419,7 @@ class Recall:
             return None
 
     def _proves(self, tree: Mapping[str, Any], walked: Walked, job: Pickling, expected: bytes) -> bool:
-        """Whether it pickles the tree as torch did. Snapshots are made only if they are pickled like that, too."""
+        """Whether this recall pickles the tree as torch did. Snapshots are enabled only if theirs is the same, too."""
 
         def same(again: tuple[bytes, set[Any]] | None) -> bool:
             return again is not None and again[0] == expected and again[1] <= job.kinds

@@ -22,7 +22,7 @@ from trainer_side.state import accelerator
 
 _log = logging.getLogger("holdfast.rng")
 _TWISTER = "MT19937"
-_OWN = "_own"  # behind a kind of device: the index of the one that the rank trains on
+_OWN = "_own"  # after a kind of device, the key for the index of the rank's own device
 
 
 class RngState:
@@ -33,7 +33,7 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all generators as they are now.
+        """Return the current states of all generators.
 
         Raises:
             StateError: NumPy's global generator was replaced by one of another kind.
@@ -66,9 +66,9 @@ class RngState:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Set all generators to the states in `saved`.
 
-        The device that this rank trains on goes on with the numbers of the one that it trained on, whatever their
-        indices are; other devices with those of the same index. Files of before 0.2 do not say which device was the
-        rank's: in one of those each device has what the same index had.
+        The device that this rank trains on gets the state of the device that it trained on before, at any index; other
+        devices get the state of their index. Files from before 0.2 do not record the rank's device: from those every
+        device gets the state of its index.
 
         Raises:
             StateError: `saved` is not a result of `state_dict`.
@@ -92,12 +92,12 @@ class RngState:
 
 
 def _of_devices() -> dict[str, Any]:
-    """The states of all devices by index, and which index is this rank's own."""
+    """Return the states of all devices by index, and the index of this rank's own device."""
     found: dict[str, Any] = {}
     for kind in accelerator.KINDS:
         module = accelerator.module_of(kind)
         if module.is_available():
-            # They live in host memory: asking for them makes no context on the other ranks' devices.
+            # These states live in host memory: reading them makes no context on the other ranks' devices.
             found[kind] = module.get_rng_state_all()
             own = accelerator.own_device()
             found[kind + _OWN] = int(module.current_device() if own is None else own.index)
@@ -118,7 +118,7 @@ def _set_devices(kind: str, states: list[torch.Tensor], own_before: int | None) 
     for index, state in enumerate(states[:devices]):
         module.set_rng_state(state.cpu(), index)
     if devices and own_before is not None:
-        # Last: where the rank has moved, its device goes on with what was the rank's, not with what was the device's.
+        # Last: if the rank has moved, its device gets the state of the rank, not that of its index.
         own = accelerator.own_device()
         here = module.current_device() if own is None else own.index
         module.set_rng_state(states[own_before].cpu(), here)
@@ -126,10 +126,10 @@ def _set_devices(kind: str, states: list[torch.Tensor], own_before: int | None) 
 
 @contextmanager
 def apart(place: str) -> Iterator[None]:
-    """Inside this context torch's CPU generator depends on `place` alone; after it the generator is as it was before.
+    """Context in which torch's CPU generator depends on `place` alone; afterwards the generator is as before.
 
-    Iterators of loaders are made inside it, because making one draws the seeds of its workers: a run that resumes makes
-    one iterator more than an uninterrupted run, and must not draw more numbers for it.
+    Loader iterators are made in this context, because each draws the seeds of its workers: a resumed run makes one
+    iterator more than an uninterrupted run, and must not draw more numbers.
     """
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:7]))

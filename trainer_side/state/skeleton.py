@@ -9,10 +9,10 @@
     read the zip's structure ─► Layout, CRC fields          where each storage lies now
     torch.load(weights_only) of it: would it be accepted?
 
-torch itself writes pickle and zip. A pickler of ours gives it, for each storage, a `meta` stand-in of the size that is
-really used, on device `cpu`: so ties stay tied, a view does not drag its whole storage along, and the file loads
-anywhere without `map_location`. Zero bytes after the pickle's end fill data.pkl up to its reserve, so that the layout
-stays the same while plain values grow; every reader stops at the pickle's own end.
+torch itself writes pickle and zip. Our pickler replaces each storage by a `meta` stand-in of the used size, marked as
+`cpu`: ties stay tied, a view does not drag its whole storage along, and the file loads anywhere without `map_location`.
+Zeros after the pickle fill data.pkl up to its reserve, so that the layout stays the same while plain values grow; every
+reader stops at the pickle's own end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Skeleton:
     for the recalls of `capture`, which belong to the training thread.
     """
 
-    layout: Layout  # the same on every rank, as the literals are
+    layout: Layout  # the same on every rank, like `literals`
     literals: Literals  # all bytes of the image outside the entries, CRC fields as zeros
     gated: tuple[bool, ...]  # per entry of the layout, whether it is copied behind the gate
     rank: int
@@ -67,22 +67,22 @@ class Skeleton:
     _shards: SplitStandIns | None  # None: nothing is split
     _shard_entries: Mapping[int, int]  # address of a stand-in's storage → entry
     _blob_entries: Mapping[str, list[int]]
-    _accepted: set[Any]  # classes of values of which weights_only is known to read the pickle
-    _recalls: list[Recall]  # the newest, if any; the training thread's
+    _accepted: set[Any]  # classes of values that weights_only is known to accept
+    _recalls: list[Recall]  # the newest, if any; training thread
 
     @property
     def pickle_reserve_bytes(self) -> int:
         return self.layout.entries[self.zip_parts.pickle_entry].nbytes
 
     def write_literals(self, extent: Extent, out: memoryview) -> None:
-        """Lay the literals of a part of the image into `out`; bytes of entries are left as they are."""
+        """Copy the literals of a part of the image into `out`; leave the bytes of entries as they are."""
         self.literals.write(extent.offset, out[: extent.nbytes])
 
 
 class Deferred:
-    """A data.pkl that is not made yet. It is made once, by any thread.
+    """A data.pkl that any thread makes later, once.
 
-    `recall`: Has recognised the tree. It is invalidated if the pickle cannot be made: the next capture is a full one.
+    `recall`: Has recognised the tree. A failed pickle invalidates the recall, so the next capture is a full one.
     `snapshot`: The tree at the capture.
     """
 
@@ -91,7 +91,7 @@ class Deferred:
 
     @property
     def fits(self) -> bool:
-        """Whether the pickle will fit, estimated from the size of the one before and the growth of text since."""
+        """Whether the pickle will fit, estimated from the last pickle's size and the growth of text since then."""
         last = self._recall.last
         longer = max(0, self._snapshot.text_length - last.text_length)
         more_bytes = longer * _CHARACTER_BYTES_MAX + _GROWTH_BYTES
@@ -100,7 +100,7 @@ class Deferred:
     def contents(self) -> dict[int, bytes]:
         """Make the data.pkl that `Capture.contents` lacks.
 
-        Outgrown: it does not fit into its room. StateError: the snapshot cannot be pickled; a full capture says why.
+        Outgrown: data.pkl does not fit. StateError: the snapshot cannot be pickled; a full capture says why.
         """
         recall, skeleton = self._recall, self._skeleton
         pickled = recall.pickle_snapshot(self._snapshot)
@@ -126,9 +126,9 @@ class Capture(NamedTuple):
     contents: dict[int, bytes]
     deferred: Deferred | None  # makes the bytes of data.pkl if `contents` lacks them
     signature: tuple[Any, ...]
-    # All of the tree; torch counts in-place changes in each, or in the tensor that it was detached from.
+    # All tensors of the tree; torch counts in-place changes in each, or in the tensor that it was detached from.
     tensors: list[torch.Tensor]
-    tensor_entries: Sequence[int]  # the entry of the layout for each of them
+    tensor_entries: Sequence[int]  # the entry of the layout for each tensor
 
 
 def plan(
@@ -141,12 +141,12 @@ def plan(
     agreed: Agreement,
     trailer: bytes = b"",
 ) -> Skeleton:
-    """Lay out the image. The layout and the literals come out the same on every rank that holds the same tensors.
+    """Lay out the image. Ranks that hold the same tensors get the same layout and the same literals.
 
-    Training thread; moves no tensor bytes, so its cost grows with the number of tensors, not with their size. `agreed`:
-    The room for data.pkl and for each `PerRank` value, and how tensors are split. Outgrown: on rank 0, data.pkl does
-    not fit its reserve. StateError: something in the state cannot be saved, or not be loaded again with
-    `weights_only=True`; names its path.
+    Training thread; moves no tensor bytes, so the cost grows with the number of tensors, not with their size.
+    `agreed`: The room for data.pkl and for each `PerRank` value, and how tensors are split. Outgrown: on rank 0,
+    data.pkl does not fit its reserve. StateError: a value cannot be saved, or not be loaded with `weights_only=True`;
+    names its path.
     """
     per_rank_reserve_bytes, pickle_reserve_bytes = agreed.per_rank_reserve_bytes, agreed.pickle_reserve_bytes
     marked = sorted(name for name, value in tree.items() if isinstance(value, PerRank))
@@ -174,7 +174,7 @@ def plan(
         pickled, fits = whole, len(whole) + len(trailer) <= pickle_reserve_bytes
         if not fits and rank == 0:
             raise Outgrown("", len(whole) + len(trailer), pickle_reserve_bytes)
-        # On other ranks only the size matters: theirs is not sent.
+        # Other ranks do not send their pickle: only its size matters.
         return whole[:pickle_reserve_bytes].ljust(pickle_reserve_bytes, b"\0")
 
     try:
@@ -187,7 +187,7 @@ def plan(
     owned = shards.own(blobs.own(classes), expanded, patterns)
     parts = ZipParts.of(image, found, owned)
     blob_entries = blobs.entries(found.numbers, parts.storage_entries)
-    # The first save need not look at each tensor, nor pickle it, a second time.
+    # This recall saves the first save a second survey and pickling.
     shard_entries = {storage: parts.storage_entries[found.numbers[storage]] for storage in shards.storages}
     recall = Recall.of(
         full,
@@ -223,12 +223,12 @@ def plan(
 def capture(
     tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False, trailer: bytes = b""
 ) -> Capture | None:
-    """The cheap step of every save: what is small is made, what is large is pointed to. Training thread.
+    """Take the cheap step of every save: make the small contents, point to the large ones. Training thread.
 
-    None if the tensors are not those of the plan any more: make a new one. `defer`: data.pkl may be made later, where
-    the tree is recalled, holds nothing but what a snapshot keeps as it is, and has nothing in it that might make the
-    pickle much longer than the last one. `trailer`: The last bytes of data.pkl (`position_names.py`); on rank 0.
-    Outgrown: a value no longer fits the room set aside for it. StateError: a plain value cannot be saved; names it.
+    None if the tensors no longer fit the plan: make a new one. `defer`: data.pkl may be made later, if the tree is
+    recalled, a snapshot can hold all of it, and the pickle cannot be much longer than the last one. `trailer`: The last
+    bytes of data.pkl (`position_names.py`); on rank 0. Outgrown: a value no longer fits its room. StateError: a plain
+    value cannot be saved; names it.
     """
     blobs, parts = skeleton._blobs, skeleton.zip_parts
     per_rank = {name: value for name, value in tree.items() if isinstance(value, PerRank)}
@@ -266,7 +266,7 @@ def capture(
 
 
 def _own_blobs(per_rank: Mapping[str, PerRank], skeleton: Skeleton) -> dict[int, bytes]:
-    """This rank's `PerRank` values, by entry."""
+    """Encode this rank's `PerRank` values; by entry."""
     blobs: dict[int, bytes] = {}
     for name, entries in skeleton._blob_entries.items():
         entry = entries[skeleton.rank]
@@ -287,14 +287,14 @@ class _TakenNow(NamedTuple):
     tensor_entries: Sequence[int]
 
 
-_GROWTH_BYTES = 1024  # much for numbers alone: those that get longer take a few bytes more
+_GROWTH_BYTES = 1024  # ample for numbers: one that gets longer takes a few bytes more
 _CHARACTER_BYTES_MAX = 4  # in UTF-8
 
 
 def _recalled(
     full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool, trailer: bytes
 ) -> _TakenNow | None:
-    """The same result as `_in_full`, if only values have changed since its last one; else None."""
+    """Return the result of `_in_full`, if only values have changed since its last call; else None."""
     for recall in skeleton._recalls:
         seen = recall.look(full)
         if seen is None:
@@ -357,7 +357,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _Ta
 def _pickled(
     full: Mapping[str, Any], found: Survey, skeleton: Skeleton, beside_bytes: int
 ) -> tuple[Pickling, bytes]:
-    """The pickle of this save, of which it is known that torch.load takes it."""
+    """Pickle the tree for this save, and make sure that torch.load accepts the pickle."""
     job = Pickling(found)
     entry = skeleton.layout.entries[skeleton.zip_parts.pickle_entry]
     try:
@@ -367,7 +367,7 @@ def _pickled(
     if len(pickled) + beside_bytes > entry.nbytes:
         raise Outgrown("", len(pickled) + beside_bytes, entry.nbytes)
     if not job.kinds <= skeleton._accepted:
-        # A class of values that was not in the state when it was planned: see again whether it can be loaded.
+        # A class of values that the plan has not seen: check again that torch.load accepts it.
         padded = entry.offset, pickled.ljust(entry.nbytes, b"\0")
         try:
             load_structure(SparseFile.of(skeleton.literals, skeleton.layout.image_bytes, padded))

@@ -1,4 +1,4 @@
-"""The objects of the state that give training its batches, and can leave some of them out after `holdfast rewind`."""
+"""The objects of the state that provide training's batches, and can skip some of them after `holdfast rewind`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _log = logging.getLogger("holdfast.restore")
 
 
 class Skippable:
-    """Values of the state with a method `skip_batches(after, steps)`. False where there are none. Training thread."""
+    """Values of the state with a method `skip_batches(after, steps)`. False without any. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         values = unmarked(state).items()
         self._found = {name: value for name, value in values if hasattr(type(value), "skip_batches")}
-        # The methods that want the number of each step. A loader may know by itself what a step takes.
+        # Methods to call with the number of each step. Loaders that know the batches of a step need none.
         self.told: list[Callable[[int], None]] = [
             value.stepped for value in self._found.values() if hasattr(type(value), "stepped")
         ]
@@ -28,7 +28,7 @@ class Skippable:
         return bool(self._found)
 
     def skip(self, rewound: Rewound, events: EventLog, *, rank: int) -> None:
-        """Leave out the skipped batches, and let rank 0 say so. StateError: a sampler does not know a step's size."""
+        """Skip the batches; rank 0 logs it. StateError: a sampler does not know a step's size."""
         for first, last in rewound.skipped:
             for value in self._found.values():
                 value.skip_batches(first - 1 - rewound.to_step, last - first + 1)

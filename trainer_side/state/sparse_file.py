@@ -4,7 +4,7 @@
                ──seek()───► a hole        ├── SparseFile ──► records(): where the zip keeps each entry's bytes and CRC
                                           └──────────────► torch.load(map_location="meta"): can it be read back?
 
-A hole costs nothing, so a file of terabytes fits. `ZipParts` makes entries of the layout of the zip's records:
+Holes take no memory, so a file of terabytes fits. `ZipParts` turns the zip's records into entries of the layout:
 
 data.pkl            entry, rank 0's        a storage                entry, by its ownership
 serialization id    entry, rank 0's        byteorder, version, …    literals: their CRCs never change
@@ -38,7 +38,7 @@ _DIRECTORY_CRC_OFFSET = 16
 
 
 class Literals:
-    """Runs of known bytes of the image, in order, not overlapping; all between them is holes."""
+    """Runs of known bytes of the image, in order, not overlapping; the gaps between them are holes."""
 
     def __init__(self, runs: list[tuple[int, bytes]]) -> None:
         self.runs = runs
@@ -50,7 +50,7 @@ class Literals:
         self._starts.append(offset)
 
     def write(self, offset: int, out: memoryview) -> None:
-        """Lay the literals of the image from `offset` on into `out`; holes are left as they are."""
+        """Copy the literals of the image from `offset` on into `out`; leave holes as they are."""
         end = offset + len(out)
         index = max(0, bisect.bisect_right(self._starts, offset) - 1)
         while index < len(self.runs) and self._starts[index] < end:
@@ -61,7 +61,7 @@ class Literals:
             index += 1
 
     def without(self, extents: list[tuple[int, int]], crcs: dict[int, int]) -> Literals:
-        """A copy with holes at `extents` (`(offset, end)`, ascending), and these values in these CRC fields."""
+        """Return a copy with holes at `extents` (`(offset, end)`, ascending), and these values in these CRC fields."""
         pieces = self._merged()
         for crc_field, crc in crcs.items():
             start, data = pieces[bisect.bisect_right(pieces, crc_field, key=lambda piece: piece[0]) - 1]
@@ -101,9 +101,9 @@ class ZipRecord(NamedTuple):
 
 
 class SparseFile(io.RawIOBase):
-    """A file-like object that keeps what is written and counts what is skipped; reads holes as zeros.
+    """A file-like object that keeps written bytes and only counts skipped ones; holes read as zeros.
 
-    Written front to back only, which is what a zip writer with data descriptors does. Not for several threads.
+    Written front to back only, as a zip writer with data descriptors does. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class SparseFile(io.RawIOBase):
 
     @classmethod
     def of(cls, literals: Literals, nbytes: int, overlay: tuple[int, bytes]) -> SparseFile:
-        """A file of `nbytes` bytes with these literals, for reading; `overlay`: Where other bytes lie over them."""
+        """Return a readable file of `nbytes` bytes with these literals. `overlay`: Offset and bytes that cover them."""
         file = cls()
         file.literals, file.nbytes, file._overlay = literals, nbytes, Literals([overlay])
         return file
@@ -133,7 +133,7 @@ class SparseFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move; past the end makes a hole."""
+        """Move; a move past the end makes a hole."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
         self._position = base + offset
         self.nbytes = max(self.nbytes, self._position)
@@ -162,8 +162,8 @@ class SparseFile(io.RawIOBase):
         return self.read(nbytes) or b""
 
     def records(self) -> list[ZipRecord]:
-        """The entries of the zip, in order of offset. A record of 0 bytes has no CRC field: the CRC of nothing is 0."""
-        with zipfile.ZipFile(self) as archive:  # it knows zip64
+        """Return the entries of the zip, by offset. An empty record has no CRC field: the CRC of no bytes is 0."""
+        with zipfile.ZipFile(self) as archive:  # handles zip64
             infos, position = archive.infolist(), archive.start_dir
         directory = memoryview(self.read_at(position, self.nbytes - position))
         found: list[ZipRecord] = []
@@ -192,19 +192,19 @@ _STORAGE_PREFIX = "archive/data/"
 
 @dataclass(frozen=True)
 class ZipParts:
-    """The records of the zip and their places."""
+    """The records of the zip as entries of the layout."""
 
     entries: tuple[Entry, ...]
     gated: tuple[bool, ...]  # per entry, whether it is copied behind the gate
     pickle_entry: int
     serialization_id_entry: int
-    serialization_id: bytes  # with it torch tells files apart; written when the plan was made
+    serialization_id: bytes  # torch's id of the file, from when the plan was made
     storage_entries: tuple[int, ...]  # storage number to entry index
     constant_crcs: Mapping[int, int]  # CRC fields of records that never change
 
     @classmethod
     def of(cls, image: SparseFile, found: Survey, owned: Mapping[int, Ownership]) -> ZipParts:
-        """Read the zip that torch wrote. `owned`: Whose each storage is, by its address."""
+        """Read the zip that torch wrote. `owned`: Ownership of each storage, by its address."""
         ownership = {number: owned[key] for key, number in found.numbers.items()}
         entries: list[Entry] = []
         gated: list[bool] = []

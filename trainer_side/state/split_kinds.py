@@ -1,11 +1,11 @@
-"""Kinds of modules, optimizers and tensors that are split among the ranks, or hold more than their bytes: by class.
+"""Classes of modules, optimizers and tensors that are split among the ranks, or hold more than their bytes.
 
     at the start     a module or an optimizer in the state ─► refuse_split_objects ─► StateError, the same on every rank
-    at a save        a tensor subclass ─► subclass_refusal ─► told to all ranks with PROPOSE
+    at a save        a tensor subclass ─► subclass_refusal ─► sent to all ranks with PROPOSE
 
-A DTensor says itself which part of the whole it is, so it is saved (split_tensor.py). The others are refused here.
-Classes are recognised by name, so that no package is imported for it. Sharded state without a class of its own (plain
-tensors, pipeline stages with equal names, experts) is found by its bytes: `holdfast/wire/replica_proof.py`.
+A DTensor knows which part of the whole it is, so it is saved (split_tensor.py). The others are refused here. Classes
+are matched by name, so that no package is imported. Sharded state without a class of its own (plain tensors, pipeline
+stages with equal names, experts) is found by its bytes: `holdfast/wire/replica_proof.py`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ _QUANTISED = ("torchao.", "bitsandbytes.", "optimum.quanto.", "hqq.", "quanto.")
 
 
 def refuse_split_objects(state: Mapping[str, Any]) -> None:
-    """In a job of several ranks, refuse objects whose class splits them among the ranks, before training begins and by
-    the same rule on every rank. StateError: has the class, the path and the remedy.
+    """Refuse objects whose class splits them among several ranks; before training, with the same result on every rank.
+
+    StateError: has the class, the path and the remedy.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -75,8 +76,9 @@ def refuse_split_objects(state: Mapping[str, Any]) -> None:
 
 
 def split_objects(state: Mapping[str, Any]) -> str:
-    """A message about the first object that its class splits among the ranks: its path and the remedy; empty without
-    one. `PerRank` values belong to one rank each and are not inspected.
+    """Describe the first object whose class splits it among the ranks: its path and the remedy; empty without one.
+
+    `PerRank` values belong to one rank each and are not inspected.
     """
     for path, value in _objects(state):
         for kind in type(value).__mro__:
@@ -92,7 +94,7 @@ def split_objects(state: Mapping[str, Any]) -> str:
 
 
 def _objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Modules with all that are in them, optimizers with those that they wrap, and the rest as it is."""
+    """Yield modules with their submodules, optimizers with those that they wrap, and other values as they are."""
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
             for below, module in value.named_modules():
@@ -105,7 +107,7 @@ def _objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _of_package(kind: type, value: Any) -> _SplitKind | None:
-    """The kind of a package with many modules; only its optimizers and modules count."""
+    """Return the kind of a class from a package with many; only optimizers and modules count."""
     if not (isinstance(value, torch.nn.Module | torch.optim.Optimizer) or hasattr(value, "param_groups")):
         return None
     packages = [name for name in _OBJECTS if name.endswith(".") and _name(kind).startswith(name)]
@@ -118,7 +120,7 @@ def _flat_parameter(module: torch.nn.Module) -> str:
 
 
 def subclass_refusal(tensor: torch.Tensor) -> str:
-    """Why a tensor of a class of its own cannot be saved as the bytes of a storage, and what to do."""
+    """Return why a tensor subclass cannot be saved as the bytes of a storage, and the remedy."""
     kind = type(tensor)
     if any(_name(base) == _SHARDED_TENSOR for base in kind.__mro__):
         return f"a ShardedTensor, of which this rank has a part. {_FSDP2}; or {_SPLIT}"
@@ -140,7 +142,7 @@ def subclass_refusal(tensor: torch.Tensor) -> str:
 
 
 def is_quantised(kind: type) -> bool:
-    """Whether it is a class of a library for quantised weights, parameters among them."""
+    """Whether the class, or a base of it, is from a library for quantised weights."""
     return any(_name(base).startswith(_QUANTISED) for base in kind.__mro__)
 
 

@@ -1,8 +1,8 @@
 """The part of a tensor that this rank holds: of a DTensor, or of one that the script has split by hand.
 
     DTensor (FSDP2, HSDP, tensor parallelism)      mesh and placements say which region of the whole it is
-    Split(tensor, shape, start)                    the script says it: experts, shards of Megatron, partitions of ZeRO
-    an object with __create_chunk_list__()         says it to torch.distributed.checkpoint, and here becomes a `Split`
+    Split(tensor, shape, start)                    the script says so: experts, shards of Megatron, partitions of ZeRO
+    an object with __create_chunk_list__()         made for torch.distributed.checkpoint; here it becomes a `Split`
     StagePart                                      a tensor that not every rank has: all of it, one of these, or nothing
 
 The region that a DTensor claims may differ from the bytes that it holds (uneven sizes under FSDP2 and tensor
@@ -34,11 +34,11 @@ _BY_HAND = "hand over what it is made of as Split(tensor, shape, start)"
 
 
 class Split:
-    """A part of a larger tensor, which other ranks hold the rest of; put in the place of a tensor in the state.
+    """This rank's part of a larger tensor; stands in the state in place of a tensor.
 
-    All ranks give a `Split` at the same path, with the same `shape` and dtype. Their parts must make up the whole,
-    without gaps; ranks may hold the same part. The checkpoint has the whole tensor. Restore fills `tensor` in place,
-    whatever part of the whole it then is.
+    All ranks put a `Split` at the same path, with the same `shape` and dtype. Their parts must cover the whole without
+    gaps; ranks may hold the same part. The checkpoint has the whole tensor. Restore fills `tensor` in place, even if it
+    then is another part of the whole.
 
     Args:
         tensor: This rank's part, contiguous; any dtype, on the CPU or a CUDA device. Shape: the size of the part.
@@ -81,9 +81,9 @@ def _numbers(values: Any, name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """A tensor that not every rank has (pipeline stages), as it stands in the tree that all ranks have together."""
+    """A tensor that not every rank has (pipeline stages), in the combined tree of all ranks."""
 
-    value: Any  # the tensor, DTensor or `Split`; an empty tensor where this rank does not have it
+    value: Any  # the tensor, DTensor or `Split`; an empty tensor if this rank does not have it
     shape: tuple[int, ...]
     is_here: bool  # this rank has it
 
@@ -101,15 +101,15 @@ class Held(NamedTuple):
 
 
 def is_split(value: object) -> bool:
-    """Whether it is a part of a tensor: `held` says which."""
+    """Whether the value is a part of a tensor: `held` returns which."""
     return hasattr(type(value), _CHUNKS) or isinstance(value, Split | StagePart) or is_dtensor(value)
 
 
 def hand_split(value: object) -> Split | None:
-    """A tensor that is split by hand, as a `Split`; None for DTensors and tensors that are not split.
+    """Return a tensor that is split by hand as a `Split`; None for DTensors and tensors that are not split.
 
-    StateError: an object that says its part to torch.distributed.checkpoint does not have it in one piece of its own
-    memory; the message lacks the path.
+    StateError: an object with a chunk list does not hold its part in one piece of its own memory; the message lacks the
+    path.
     """
     if isinstance(value, Split):
         return value
@@ -117,9 +117,9 @@ def hand_split(value: object) -> Split | None:
 
 
 def held(value: object) -> Held | None:
-    """The part of a split tensor on this rank; None for anything else. Training thread.
+    """Return the part of a split tensor on this rank; None for anything else. Training thread.
 
-    StateError: it cannot be saved, or restored into, as it is; the message lacks the path.
+    StateError: the tensor cannot be saved, or restored into, as it is; the message lacks the path.
     """
     if isinstance(value, StagePart):
         if not value.is_here:
@@ -146,7 +146,7 @@ def held_at(path: str, value: object) -> Held | None:
 
 
 def live_of(value: Any) -> torch.Tensor:
-    """The tensor of the state, in which torch counts the changes in place: of a DTensor, not the one inside it."""
+    """Return the tensor in which torch counts in-place changes: for a DTensor itself, not its local tensor."""
     if isinstance(value, StagePart):
         return live_of(value.value)
     split = hand_split(value)
@@ -155,13 +155,13 @@ def live_of(value: Any) -> torch.Tensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the memory: of a DTensor the local one, else the tensor itself. Cheap; never raises."""
+    """Return the tensor with the memory: a DTensor's local tensor, else the tensor itself. Cheap; never raises."""
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) else tensor
 
 
 def writable(value: object) -> AbstractContextManager[object]:
-    """Context in which `value`, a tensor or a module, can be filled in place, also if it was made in inference mode.
+    """Context in which `value`, a tensor or a module, can be filled in place, even if it was made in inference mode.
 
     The tensors of other objects are left to their own `load_state_dict`.
     """
@@ -178,9 +178,9 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and _is_kind_of_dtensor(type(value))
 
 
-@lru_cache(maxsize=256)  # it is asked of each tensor several times at each save, in the training thread
+@lru_cache(maxsize=256)  # called for each tensor several times at each save, on the training thread
 def _is_kind_of_dtensor(kind: type) -> bool:
-    # Not imported for it: a script without DTensors need not pay for torch.distributed.tensor.
+    # By name, so that scripts without DTensors need not import torch.distributed.tensor.
     return any(
         base.__module__.startswith("torch.distributed.tensor") and base.__qualname__ == "DTensor"
         for base in kind.__mro__
@@ -188,11 +188,11 @@ def _is_kind_of_dtensor(kind: type) -> bool:
 
 
 def _of_chunks(value: Any) -> Split:
-    """Make a `Split` from the chunk list that torch.distributed.checkpoint also uses, and from `shape`, the whole's."""
+    """Make a `Split` from the object's chunk list for torch.distributed.checkpoint, and its `shape` of the whole."""
     kind = f"a {type(value).__module__}.{type(value).__qualname__}"
     try:
         parts, shape = _parts_of(value), tuple(map(int, value.shape))
-    except Exception as error:  # the user's code may raise anything; it is named, and kept as the cause
+    except Exception as error:  # the user's code may raise anything; kept as the cause
         raise StateError(
             f"{kind}, which has {_CHUNKS}(), and cannot be asked for its part and its shape: {error!r}; {_BY_HAND}"
         ) from error
@@ -215,7 +215,7 @@ def _of_chunks(value: Any) -> Split:
 
 
 def _parts_of(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor, torch.Tensor]]:
-    """Start, size and tensor of each part, and the tensor once more."""
+    """Return start, size and tensor of each part, and the tensor from a second call."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     found = []
@@ -255,7 +255,7 @@ def _of_dtensor(tensor: DTensor) -> Held:
 
 
 def _plain(local: torch.Tensor) -> torch.Tensor:
-    waiting = getattr(local, "wait", None)  # what a functional collective of torch gives is not there yet
+    waiting = getattr(local, "wait", None)  # the result of a functional collective of torch may be pending
     if callable(waiting) and type(local) is not torch.Tensor:
         local = waiting()
     if type(local) is not torch.Tensor:

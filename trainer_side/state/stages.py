@@ -1,10 +1,10 @@
-"""The tree of a rank whose tensors are others than those of other ranks, made the tree that all have together.
+"""Combines the trees of ranks with different tensors (pipeline stages) into one tree that all ranks share.
 
     outline   rank 1: {net: {layers.1: t}}  ─► PROPOSE ─► the union of all ranks (holdfast/wire/state_union.py)
-    fill      rank 0: {net: {layers.0: a part, layers.1: a part that is not here}}      its own tree, with what it lacks
-              rank 1: {net/layers.0: a part that is not here, net/layers.1: a part}     flat: it writes no pickle
+    fill      rank 0: {net: {layers.0: a part, layers.1: a part that is not here}}      its own tree, and the rest
+              rank 1: {net/layers.0: a part that is not here, net/layers.1: a part}     flat: rank 1 writes no pickle
 
-On both ranks torch then meets the same tensors in the same order, so the layout comes out the same.
+On both ranks torch then finds the same tensors in the same order, so the layouts are equal.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, 
 
 
 def outline(tree: Any) -> Any:
-    """The containers of a tree of which all tensors are plain: JSON, see `state_union`. A container counts once.
+    """Return the containers of a tree of plain tensors as JSON, see `state_union`. A container counts once.
 
-    StateError: a key is neither text nor a whole number, or it is nested too deep; names the place.
+    StateError: a key is neither text nor a whole number, or the tree is too deep; names the place.
     """
     numbers = iter(range(1 << 62))
     seen: set[int] = set()
@@ -60,7 +60,7 @@ def outline(tree: Any) -> Any:
 
 
 def _versions(node: Any) -> dict[str, Any]:
-    """The version numbers that torch keeps beside the state of a module."""
+    """Return the version numbers that torch keeps beside the state of a module."""
     found = getattr(node, _VERSIONS, None)
     if not isinstance(found, dict):
         return {}
@@ -72,7 +72,7 @@ def _versions(node: Any) -> dict[str, Any]:
 
 
 class Stages:
-    """Fills the trees of one rank. Training thread."""
+    """Adds the tensors of other ranks to the trees of one rank. Training thread."""
 
     def __init__(self, union: StateUnion, rank: int) -> None:
         self._union, self._rank = union, rank
@@ -84,7 +84,7 @@ class Stages:
         return [*self._paths]
 
     def fill(self, tree: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The tree with the tensors of all ranks; None if its own are not those that were agreed on.
+        """Return the tree with the tensors of all ranks; None if this rank's tensors are not those agreed on.
 
         `tree`: With blobs in place of `PerRank` values.
         """
@@ -104,7 +104,7 @@ class Stages:
         return flat
 
     def _part(self, value: Any, row: int) -> Any:
-        """The value that takes the place of a row's tensor in the tree."""
+        """Return the value to put in place of a row's tensor."""
         if row not in self._union.staged:
             return value
         _, dtype, shape, _ = self._union.table[row]
@@ -142,7 +142,7 @@ class Stages:
         return filled
 
     def _made(self, plan: Any) -> Any:
-        """A part of the tree that rank 0 does not have."""
+        """Build a part of the tree that rank 0 does not have."""
         if type(plan) is int:
             return self._part(None, plan)
         return {key: self._made(below) for key, below in plan[1] if _has_rows(below)}
@@ -159,7 +159,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """All tensors, and what stands for one, with the paths that `tensor_paths` gives."""
+    """Yield all tensors and split tensors, with paths as in `tensor_paths`."""
     for prefix, node in containers(tree):
         for key, value in children(node):
             if _is_leaf(value):
@@ -167,5 +167,5 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def held_whole(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor can be sent as it lies, if not every rank has it."""
+    """Whether a plain tensor that not every rank has can be sent as it lies in memory."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

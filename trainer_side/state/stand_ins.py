@@ -2,8 +2,8 @@
 
     {"w": DTensor, rows 4 to 8 of 16}  ─►  {"w": stand-in of 16 rows}  +  w: region [4:8, …], its local tensor
 
-torch pickles the stand-ins as the whole tensors that the file will hold. They take address space, and no memory. A plan
-keeps them, so that a later save finds the same ones in its tree; what this rank sends is taken from the local tensors.
+torch pickles the stand-ins as the whole tensors that the file will hold. They take address space, but no memory. A plan
+keeps them, so that a later save finds the same ones in its tree; this rank sends bytes of its local tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer_side.state.tree import Ownership, children, containers, replaced, w
 _DICTS = frozenset({dict, OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}
 
-# A spec that is the same object, which it nearly always is, is compared without a call.
+# The spec is nearly always the same object, and then compares without a call.
 _facts = attrgetter("_spec", "shape", "dtype")
 _local = attrgetter("_local_tensor")
 _shape = attrgetter("shape")
@@ -53,7 +53,7 @@ class _Row(NamedTuple):
 
 
 class FoundAgain(NamedTuple):
-    """A later tree, with stand-ins in place of its DTensors; these and their local tensors, in the order of `paths`."""
+    """A later tree with stand-ins in place of its DTensors; the DTensors and local tensors, in the order of `paths`."""
 
     tree: Any
     dtensors: list[Any]
@@ -61,15 +61,14 @@ class FoundAgain(NamedTuple):
 
 
 class DTensorPlaces:
-    """The places of the DTensors in a tree, so that those of a later tree are found without Python code for each.
+    """Places of the DTensors in a tree, to find those of a later tree without Python code for each.
 
         {"w": DTensor, "opt": {0: {"m": DTensor}}}
         rows   (w, opt: DTensor, dict) · (0: dict) · (m: DTensor)        keys and classes, breadth first
         facts  spec (mesh, placements, shape, stride, dtype) of each DTensor; shape of its local tensor
 
-    FSDP2 gives a new DTensor for each parameter at each `state_dict()`, and `save()` must know whether each still is
-    the part that the plan was made for. Loops that run in C compare them. Keeps only keys and specs of the tree alive.
-    Training thread.
+    FSDP2 makes a new DTensor for each parameter at each `state_dict()`, and `save()` must check that each still is the
+    planned part. Loops that run in C compare them. Keeps only keys and specs of the tree alive. Training thread.
     """
 
     def __init__(self, rows: Sequence[_Row], paths: Sequence[str], dtensors: Sequence[Any]) -> None:
@@ -79,10 +78,10 @@ class DTensorPlaces:
 
     @classmethod
     def of(cls, tree: Any, stand_ins: Mapping[str, torch.Tensor]) -> DTensorPlaces | None:
-        """The places in a tree that was expanded. `stand_ins`: Path → what came in the place of a split tensor.
+        """Return the places in an expanded tree. `stand_ins`: Path → stand-in of a split tensor.
 
-        None if something in it is split in another way, or a container is at two places or of an unusual class: such a
-        tree is looked at tensor by tensor.
+        None if a tensor is split in another way, or a container is at two places or of an unusual class: such a tree is
+        checked tensor by tensor.
         """
         rows: list[_Row] = []
         paths: list[str] = []
@@ -120,7 +119,7 @@ class DTensorPlaces:
         return cls(rows, paths, dtensors)
 
     def look(self, tree: Any) -> FoundAgain | None:
-        """The DTensors of another tree; None if they may be other parts, or at other places."""
+        """Find the DTensors of another tree; None if they may be other parts, or at other places."""
         nodes, dtensors = [tree], list[Any]()
         if type(tree) not in _CONTAINERS:
             return None
@@ -141,7 +140,7 @@ class DTensorPlaces:
 
     def _replaced(self, nodes: list[Any]) -> Any:
         done = nodes
-        for number in reversed(range(len(self._rows))):  # what is in a container comes behind it
+        for number in reversed(range(len(self._rows))):  # inner containers come after outer ones
             row = self._rows[number]
             if row.stand_ins or row.changed:
                 inner = {key: done[other] for key, other in row.changed.items()}
@@ -187,9 +186,9 @@ class _KnownShard:
 class Expanded(NamedTuple):
     """A tree with whole tensors in place of the split ones."""
 
-    tree: Any  # containers without split tensors in them are those of the tree before
+    tree: Any  # containers without split tensors are the original objects
     held: dict[str, Held]  # path → what this rank holds
-    # Path → the tensor of the state, in which torch counts the changes in place: of a DTensor, not the one inside.
+    # Path → the state's tensor, in which torch counts in-place changes: a DTensor, not its local tensor.
     live: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -225,7 +224,7 @@ class SplitStandIns:
             assert part is not None, "it is split"
             found[path], live[path] = part, live_of(value)
             local = part.local
-            memory: tuple[object, ...] = (path,)  # ties of a stage are not known to the other ranks
+            memory: tuple[object, ...] = (path,)  # other ranks do not know the ties of a stage
             if not isinstance(value, StagePart):
                 storage = local.untyped_storage()._cdata
                 memory = (storage, int(local.storage_offset()), part.shape, local.dtype)
@@ -246,7 +245,7 @@ class SplitStandIns:
         self._places = DTensorPlaces.of(tree, {path: known.stand_in for path, known in self._known.items()})
 
     def again(self, tree: Any) -> Expanded | None:
-        """The same for a later tree; None if its split tensors are not those of the plan."""
+        """Do as `expand` for a later tree; None if its split tensors are not those of the plan."""
         if self._places is not None and (seen := self._places.look(tree)) is not None:
             paths, new = self._places.paths, tuple.__new__  # `Held(…)` runs Python code for each
             of_plan = map(self._known.__getitem__, paths)
@@ -281,16 +280,16 @@ class SplitStandIns:
         try:
             expanded = Expanded(replaced(tree, replace), found, live)
         except StateError:
-            return None  # the new plan says what is wrong, if anything is
+            return None  # the new plan reports any error
         return expanded if found.keys() == self._known.keys() else None
 
     def own(
         self, classes: Mapping[int, Ownership], expanded: Expanded, patterns: Mapping[str, int]
     ) -> dict[int, Ownership]:
-        """As `classes`, with the stand-ins: split, and copied behind the gate where their local tensor is.
+        """Return `classes` with the stand-ins added: split, and gated like their local tensors.
 
         `classes`: Ownership by address of a storage, local tensors included. `patterns`: Path → number of its pattern.
-        A tensor without elements has none, and is rank 0's.
+        A tensor without elements has no pattern, and belongs to rank 0.
         """
         owned = dict(classes)
         for storage, path in self._path_of.items():
@@ -306,7 +305,7 @@ class SplitStandIns:
     def sources(
         self, expanded: Expanded, storage_entries: Mapping[int, int]
     ) -> dict[int, StorageSource | None]:
-        """Entry of the layout → where its bytes on this rank lie. `storage_entries`: stand-in storage → entry."""
+        """Map each entry of the layout to its bytes on this rank. `storage_entries`: Stand-in storage → entry."""
         found: dict[int, StorageSource | None] = {}
         new = tuple.__new__  # as in `again`
         for address, path in self._path_of.items():
@@ -317,7 +316,7 @@ class SplitStandIns:
         return found
 
     def live(self, expanded: Expanded, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`tensors` of the expanded tree, with those of the state in place of stand-ins."""
+        """Return `tensors` of the expanded tree, with the state's tensors in place of stand-ins."""
         live = {id(known.stand_in): expanded.live[path] for path, known in self._known.items()}
         return [live.get(id(tensor), tensor) for tensor in tensors]
 
@@ -345,13 +344,13 @@ class PerRankStandIns:
         return {f"{name}/{rank}" for name, tensors in self.by_name.items() for rank in range(len(tensors))}
 
     def expand(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """The tree with blobs in place of its `PerRank` values, which have these names."""
+        """Return the tree with blobs in place of its `PerRank` values."""
         return {
             name: self.by_name[name] if isinstance(value, PerRank) else value for name, value in tree.items()
         }
 
     def own(self, classes: Mapping[int, Ownership]) -> dict[int, Ownership]:
-        """By address of a storage, as `classes`: each blob is its rank's, and copied at once."""
+        """Return `classes` with the blobs added: each belongs to its rank, and is copied at once."""
         owned = dict(classes)
         for tensors in self.by_name.values():
             for rank, tensor in enumerate(tensors):
@@ -359,7 +358,7 @@ class PerRankStandIns:
         return owned
 
     def entries(self, numbers: Mapping[int, int], storage_entries: tuple[int, ...]) -> dict[str, list[int]]:
-        """Name → the layout's entry of each rank. `numbers`: Address of a storage → its number in the survey."""
+        """Map each name to the layout's entries, by rank. `numbers`: Address of a storage → its number in a survey."""
         return {
             name: [storage_entries[numbers[tensor.untyped_storage()._cdata]] for tensor in tensors]
             for name, tensors in self.by_name.items()

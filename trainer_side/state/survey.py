@@ -2,9 +2,9 @@
 
     model/embed.weight ─┐
     model/head.weight  ─┴─► storage 0: bytes 0..N          tied tensors share one
-    window = big[10:20] ──► storage 1: bytes 40..80        only what the state's tensors use of a storage is saved
+    window = big[10:20] ──► storage 1: bytes 40..80        only the part that the state's tensors use is saved
 
-Storages are numbered in the order in which pickle meets them, which is how `torch.save` names them.
+Storages are numbered in pickle's order, as `torch.save` names them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class StorageSource(NamedTuple):
     device: torch.device
 
     def bytes(self) -> torch.Tensor:
-        """The used part as a one-dimensional uint8 tensor that shares its memory."""
+        """Return the used part as a one-dimensional uint8 tensor that shares its memory."""
         alias = torch.empty(0, dtype=torch.uint8, device=self.device)
         return alias.set_(self.storage, self.start_bytes, (self.nbytes,), (1,))
 
 
 Sources = Sequence[StorageSource | None]
-"""Per entry of a layout, where its bytes lie; None where they are made, or another rank has them."""
+"""Per entry of a layout, where its bytes lie; None if `Capture.contents` or another rank has them."""
 
 
 class Slot(NamedTuple):
-    """One tensor of the tree: all of it that must stay the same for a plan to fit.
+    """The properties of one tensor of the tree that must stay the same for a plan to fit.
 
     `offset` counts elements from the start of the used part of storage number `storage`.
     """
@@ -80,15 +80,15 @@ class Survey:
 
     @cached_property
     def first_slots(self) -> dict[int, Slot]:
-        """Per storage, the first tensor on it."""
+        """The first tensor on each storage."""
         return {slot.storage: slot for slot in reversed(self.slots)}
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """The number of the storage under `tensor`; None if it is not in the tree."""
+        """Return the number of the storage under `tensor`; None if it is not in the tree."""
         return self.numbers.get(tensor.untyped_storage()._cdata)
 
     def description(self, slot: Slot) -> str:
-        """The dtype, and what else must agree before replicas of the tensor are interchangeable."""
+        """Return the dtype, and all else that must agree for replicas of the tensor to be interchangeable."""
         first = self.first_slots[slot.storage]
         text = slot.dtype
         if slot.stride != _contiguous_stride(slot.shape):
@@ -99,7 +99,7 @@ class Survey:
 
 
 def survey(tree: Any) -> Survey:
-    """Find all tensors of `tree` and the used parts of their storages. Training thread. StateError: names a tensor."""
+    """Find the tensors of `tree` and the used parts of their storages. Training thread. StateError: names a tensor."""
     found = tensor_paths(tree)
     numbers: dict[int, int] = {}
     used: list[_Used] = []
@@ -148,7 +148,7 @@ class _Used:
         self._itemsize = max(self._itemsize, tensor.itemsize)
 
     def part(self) -> StoragePart:
-        # Offsets within a storage are counted in elements: begin at a whole one of the largest dtype on it.
+        # Offsets within a storage count elements, so the part begins at a whole element of its largest dtype.
         start = (self._first or 0) // self._itemsize * self._itemsize
         return StoragePart(self._storage, start, self._end - start)
 
@@ -185,7 +185,7 @@ _FACTS: tuple[Callable[[torch.Tensor], Any], ...] = (
     torch.Tensor.is_neg,
 )
 _address = attrgetter("_cdata")
-_NOT_PLAIN = (RuntimeError, AttributeError)  # what sparse, nested and other tensors without a storage raise
+_NOT_PLAIN = (RuntimeError, AttributeError)  # raised by sparse, nested and other tensors without a storage
 
 
 class _ContainerRow(NamedTuple):
@@ -198,12 +198,12 @@ class _ContainerRow(NamedTuple):
 
 
 class _Kinds(dict[type, _Kind]):
-    """Class → kind; a class of which nothing is known here is a kind of its own."""
+    """Class → kind; an unknown class is a kind of its own."""
 
     def __missing__(self, kind: type) -> _Kind:
         if issubclass(kind, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage | PerRank):
             return _STRANGE
-        # Not kept: a class may be one that somebody makes and throws away.
+        # Not stored: the class may be short-lived.
         return _OTHER_CONTAINER if issubclass(kind, dict | list | tuple) else kind
 
 
@@ -214,23 +214,24 @@ _KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None), 
 
 
 class Walked(NamedTuple):
-    """The values that were met in a tree that has the outline."""
+    """The contents of a tree that has the outline."""
 
     tensors: list[torch.Tensor]  # all of them; those of one container together
     containers: list[Any]  # all of them, breadth first
-    is_exact: bool  # tensors and containers are of the very classes, too, and not only of their kinds
+    is_exact: bool  # tensors and containers have the same classes as in the outline, not only the same kinds
 
 
 class Outline:
-    """The outline of one tree. It keeps nothing of the tree alive but keys."""
+    """Keys, classes and kinds of all values in one tree. Keeps nothing of the tree alive except keys."""
 
     def __init__(self, rows: list[_ContainerRow]) -> None:
         self._rows = rows
 
     @classmethod
     def of(cls, tree: Any) -> tuple[Self, Walked] | None:
-        """The outline of a dict, and what is in it; None if only `tensor_paths` judges it: tensor subclasses, storages,
-        keys of unknown classes.
+        """Return the outline of a dict, and its contents.
+
+        None if only `tensor_paths` can judge it: tensor subclasses, storages, keys of unknown classes.
         """
         rows: list[_ContainerRow] = []
         tensors: list[torch.Tensor] = []
@@ -258,11 +259,11 @@ class Outline:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no value of a class of which nothing is known here."""
+        """Whether the classes of all values are known here."""
         return all(_PLAIN_KINDS.issuperset(row.kinds) for row in self._rows)
 
     def walk(self, tree: Any) -> Walked | None:
-        """The same of another tree, in the same order; None if that has another outline."""
+        """Return the contents of another tree, in the same order; None if it has another outline."""
         tensors: list[torch.Tensor] = []
         containers, seen = [tree], {id(tree)}
         is_exact = True
@@ -293,7 +294,7 @@ class Outline:
 
 
 def parts_of(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
-    """The keys of a container, None where its values are numbered; and the values."""
+    """Return the keys of a container, or None if its values are numbered, and the values."""
     if type(node) in _DICTS:
         return tuple(node), [*node.values()]
     if type(node) is list or type(node) is tuple:
@@ -303,10 +304,10 @@ def parts_of(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
 
 
 class TensorFacts:
-    """All about some tensors that a survey and a pickle depend on, except bytes and addresses. Keeps none alive."""
+    """All properties of tensors that affect a survey and a pickle, except bytes and addresses. Keeps none alive."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> None:
-        # Only complex tensors can be conjugate, and the dtype is compared before it would be asked.
+        # Only complex tensors can be conjugate, and `storages` compares the dtype first.
         self._asked = (*_FACTS, torch.Tensor.is_conj) if any(map(torch.is_complex, tensors)) else _FACTS
         self._of_each = [[*map(fact, tensors)] for fact in self._asked]
         self._storage_bytes = [*map(torch.UntypedStorage.nbytes, storages)]
@@ -315,7 +316,7 @@ class TensorFacts:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self | None:
-        """Facts of these; None if one of them has attributes of its own, or is not a plain strided tensor."""
+        """Return the facts of these; None if a tensor has attributes of its own, or is not plain and strided."""
         try:
             if not any(map(vars, tensors)):  # attributes are pickled with it
                 return cls(tensors, [*map(torch.Tensor.untyped_storage, tensors)])
@@ -324,7 +325,7 @@ class TensorFacts:
         return None
 
     def storages(self, tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage] | None:
-        """The storage of each of these, if the same facts hold for them; else None."""
+        """Return the storage of each of these tensors, if the same facts hold for them; else None."""
         try:
             if len(tensors) != len(self._storage_bytes) or any(map(vars, tensors)):
                 return None
@@ -343,11 +344,11 @@ class TensorFacts:
 
 
 class _Identities:
-    """Says which values are identical to one another, whatever the values themselves are."""
+    """Which of several values are equal to one another, regardless of the values themselves."""
 
     def __init__(self, values: list[int]) -> None:
         self._count = len(values)
-        # Nearly always all differ, and then a set says so in a third of the time.
+        # Nearly always all differ; a set checks that in a third of the time.
         self._firsts = None if len(set(values)) == self._count else _firsts(values)
 
     def hold(self, values: list[int]) -> bool:
@@ -357,6 +358,6 @@ class _Identities:
 
 
 def _firsts(values: list[int]) -> list[int]:
-    """For each value, the place of the first that equals it."""
+    """Return, for each value, the place of the first that equals it."""
     first = dict(zip(reversed(values), range(len(values) - 1, -1, -1), strict=True))
     return [*map(first.__getitem__, values)]

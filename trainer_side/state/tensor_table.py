@@ -1,9 +1,9 @@
-"""The table of this rank's tensors: what all ranks compare before they plan, and how much room each asks for.
+"""The table of this rank's tensors, which all ranks compare before they plan, and the room that this rank needs.
 
-The CRC-32 of every byte of every tensor proves that replicas are equal (`holdfast/wire/replica_proof.py`). Host memory
-is read in place; device memory is copied in pieces through two pinned buffers. Once for each agreement of the ranks.
+The CRC-32 of every byte of every tensor proves that replicas are equal (`holdfast/wire/replica_proof.py`). Once for
+each agreement of the ranks, host memory is read in place, and device memory is copied through two pinned buffers.
 
-A layout comes out the same on ranks whose tables are the same (docs/design/003-one-layout-torch-zip.md).
+Ranks with equal tables get equal layouts (docs/design/003-one-layout-torch-zip.md).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from trainer_side.state.tree import classify, tensor_paths
 
 _COPIED_BYTES = 4096
 _PIECE_BYTES = 32 << 20
-_SMALL_BYTES = 1 << 20  # below it tensors of a device are brought over together
+_SMALL_BYTES = 1 << 20  # smaller tensors of a device are copied together
 
 
 def checksums(found: Survey, leave_out: Collection[str]) -> tuple[int, ...]:
-    """One for each slot, in order. Tied tensors have the same one, and are read once.
+    """Return a checksum for each slot, in order. Tied tensors share one, and are read once.
 
-    `leave_out`: Paths of those that are not read; theirs is 0.
+    `leave_out`: Paths of tensors that are not read; their checksum is 0.
     """
     by_view: dict[tuple[object, ...], int] = {}
     on_devices: dict[torch.device, dict[tuple[object, ...], torch.Tensor]] = {}
@@ -67,15 +67,16 @@ def _view(slot: Slot) -> tuple[object, ...]:
 
 
 def _memory_of(part: StoragePart, slot: Slot) -> torch.Tensor | tuple[int, int]:
-    """Where a tensor's bytes lie: address and size in host memory, else as one-dimensional uint8. A tensor with gaps is
-    copied; one without is taken as it lies, in whatever order: the strides are the same on every rank.
+    """Return where a tensor's bytes lie: address and size in host memory, else a one-dimensional uint8 tensor.
+
+    A tensor with gaps is copied. Others are read in memory order: the strides are the same on every rank.
     """
     numbers = math.prod(slot.shape)
     if not numbers:
         return 0, 0
     dtype = _dtype(slot.dtype)
     sizes, device = slot.shape, part.storage.device
-    if 0 in slot.stride:  # what `expand` repeats is there once
+    if 0 in slot.stride:  # memory holds the elements that `expand` repeats once
         sizes = tuple(size if stride else 1 for size, stride in zip(sizes, slot.stride, strict=True))
         numbers = math.prod(sizes)
     begin, nbytes = part.start_bytes + slot.offset * dtype.itemsize, numbers * dtype.itemsize
@@ -96,7 +97,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _host_crc(memory: torch.Tensor | tuple[int, int]) -> int:
     address, nbytes = (memory.data_ptr(), memory.numel()) if isinstance(memory, torch.Tensor) else memory
-    if nbytes <= _COPIED_BYTES:  # cheaper than a view of it
+    if nbytes <= _COPIED_BYTES:  # a copy is cheaper than a view
         return crc32(ctypes.string_at(address, nbytes)) if nbytes else 0
     return crc32(memoryview((ctypes.c_uint8 * nbytes).from_address(address)))
 
@@ -115,7 +116,7 @@ def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
 
 
 def _together(memories: Sequence[torch.Tensor]) -> Iterator[int]:
-    """The CRCs of small tensors, which are copied together, about a piece at a time."""
+    """Yield the CRCs of small tensors, which are copied together, about a piece at a time."""
     batch: list[torch.Tensor] = []
     nbytes = 0
     for memory in memories:
@@ -137,7 +138,7 @@ def _batch(batch: Sequence[torch.Tensor]) -> Iterator[int]:
 
 
 def _in_pieces(memory: torch.Tensor, buffers: Sequence[torch.Tensor]) -> int:
-    """The CRC of a large tensor: while one piece is read, the next is on its way."""
+    """Return the CRC of a large tensor: one piece is read while the next is copied."""
     size = buffers[0].numel()
     pieces = torch.split(memory, size)
 
@@ -161,15 +162,15 @@ def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
 class TensorTable(NamedTuple):
     """The table that the ranks compare before they plan."""
 
-    # `[path, dtype, shape, owner]` of each tensor, in order. Where strides, or a storage shared with another tensor,
-    # matter, the dtype column says so: replicas are only interchangeable if these agree, too.
+    # `[path, dtype, shape, owner]` of each tensor, in order. The dtype column also has unusual strides and a storage
+    # shared with another tensor: replicas are only interchangeable if these agree, too.
     rows: list[list[Any]]
     digest: str
-    pickle_bytes: int  # of data.pkl, without slack; 0 on ranks other than 0, which do not send theirs
+    pickle_bytes: int  # of data.pkl, without slack; 0 on ranks other than 0, unless they propose stages
     per_rank_bytes: dict[str, int]  # of each `PerRank` value on this rank, with slack
-    sums: tuple[int, ...]  # for each row the CRC-32 of all bytes of the tensor; empty in a job of one rank
+    sums: tuple[int, ...]  # for each row, the CRC-32 of all bytes of the tensor; empty in a job of one rank
     sum_seconds: float
-    # For each row that is split, the region that this rank holds; in a stage also for each that lies in one piece.
+    # The region that this rank holds of each split row; with stages, also of each row that lies in one piece.
     held: HeldRegions
     stage: Stage | None = None
 
@@ -186,9 +187,9 @@ def table(
 ) -> TensorTable:
     """Make this rank's proposal. Training thread; reads every byte of the state once, moves none.
 
-    `names`: Parameter names by optimizer, if the ranks have different tensors; a stage is proposed then. `sums`:
-    Checksums of a table of the same tensors; computed if empty. `beside_bytes`: Room that data.pkl needs beside the
-    pickle. StateError: a tensor, or a plain value, is of a kind that cannot be saved; names its path.
+    `names`: Parameter names by optimizer, if the ranks have different tensors and propose stages. `sums`: Checksums
+    from a table of the same tensors; computed if empty. `beside_bytes`: Room that data.pkl needs beside the pickle.
+    StateError: a tensor or plain value cannot be saved; names its path.
     """
     needed = {
         name: reserve_bytes(len(encode(value.snapshot(), name=name, beside=value.names)))
@@ -205,7 +206,7 @@ def table(
     keys = {number: key for key, number in found.numbers.items()}
     blob_paths = blobs.paths
     rows: list[list[Any]] = [
-        # The size of a blob is what is being agreed on: it may differ still.
+        # Sizes of blobs may still differ: the ranks are just agreeing on them.
         [
             slot.path,
             *(("bytes", []) if slot.path in blob_paths else (found.description(slot), list(slot.shape))),
@@ -241,7 +242,7 @@ def table(
 
 
 def _sums(found: Survey, blob_paths: Collection[str], held: Mapping[str, Held]) -> tuple[int, ...]:
-    """One for each row; of a split tensor that of the region that is here."""
+    """Return a checksum for each row; for a split tensor, that of the region on this rank."""
     whole = checksums(found, {*blob_paths, *held})
     if not held:
         return whole
@@ -251,7 +252,7 @@ def _sums(found: Survey, blob_paths: Collection[str], held: Mapping[str, Held]) 
 
 
 def _refuse_unwritable(path: str) -> None:
-    """A path that layout and manifest cannot hold is refused here, on the rank that has it, before anything is sent."""
+    """Refuse a path that layout and manifest cannot hold, on the rank that has it, before anything is sent."""
     if len(path) > TEXT_MAX:
         why = f"its path has {len(path)} characters, expected at most {TEXT_MAX}; shorten its keys"
     elif not path.isprintable() and any("\ud800" <= one <= "\udfff" for one in path):
@@ -262,7 +263,7 @@ def _refuse_unwritable(path: str) -> None:
 
 
 def what_changed(before: TensorTable, now: TensorTable) -> str:
-    """The first tensor that has changed, and how many others have."""
+    """Describe the first tensor that has changed, and count the others."""
     old, new = _described(before), _described(now)
     changes = [
         f"tensor {path}: {old[path]} before, {said} now"

@@ -1,4 +1,4 @@
-"""The user's state: the dictionary that the script gave, the tree of what it holds, and who may change which tensor.
+"""The user's state: the dictionary from the script, the tree of its contents, and who may change which tensor.
 
     {"model": model, "optimizer": optimizer, "rng": PerRank(rng)}
         │ collect                    {"model": {"w": tensor}, "optimizer": {"state": …}, "rng": PerRank(rng)}
@@ -30,7 +30,7 @@ from trainer_side.state.split_tensor import local_of
 
 
 def children(node: Any) -> Iterator[tuple[Any, Any]]:
-    """The keys and values of a dict, list or tuple (and of their subclasses); nothing of anything else."""
+    """Yield the keys and values of a dict, list or tuple (or a subclass of these); nothing for other values."""
     if isinstance(node, dict):
         yield from node.items()
     elif isinstance(node, list | tuple):
@@ -38,9 +38,9 @@ def children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def containers(tree: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, Any]]:
-    """The containers of a tree, each once, and the begin of the paths of what is in it, such as `loop/nets/`.
+    """Yield each container of a tree once, with the prefix of the paths inside it, such as `loop/nets/`.
 
-    `is_leaf`: Containers whose content is left out.
+    `is_leaf`: Containers whose contents are left out.
     """
     seen: set[int] = set()
     pending = [("", tree)]
@@ -56,7 +56,7 @@ def containers(tree: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -
 
 
 def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
-    """A copy of the container in which these keys have other values."""
+    """Return a copy of the container with other values at these keys."""
     if type(node) is dict:
         return {**node, **changed}
     if isinstance(node, tuple):
@@ -69,13 +69,13 @@ def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
 
 
 def replaced(tree: Any, replace: Callable[[str, Any], Any]) -> Any:
-    """`tree` with what `replace` gives for a path and its value; containers in which nothing changes are kept."""
+    """Return `tree` with the results of `replace(path, value)`; containers in which nothing changes are kept."""
     done: dict[int, Any] = {}
 
     def of(node: Any, prefix: str) -> Any:
         if id(node) in done:
             return done[id(node)]
-        done[id(node)] = node  # one that holds itself is found, and refused, elsewhere
+        done[id(node)] = node  # a container that holds itself is refused elsewhere
         changed: dict[Any, Any] = {}
         for key, value in children(node):
             other = replace(f"{prefix}{key}", value)
@@ -91,24 +91,24 @@ def replaced(tree: Any, replace: Callable[[str, Any], Any]) -> Any:
 
 
 class Arriving:
-    """A number on its way from a device, as it is at this point of the current stream: `save()` does not wait for it.
+    """A number in flight from a device, as of this point of the current stream, so that `save()` need not wait.
 
-    The copy thread reads it before it pickles the tree. `GradScaler.state_dict()` of torch would wait for all that is
-    queued on the device, for the sake of two numbers.
+    The copy thread reads it before it pickles the tree. torch's `GradScaler.state_dict()` would wait for all work
+    queued on the device, just to read two numbers.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._here, self._event = brought(tensor.detach())
 
     def value(self) -> Any:
-        """The number; waits for it. Any thread."""
+        """Wait for the number and return it. Any thread."""
         if self._event is not None:
             self._event.synchronize()
         return self._here.item()
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """As `scaler.state_dict()`, with numbers that arrive where that would wait for a device. Training thread."""
+    """Return `scaler.state_dict()`, with `Arriving` numbers where that would wait for a device. Training thread."""
     scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
     # A subclass may save something else; before the first batch there are no tensors.
     known = scaler.is_enabled() and type(scaler).state_dict is torch.amp.GradScaler.state_dict
@@ -129,7 +129,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 def settle(tree: Mapping[str, Any]) -> None:
-    """Wait for what is on its way in a tree: it is at the top level, or right below. In place; any thread."""
+    """Replace each `Arriving` number, which lies in a dict at the top level of the tree. In place; any thread."""
     for below in tree.values():
         if type(below) is dict:
             for key, value in below.items():
@@ -138,7 +138,7 @@ def settle(tree: Mapping[str, Any]) -> None:
 
 
 class GivenState:
-    """Keeps what a checkpoint holds in step with the script's dictionary, which the script may still change.
+    """Keeps the state to save in step with the script's dictionary, which the script may still change.
 
     Training thread. StateError: a name is empty, is not a string, or has a slash.
     """
@@ -147,14 +147,12 @@ class GivenState:
         self._given = given
         for name in list[object](given):
             _refuse_name(name)
-        self.held: dict[str, Any] = dict(
-            given
-        )  # what the next checkpoint takes; it stays the same dictionary
-        # Others may put a stand-in into `held`: only what the script changes is taken.
+        self.held: dict[str, Any] = dict(given)  # content of the next checkpoint; always the same object
+        # Others may put a stand-in into `held`, so the script's changes are found by comparison with `_seen`.
         self._seen: dict[str, Any] = dict(given)
 
     def problem(self) -> StateError | None:
-        """Do as `take_new`; returns its error, to be told to the other ranks."""
+        """Call `take_new` and return its error, which the other ranks must learn."""
         try:
             self.take_new()
         except StateError as error:
@@ -191,13 +189,13 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, PerRank | type) and callable(getattr(value, "state_dict", None))
 
 
-_DEPTH_MAX = 1000  # pickle itself goes no deeper; paths of endless depth would take memory without end
+_DEPTH_MAX = 1000  # pickle itself goes no deeper; endless paths would exhaust the memory
 
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 Given = list[tuple[Any, torch.optim.Optimizer]]
-"""The `param_groups` that optimizers have given, each with its optimizer."""
+"""The `param_groups` that optimizers have returned, each with its optimizer."""
 
 
 class Named(NamedTuple):
@@ -215,16 +213,16 @@ class Ownership(NamedTuple):
 
 
 def unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with what its `PerRank` values hold in their place."""
+    """Return the state with each `PerRank` replaced by the value in it."""
     return {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
 
 
 def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, Any]:
-    """The tree that would be saved: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
+    """Return the tree to save: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
 
     The tree holds the live tensors, not copies. Training thread.
 
-    `may_arrive`: Numbers that a device still computes may be `Arriving`: `settle` them before they are looked at.
+    `may_arrive`: Numbers that a device still computes may be `Arriving`; `settle` the tree before use.
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():
@@ -237,7 +235,7 @@ def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, 
 
 @contextmanager
 def telling(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Given]:
-    """Within it, what the `state_dict()` of each optimizer gives is noted. Training thread."""
+    """Context that records which `param_groups` each optimizer's `state_dict()` returns. Training thread."""
     given: Given = []
 
     def note(optimizer: torch.optim.Optimizer, said: Mapping[str, Any]) -> None:
@@ -246,7 +244,7 @@ def telling(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Given]:
     hooks = [
         optimizer.register_state_dict_post_hook(note)
         for optimizer in optimizers
-        if hasattr(optimizer, "_optimizer_state_dict_post_hooks")  # not where `__init__` was left out
+        if hasattr(optimizer, "_optimizer_state_dict_post_hooks")  # missing if `__init__` was left out
     ]
     try:
         yield given
@@ -256,9 +254,9 @@ def telling(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Given]:
 
 
 def tensor_paths(tree: Any) -> list[Named]:
-    """All tensors in dicts, lists and tuples of `tree`, in the order in which pickle meets them.
+    """Return all tensors in dicts, lists and tuples of `tree`, in pickle's order.
 
-    The same tensor at two places is listed twice; a container at two places once. StateError: the tree holds a bare
+    A tensor at two places is listed twice; a container at two places, once. StateError: the tree holds a bare
     storage, or a `PerRank` below the top level, or is nested too deep.
     """
     found: list[Named] = []
@@ -285,14 +283,14 @@ def tensor_paths(tree: Any) -> list[Named]:
                         f"{path[:80]}… is nested deeper than {_DEPTH_MAX} levels; flatten this part of the state"
                     )
                 pending.append((f"{path}/", children(value)))
-                break  # depth first; the siblings go on where they are
+                break  # depth first; the siblings continue afterwards
         else:
             pending.pop()
     return found
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Why `tensor` cannot be saved as bytes of a storage, and what to do; None if it can."""
+    """Return why `tensor` cannot be saved as bytes of a storage, and the remedy; None if it can."""
     kind = type(tensor)
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return "a parameter without a shape yet: run one batch through the lazy module first"
@@ -317,11 +315,10 @@ def _plain_parameter(kind: type) -> bool:
 
 
 def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
-    """The sender of each storage of `tree`, and whether its copy may wait behind the gate.
+    """Return, by `UntypedStorage._cdata`, who sends each storage of `tree`, and whether its copy may wait for the gate.
 
-    A storage that several tensors share is replicated, or gated, only if all of them are. A DTensor has that
-    of its local tensor. `state`: Made `tree` by `collect`; its modules and optimizers tell the roles. By
-    `UntypedStorage._cdata`.
+    A storage that several tensors share is replicated, or gated, only if all of them are. A DTensor counts as its local
+    tensor. `state`: The argument of `collect` for this tree; its modules and optimizers define the roles.
     """
     replicated, gated = _roles(state)
     owned: dict[int, Ownership] = {}
@@ -336,7 +333,7 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
 
 
 def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """These, and the optimizers that they wrap, at any depth: an inner one is what changes the parameters."""
+    """Return these and the optimizers that they wrap, at any depth: the inner optimizer changes the parameters."""
     found: list[torch.optim.Optimizer] = []
     pending = [*optimizers]
     while pending:
@@ -351,7 +348,7 @@ def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.
 
 
 def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
-    """The views that are the same on every rank, and those that only an optimizer changes."""
+    """Return the views that are the same on every rank, and those that only an optimizer changes."""
     parameters: set[_View | None] = set()
     buffers: set[_View | None] = set()
     moments: set[_View | None] = set()
@@ -374,7 +371,7 @@ def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
 
 
 def view_of(tensor: torch.Tensor) -> _View | None:
-    """A key that a tensor and its detached twin in a `state_dict()` share; None if it has no plain storage."""
+    """Return a key that a tensor shares with its detached twin in a `state_dict()`; None without a plain storage."""
     if refusal(tensor) is not None:
         return None
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()

@@ -1,6 +1,6 @@
 """CRC-32 of a value that a script passes: the bytes of its tensors and arrays, and its numbers and texts.
 
-Tensors on an accelerator are first copied to host memory without waiting: `ValueCrc` is ready a little later.
+Tensors on an accelerator are copied to host memory without waiting, so a `ValueCrc` is ready a little later.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _DEPTH_MAX = 8
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings, lists and tuples, in their order."""
+    """Yield the tensors in nested mappings, lists and tuples, in order."""
     for leaf in leaves_in(value, depth):
         if isinstance(leaf, torch.Tensor):
             yield leaf
 
 
 def leaves_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """All that is in nested mappings, lists and tuples, in their order."""
+    """Yield the values in nested mappings, lists and tuples, in order."""
     if depth < _DEPTH_MAX and isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from leaves_in(one, depth + 1)
@@ -38,7 +38,7 @@ def leaves_in(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def tensor_crc(tensor: torch.Tensor, before: int = 0) -> int:
-    """CRC-32 of its bytes, going on from `before`. One without bytes of its own (sparse, on `meta`) leaves it as is."""
+    """Continue the CRC-32 `before` with the tensor's bytes; unchanged if it has none of its own (sparse, on `meta`)."""
     with suppress(Exception):
         here = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return crc32(here.numpy().data, before)
@@ -48,7 +48,7 @@ def tensor_crc(tensor: torch.Tensor, before: int = 0) -> int:
 class ValueCrc:
     """The CRC-32 of a value as it is now. Training thread until `ready`, then any.
 
-    Other objects than tensors, arrays, numbers and texts count by the name of their class.
+    Objects other than tensors, arrays, numbers and texts count by the name of their class.
     """
 
     def __init__(self, value: Any) -> None:
@@ -57,7 +57,7 @@ class ValueCrc:
         crc = 0
         for leaf in leaves_in(value):
             if isinstance(leaf, torch.Tensor):
-                with suppress(Exception):  # of a kind that cannot be copied: it does not count
+                with suppress(Exception):  # a tensor that cannot be copied does not count
                     here, there = accelerator.brought(leaf.detach())
                     self._there = there or self._there
                     if there is None:
@@ -78,7 +78,7 @@ class ValueCrc:
         return self._there is None or self._there.query()
 
     def value(self) -> int:
-        """The CRC; waits for the device if it must."""
+        """Return the CRC; wait for the device if necessary."""
         if self._there is not None:
             self._there.synchronize()
             for part in self._parts:
@@ -94,7 +94,7 @@ class LaterNumber:
         self._number = number
         self._there: StreamEvent | None = None
         if isinstance(number, torch.Tensor):
-            with suppress(Exception):  # of a kind that cannot be copied: it is no number
+            with suppress(Exception):  # a tensor that cannot be copied is not a number
                 self._number = None
                 here, self._there = accelerator.brought(number.detach())
                 self._number = here.clone() if self._there is None else here
@@ -104,7 +104,7 @@ class LaterNumber:
         return self._there is None or self._there.query()
 
     def value(self) -> float | None:
-        """The number; None: it is not a number. Waits for the device if it must."""
+        """Return the number, or None if it is not a number; wait for the device if necessary."""
         if self._there is not None:
             self._there.synchronize()
             self._there = None

@@ -47,16 +47,16 @@ _FLUSH_SECONDS_MAX = 10.0
 _TASK = "agrees with the other ranks on what local tiers hold"
 
 
-# The answer to a pending `agree`, or `concur`: None says that all ranks are ready.
+# The answer to a pending `agree` or `concur`; None: all ranks are ready.
 PendingQuestion = Future[Agreement | None]
 
 
 class Voter:
-    """A rank's part: handles rank 0's messages, and knows which of them the rank still waits for. No thread of its own.
+    """A rank's part: handles rank 0's messages, and knows which answers the rank still expects. Has no thread.
 
-    `hear`, `check_silence` and `end` belong to the thread of `CommitVotes`, as the calls of `on_verdict` and `on_doubt`
-    do; the rest to any thread. `appointments` are those of a job without a stager. A sealed slice waits for its verdict
-    for `silence_seconds_max`.
+    The thread of `CommitVotes` calls `hear`, `check_silence` and `end`, and in it `on_verdict` and `on_doubt` are
+    called; other methods belong to any thread. `appointments` are those of a job without a stager. A sealed slice waits
+    for its verdict for `silence_seconds_max`.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Voter:
     ) -> None:
         self._rank, self._on_verdict, self._appointments = rank, on_verdict, appointments
         self._silence_seconds_max = silence_seconds_max
-        self.new_pickle_reserve_bytes = 0  # as `RankCouncil` has it
+        self.new_pickle_reserve_bytes = 0  # as in `RankCouncil`
         self.on_doubt: Callable[[Doubt], None] = lambda _: None
         self._undecided: dict[tuple[int, Order], float] = {}  # slices that this rank has sealed, and when
         self._question: PendingQuestion | None = None
 
     @property
     def undecided(self) -> int:
-        """Number of slices that this rank has sealed and that have no verdict yet."""
+        """Number of slices that this rank has sealed and that have no verdict."""
         return len(self._undecided)
 
     @property
@@ -93,7 +93,7 @@ class Voter:
         return self._question
 
     def hear(self, frame: Frame) -> bytes | None:
-        """Take a message of rank 0; returns the reply, if there is one. ProtocolError: rank 0 may not send it."""
+        """Handle a message of rank 0 and return the reply, if any. ProtocolError: rank 0 may not send it."""
         match frame.kind:
             case Kind.COMPLETE | Kind.VOID:
                 verdict = StepVerdict.from_frame(frame)
@@ -119,7 +119,7 @@ class Voter:
         return None
 
     def check_silence(self, now: float) -> None:
-        """Raise PeerLost if a slice that was sealed long ago has no verdict: rank 0 decides nothing any more."""
+        """Raise PeerLost if a slice that was sealed long ago has no verdict: rank 0 no longer decides."""
         if not self._undecided:
             return
         waited = now - min(self._undecided.values())
@@ -129,14 +129,14 @@ class Voter:
             )
 
     def end(self, error: HoldfastError | None = None) -> None:
-        """Rank 0 sends nothing more. An error answers a pending question."""
+        """Expect nothing more from rank 0. An error answers a pending question."""
         if error is not None:
             self._answer(error)
         if self._appointments is not None:
             self._appointments.end()
 
     def _answer(self, answer: Agreement | HoldfastError | None) -> bool:
-        """Whether a question was pending."""
+        """Answer a pending question; return whether there was one."""
         question, self._question = self._question, None
         if question is None:
             return False
@@ -150,8 +150,8 @@ class Voter:
         try:
             answer = appointments.heard(Announcement.from_frame(frame))
         except ProtocolError as error:
-            _log.error("rank %d: leaves out a step to save after a notice: %s", self._rank, error)
-            appointments.end()  # otherwise training would wait at a step that it has promised
+            _log.error("rank %d: ignores a step to save after a notice: %s", self._rank, error)
+            appointments.end()  # otherwise training would wait at a step that this rank has promised
             return None
         return None if answer is None else answer.to_frame(Kind.AT, attempt=frame.attempt)
 
@@ -159,9 +159,9 @@ class Voter:
 class CommitVotes(RankCouncil):
     """One rank's votes on slices, its questions to the other ranks, and the thread that carries both. Any thread.
 
-    `on_verdict` is called with every verdict, in the thread of the votes; `on_turn` there again and again, also when
-    nothing is decided any more. `appointments`: At which step this rank acts on a notice; only in a job without a
-    stager. `rank0`: Decides; on rank 0 only. None there: neither preemption nor replicas are dealt with.
+    The thread of the votes calls `on_verdict` with every verdict, and `on_turn` repeatedly, even after rank 0 has
+    stopped deciding. `appointments`: The step at which this rank acts on a notice; only in a job without a stager.
+    `rank0`: Decides, on rank 0; if None there, neither preemption nor replicas are handled.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class CommitVotes(RankCouncil):
         if rank0 is None and port.rank == ROOT:
             rank0 = Rank0Votes(port.ranks, limits)
         self._rank0 = rank0
-        self.problem: HoldfastError | None = None  # why nothing is decided any more
+        self.problem: HoldfastError | None = None  # why no more decisions are made
         self._outbox: deque[bytes] = deque()
         self._wake = threading.Event()
         self._lost: frozenset[int] = frozenset()
@@ -201,10 +201,10 @@ class CommitVotes(RankCouncil):
     def new_pickle_reserve_bytes(self) -> int:
         return self._voter.new_pickle_reserve_bytes
 
-    # -- what this rank says -------------------------------------------------------------------------------------
+    # -- this rank's messages -------------------------------------------------------------------------------------
 
     def sealed(self, tier: int, order: Order, layout: str) -> None:
-        """Vote for a step: this rank has sealed its slice in this tier. Once for each slice."""
+        """Vote for a step: this rank has sealed its slice in this tier. Called once for each slice."""
         self._voter.sealed(tier, order, self._clock())
         self._vote(Kind.SEALED, tier, order, wire.text_body(layout))
 
@@ -213,7 +213,7 @@ class CommitVotes(RankCouncil):
         self._vote(Kind.SKIPPED, tier, order, reason_body(why))
 
     def compare(self, order: Order, layout_digest: str, fingerprints: str) -> None:
-        """Have rank 0 compare this rank's replicas with those of the others. Precedes `sealed` of the step."""
+        """Ask rank 0 to compare this rank's replicas with the other ranks'. Precedes `sealed` of the step."""
         self._send_root(fingerprints_frame(order, layout_digest, fingerprints))
 
     def hurry(self, seconds_max: float) -> None:
@@ -272,7 +272,7 @@ class CommitVotes(RankCouncil):
 
     def _ask(self, message: bytes, what: str) -> Agreement | None:
         question = self._voter.asks()
-        if self.problem is not None:  # read only now: a later problem answers the question
+        if self.problem is not None:  # read after `asks`, so that a later problem answers the question
             raise self.problem
         self._send_root(message)
         limit = self._answer_seconds_max
@@ -321,7 +321,7 @@ class CommitVotes(RankCouncil):
         for rank, message in self._port.poll():
             busy = True
             self._hear(rank, message)
-        self._look_at_the_dead()
+        self._handle_deaths()
         if self._rank0 is not None:
             self._tell_all(self._rank0.tick(self._clock()))
         else:
@@ -354,7 +354,7 @@ class CommitVotes(RankCouncil):
         if reply is not None:
             self._send_root(reply)
 
-    def _look_at_the_dead(self) -> None:
+    def _handle_deaths(self) -> None:
         lost = self._port.lost()
         if lost == self._lost:
             return
@@ -373,11 +373,11 @@ class CommitVotes(RankCouncil):
             self._rank,
             error,
         )
-        self.problem = error  # set after the log line, so that a thread that sees it finds the line
+        self.problem = error  # set after logging, so that a thread that sees the problem finds the log line
         self._voter.end(error)
 
     def _may_leave(self) -> bool:
-        """Whether no rank waits for this one, and this one for no rank."""
+        """Whether this rank and the others no longer wait for each other."""
         if self._leaving is None:
             return False
         if self.problem is not None or self._clock() > self._leaving:

@@ -1,13 +1,12 @@
-"""The slot of the next slice, and the slices that must stay: a pure core, without bytes and without a clock.
+"""Chooses the slot of the next slice, and the slices to keep: a pure core, without bytes and without a clock.
 
     MISSING ─ made ─► FREE ─ begin ─► WRITING ─ sealed ─► SEALED ─ begin of a later step ─► WRITING …
                        ▲                │                   │
                        └─── release ────┘                   kept while it is pending, or the newest that is complete
 
 The order of steps is that of PCcheck (ASPLOS 2025, listing 1): a counter, here `(attempt, step)`. A slice that is ready
-after a newer step is complete gives its own slot back. PCcheck frees the older slot as soon as the newer checkpoint of
-this process is written. Here the older slot is freed only when every rank has the newer step, since the slice of one
-rank alone restores nothing.
+after a newer step is complete frees its own slot. PCcheck frees the older slot as soon as this process has written the
+newer checkpoint. Here every rank must first have the newer step, because one rank's slice alone restores nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 from trainer_side.tiers.tier import Order
 
-SLOTS_MIN = 2  # one complete step, and one on its way
+SLOTS_MIN = 2  # one complete step, and one in flight
 
 
 class SlotEntry(NamedTuple):
@@ -30,7 +29,7 @@ class SlotEntry(NamedTuple):
 
 
 class _State(Enum):
-    MISSING = auto()  # its memory is not there yet
+    MISSING = auto()  # has no memory yet
     FREE = auto()
     WRITING = auto()
     SEALED = auto()
@@ -41,7 +40,7 @@ class _Slot:
     state: _State = _State.FREE
     order: Order = (0, 0)
     complete: bool = False
-    found: bool = False  # sealed by an earlier process: nobody may ever know whether all ranks did so
+    found: bool = False  # sealed by an earlier process; whether all ranks did so may never be known
     void: bool = False
 
 
@@ -67,9 +66,9 @@ class FileSlots:
         self._slots[number] = _Slot()
 
     def begin(self, order: Order) -> int | None:
-        """Take a slot for this step; None if all must stay, or a newer step is complete.
+        """Take a slot for this step; None if all slots must stay, or a newer step is complete.
 
-        A free slot comes first; then one whose slice was given up; then that of the oldest slice that need not stay.
+        A free slot comes first, then that of a void slice, then that of the oldest slice that need not stay.
         """
         if order <= self._complete or any(
             slot.order == order and slot.state is not _State.FREE and not slot.void for slot in self._slots
@@ -88,23 +87,23 @@ class FileSlots:
         return number
 
     def is_wanted(self, number: int) -> bool:
-        """Whether the slice that is being written to this slot is of use: not void, and no newer step is complete."""
+        """Whether the slice being written to this slot is useful: not void, and no newer step is complete."""
         slot = self._slots[number]
         return slot.state is _State.WRITING and not slot.void and slot.order > self._complete
 
     def sealed(self, number: int) -> None:
-        """The slice that was being written to this slot is now whole."""
+        """Note that the slice being written to this slot is now whole."""
         slot = self._slots[number]
         assert slot.state is _State.WRITING, f"slot {number} is not being written"
         slot.state = _State.SEALED
 
     def release(self, number: int) -> None:
-        """The slice that was being written to this slot is given up."""
+        """Give up the slice being written to this slot."""
         assert self._slots[number].state is _State.WRITING, f"slot {number} is not being written"
         self._slots[number] = _Slot()
 
     def complete(self, order: Order) -> bool:
-        """Every rank has sealed this step. Returns whether it is sealed here and was not known to be complete."""
+        """Note that every rank has sealed this step; return whether that is news about a slice sealed here."""
         self._complete = max(self._complete, order)
         here = False
         for slot in self._slots:
@@ -113,24 +112,24 @@ class FileSlots:
         return here
 
     def void(self, order: Order) -> None:
-        """Some rank will never seal this step, or has lost it since an earlier process called it complete."""
+        """Note that some rank will never seal this step, or has lost it since an earlier process called it complete."""
         for slot in self._slots:
             if slot.state is not _State.FREE and slot.order == order and (slot.found or not slot.complete):
                 slot.void = True
 
     def table(self) -> list[SlotEntry | None]:
-        """The slices in all slots, for the commit record; void slices are left out."""
+        """Return the slices in all slots, for the commit record; void slices are left out."""
         return [
             SlotEntry(slot.order, slot.complete) if slot.state is _State.SEALED and not slot.void else None
             for slot in self._slots
         ]
 
     def _protected(self) -> set[int]:
-        """Sealed slices that must stay.
+        """Return the sealed slices that must stay.
 
-        These are the newest complete slice, and each slice of this process that may yet become complete. If no
-        complete one is known, the newest slice that was found takes its place: after a kill it may be the complete one.
-        Found slices never hold all slots for good.
+        These are the newest complete slice, and each slice of this process that may yet become complete. If no slice is
+        known to be complete, the newest found one stays instead: after a kill it may be the complete one. Found slices
+        never occupy all slots for good.
         """
         sealed = [
             (slot.order, number)

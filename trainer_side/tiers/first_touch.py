@@ -1,12 +1,11 @@
-"""First touch of large host memory by several threads: one thread has the kernel clear some 1.5 GB of pages a second.
+"""First touch of large host memory by several threads, because the kernel clears only 1.5 GB/s for one thread.
 
-    anonymous memory   huge_buffer: pages of an area; huge ones where the kernel has them
-    a file in memory   fill_file: pages of a new slot file, through a mapping: fallocate works in one thread, and gives
-                       small pages
-    a mapping          populate: no access faults later, and pages are locked sooner
-    a part of one      make_pages: of a file on a tmpfs that was given its size and no pages yet (slot_pages.py)
+    anonymous memory   huge_buffer: pages of an area; huge ones if the kernel has them
+    a file in memory   fill_file: pages of a new slot file, through a mapping: fallocate uses one thread and small pages
+    a mapping          populate: no later access faults, and pages are locked sooner
+    a part of one      make_pages: of a file on a tmpfs that has its size but no pages yet (slot_pages.py)
 
-Threads are started for each call and end with it: nothing is left for a child to inherit.
+Threads are started for each call and end with it, so that a child inherits none.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ import torch
 from holdfast.store.file_system import IN_MEMORY, file_system_of
 from trainer_side.ranks.deadlines import start
 
-_RANKS_BESIDE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # by mpirun, by torchrun
+_RANKS_BESIDE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # set by mpirun, by torchrun
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; Python has no names for them
 _SECTION_BYTES = 64 << 20
 # Measured on 16 cores (H100 VM, kernel 6.18): 8 make 4.3 to 5.4 GB/s of small pages, 16 make 3.2.
 _THREADS_MAX = 8
-# Beside training: each call keeps other threads from mapping memory until it is over, and cores are training's.
+# Beside training: each call keeps other threads from mapping memory until it returns, and training needs the cores.
 _BESIDE_SECTION_BYTES, _BESIDE_THREADS_MAX = 4 << 20, 2
 _BLOCK_BYTES = 512  # of `st_blocks`
 
 
 def huge_buffer(nbytes: int, *, beside_children: bool = False) -> torch.Tensor:
-    """`nbytes` (above 0) of zeroed memory as a one-dimensional uint8 tensor; all of it has been touched.
+    """Allocate `nbytes` (above 0) of zeroed memory, all of it touched, as a one-dimensional uint8 tensor.
 
-    With `beside_children` a forked child does not have it. Raises `MemoryError` if there is less.
+    With `beside_children`, forked children do not inherit the memory. Raises `MemoryError` if there is less.
     """
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them: pages are small, and all else is the same
+        with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
         if beside_children:
             memory.madvise(mmap.MADV_DONTFORK)
@@ -58,7 +57,7 @@ _beside_children: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def _keep_in_child() -> None:
-    # The child may map something else at these addresses: it must never give them back in the name of these objects.
+    # The child may map something else at these addresses, so its copies of these objects must never unmap them.
     for memory in list(_beside_children):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
@@ -67,7 +66,7 @@ os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def can_populate() -> bool:
-    """Whether the kernel has the calls (5.14 and later)."""
+    """Whether the kernel has the madvise calls of `populate` (5.14 and later)."""
     return _madvise()(mmap.PAGESIZE, 0, _POPULATE_WRITE) == 0
 
 
@@ -79,11 +78,11 @@ def populate(
     beside: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Have the kernel map all pages of a mapping, by as many threads as this rank has cores. Any thread.
+    """Have the kernel map all pages of a mapping, with as many threads as this rank has cores. Any thread.
 
-    With `write`, missing pages are made; without, pages are mapped as far as reading them needs it, so that pages of a
-    file on a disk are not marked as changed. With `beside`, few threads do it in small steps, and training goes on.
-    `stopped` is asked before each step; True ends it.
+    With `write`, missing pages are made; without, pages are mapped for reading, so that pages of a file on a disk are
+    not marked dirty. With `beside`, few threads work in small steps beside training. The work ends when `stopped`,
+    called before each step, returns True.
 
     Returns False if the kernel has no such call. OSError: there is no memory (`ENOMEM`), or the file system of a mapped
     file is full (`EFAULT`).
@@ -109,7 +108,7 @@ def populate(
             touch(begin)
         return True
     done = start(touch, sections, threads, "touch")
-    # All of them end before the first error is raised: nobody touches memory that is given back.
+    # All threads end before the first error is raised, so that none touches memory that the caller frees.
     problems = [problem for one in done if (problem := one.exception()) is not None]
     if problems:
         raise problems[0]
@@ -117,11 +116,11 @@ def populate(
 
 
 def fill_file(descriptor: int, path: Path, nbytes: int) -> None:
-    """Make the pages of a new file in memory, as far as memory is left; elsewhere do nothing. `reserve` must follow."""
+    """Make the pages of a new file in memory, until memory runs out; elsewhere do nothing. `reserve` must follow."""
     if file_system_of(path) not in IN_MEMORY or not can_populate():
         return
     os.ftruncate(descriptor, nbytes)
-    # An error is said by `reserve`, in its own words.
+    # `reserve` reports any error.
     with mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED) as mapped, contextlib.suppress(OSError):
         make_pages(mapped, 0, nbytes, beside=False)
 
@@ -147,7 +146,7 @@ def make_pages(
 
 
 def missing_bytes(path: Path) -> int:
-    """How much of its size a file on a tmpfs has no pages for; 0 elsewhere, where that cannot be told."""
+    """Return for how many bytes a file on a tmpfs has no pages; 0 elsewhere, where that is unknown."""
     if file_system_of(path) != "tmpfs":
         return 0
     found = path.lstat()
@@ -160,7 +159,7 @@ def has_hole(descriptor: int, begin: int, end: int) -> bool:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> int:
-    """An error number, 0 for none. Not `mmap.madvise`, which holds the GIL meanwhile."""
+    """Return an error number, 0 for success. Unlike `mmap.madvise`, releases the GIL meanwhile."""
     return 0 if _madvise()(address, nbytes, advice) == 0 else ctypes.get_errno()
 
 
@@ -172,9 +171,9 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def cores_of_rank() -> int:
-    """How many cores this rank may keep busy for a moment, at least 1: those it is bound to, or its share of all."""
+    """Return how many cores this rank may keep busy for a moment: those it is bound to, or its share of all."""
     usable = len(os.sched_getaffinity(0))
     if usable < (os.cpu_count() or 1):
-        return usable  # the launcher has dealt them out
+        return usable  # the launcher has bound the ranks to cores
     beside = max((int(os.environ.get(name) or "1") for name in _RANKS_BESIDE), default=1)
     return max(1, usable // max(1, beside))

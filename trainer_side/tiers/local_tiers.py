@@ -1,10 +1,10 @@
-"""This rank's local tiers at work.
+"""This rank's local tiers, from `save` to the verdicts of rank 0.
 
     save(7) ─► begin: a slot in each tier ─► keep: writer threads write as frames get ready ─► sealed ─► CommitVotes
                COMPLETE 7, VOID 7 ◄─ CommitVotes: rank 0 has counted the votes of all ranks ─► the tier, the event log
 
 If the first tier is memory, its slot is the staging area (strategy D), and there is no other area.
-The stager has no part in this: a lost stager, or a lost link to it, stops nothing here.
+The stager is not involved: the tiers continue without it or its link.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOOK_SECONDS = 2e-3
 
 
 class TierJob(NamedTuple):
-    """The job that writes. `name` is unlike that of any other job, so that two of the same attempt are never mixed."""
+    """The job that writes. `name` is unique, so that two jobs of the same attempt are never mixed."""
 
     attempt: int
     name: str
@@ -81,14 +81,14 @@ class TierReport:
         )
 
     def skipped(self, tier: Tier, order: Order, reason: Reason, *, counted: bool = True) -> None:
-        """A step is not kept. `counted`: False if this rank did not save the step at all."""
+        """Report that a step is not kept. `counted`: False if this rank did not save the step at all."""
         cause, step = reason.cause, order[1]
         fields = {"tier": tier.name, "reason": reason.text, "cause": cause}
         self.events.emit("skipped_tier", fields, step=step)
         if not counted:
             return
         self._ledger.skipped(tier.name, cause)
-        # An error is logged where it was met.
+        # An error has been logged where it occurred.
         if self._is_news(f"{tier.name}: {cause}") and cause != "failed":
             _log.warning("rank %d: step %d is not kept in tier %s: %s", self._rank, step, tier.name, reason)
 
@@ -115,8 +115,8 @@ class TierReport:
 class LocalTiers(TierSet):
     """The tiers of a rank that has some: slots for each step, the threads that write them, and the ranks' votes.
 
-    `tiers`: Opened, as they are set, nearest first. `inventory`: The steps that were found in them.
-    `appointments`: At which step this rank acts on a notice; only in a job without a stager.
+    `tiers`: Opened, in the order of the setting, nearest first. `inventory`: The steps that were found in them.
+    `appointments`: The step at which this rank acts on a notice; only in a job without a stager.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class LocalTiers(TierSet):
         limits = VoteLimits(config.start_seconds_max, config.tier_seconds_max)
         self._prepare_seconds_max = max(limits)
         self._restored: tuple[Order | None, frozenset[str]] = None, frozenset()
-        self._layout: Layout | None = None  # the one that there is room for
+        self._layout: Layout | None = None  # the tiers have room for it
         self._frames: tuple[SliceFrame, ...] = ()
         self._left_out: dict[int, Reason] = {}  # tiers without room for the layout
         self._newest_step = -1
@@ -177,7 +177,7 @@ class LocalTiers(TierSet):
 
     @property
     def takes_steps(self) -> bool:
-        """Whether a thread is there that keeps steps, and a thread of the votes that decides on them."""
+        """Whether threads of some tier, and the thread of the votes, are alive."""
         return not isinstance(self._votes.problem, ThreadDied) and any(
             threads.calls.died is None for threads in self._threads
         )
@@ -191,7 +191,7 @@ class LocalTiers(TierSet):
 
     @property
     def is_direct(self) -> bool:
-        # A device cannot copy straight into a file on persistent memory (DAX): CUDA refuses to lock it.
+        # A device cannot copy straight into a file on persistent memory (DAX): CUDA cannot page-lock it.
         first = self.tiers[0].nearness
         return first is Nearness.MEMORY or (first is Nearness.PM and accelerator.kind() is None)
 
@@ -204,8 +204,8 @@ class LocalTiers(TierSet):
         return all(map(self._is_idle_in, self._threads))
 
     def _is_idle_in(self, threads: TierWriterThreads) -> bool:
-        """No slot of this tier will become free by itself."""
-        # The threads are asked twice: a step may pass between them and the votes while the other side is asked.
+        """Whether no work in flight could free a slot of this tier."""
+        # The threads are checked twice: a step may move between them and the votes meanwhile.
         return threads.idle and not self._votes.undecided and threads.idle
 
     # -- before the first step -----------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class LocalTiers(TierSet):
                 for verdict in self._inventory.verdicts(threads.number, tier.name, *self._restored):
                     (tier.complete if verdict.complete else tier.void)(*verdict.order)
 
-        # Not in the training thread: a device that hangs must not hold that up.
+        # Not on the training thread, which a hanging device must not block.
         limit = self._prepare_seconds_max
         threads.calls.ask("making room for slices", prepare, seconds_max=limit, late=lambda _: None)
 
@@ -294,7 +294,7 @@ class LocalTiers(TierSet):
         )
 
     def _why_not(self, threads: TierWriterThreads) -> Reason | None:
-        """Why this tier is not asked for a slot; None if it is."""
+        """Return why this tier takes no step now; None if it does."""
         if (problem := self._votes.problem) is not None:
             return DeclineCause.LOST.because(problem)
         return self._left_out.get(threads.number) or threads.calls.hangs
@@ -311,7 +311,7 @@ class LocalTiers(TierSet):
                     return DeclineCause.BUSY.because(
                         "the next slot is still being made" if making else "no slot is free"
                     )
-                if (problem := self._votes.problem) is not None:  # no verdict frees a slot any more
+                if (problem := self._votes.problem) is not None:  # no verdict will free a slot
                     return DeclineCause.LOST.because(problem)
                 time.sleep(_LOOK_SECONDS)
         except HoldfastError as error:
@@ -327,7 +327,7 @@ class LocalTiers(TierSet):
             if writer is not None:
                 writer.abandon()
 
-        # Persistent memory may have to be flushed for it, and the training thread must not hang with the device.
+        # `begin` may flush persistent memory, and the training thread must not hang with the device.
         what, limit = f"a slot for step {order[1]}", self._call_seconds_max
         return threads.calls.ask(what, lambda: tier.begin(*order), seconds_max=limit, late=give_back)
 
@@ -353,12 +353,12 @@ class LocalTiers(TierSet):
                 self._skipped(number, (self.attempt, step), reason, counted=False)
 
     def let_go(self, write: TierWrite) -> None:
-        reason = DeclineCause.HANGS.because("the tier has not let go of what it was given")
+        reason = DeclineCause.HANGS.because("the tier has not released the staging area in time")
         for number in write.writers:
             self._threads[number].give_up(write, reason)
 
     def _ended(self, outcome: WriteOutcome) -> None:
-        """A tier has sealed a slice, or given it up. A thread of the tier, or that of the votes."""
+        """Handle the end of a slice: sealed, or given up. A thread of the tier, or that of the votes."""
         write = outcome.write
         if outcome.reason is not None:
             self._skipped(outcome.tier, write.order, outcome.reason)
@@ -367,9 +367,9 @@ class LocalTiers(TierSet):
         self._votes.sealed(outcome.tier, write.order, write.layout_digest)
 
     def _skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
-        """A tier does not keep a step. `counted`: False if this rank did not save the step at all."""
+        """Report that a tier does not keep a step. `counted`: False if this rank did not save the step at all."""
         self._report.skipped(self.tiers[number], order, reason, counted=counted)
-        # Also if rank 0 has called it void: it remembers the step until every rank has voted.
+        # Also for a step that rank 0 has called void: rank 0 remembers it until every rank has voted.
         self._votes.skipped(number, order, reason)
 
     # -- the thread of the votes ---------------------------------------------------------------------------------
@@ -389,11 +389,11 @@ class LocalTiers(TierSet):
     # -- doubts, and the end -------------------------------------------------------------------------------------
 
     def doubt(self, doubt: Doubt) -> None:
-        # In a thread of its own: a device may take its time.
+        # In a thread of its own, because a device may be slow.
         if doubt.steps is not None:
             thread = threading.Thread(target=self._mark, args=(doubt,), daemon=True)
             thread.start()
-            self._marking.append(thread)  # only now: `close` joins what it finds there
+            self._marking.append(thread)  # after `start`, because `close` joins every thread in the list
 
     def _mark(self, doubt: Doubt) -> None:
         for tier in self.tiers:
@@ -402,7 +402,7 @@ class LocalTiers(TierSet):
                     tier.doubt(DoubtedSteps(attempt, doubt))
             except (HoldfastError, OSError) as error:
                 _log.error(
-                    "rank %d: the tier %s does not take the mark that steps are doubtful, and restore may use them: %s",
+                    "rank %d: tier %s cannot record that steps are doubtful, so restore may use them: %s",
                     self._rank,
                     tier.name,
                     error,

@@ -1,12 +1,12 @@
-"""The ways to write a slot file: bytes go to a place, and after a call of `flush` they stay.
+"""The ways to write a slot file: bytes go to a place, and are durable once `flush` has returned.
 
-    Medium ─┬─ MappedFile   memory: tmpfs, mapped; what is stored there outlives the process as it is
+    Medium ─┬─ MappedFile   memory: tmpfs, mapped; stored bytes outlive the process
             ├─ CachedFile   file:   pwrite through the page cache, fdatasync
-            ├─ DirectFile   nvme:   pwrite past it (O_DIRECT), fdatasync for the device's own cache
+            ├─ DirectFile   nvme:   pwrite past the page cache (O_DIRECT), fdatasync for the device's own cache
             └─ PmFile       pm:     mapped, by libpmem past the CPU's caches
 
-No write counts before `flush` returns: until then a power loss may take any part of the bytes, in any order, and leave
-half a sector. `slot_file.py` copes with that; `tests/simulation/device.py` simulates it.
+Until `flush` returns, a power loss may lose any part of the written bytes, in any order, and leave half a sector.
+`slot_file.py` copes with that; `tests/simulation/device.py` simulates it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 Copy = Callable[[int, int, int], object]  # (to address, from address, bytes), like ctypes.memmove
 _REFUSED = "page cache, fdatasync: the file system refuses O_DIRECT"
-_MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # linux/mman.h; Python does not name them
+_MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # linux/mman.h; Python has no names for them
 _MS_SYNC = 4
 _FORCE = "PMEM_IS_PMEM_FORCE"  # PMDK's own variable
 _LIBRARY = "libpmem.so.1"
@@ -43,39 +43,39 @@ class Medium(Protocol):
 
     @property
     def how(self) -> str:
-        """The way of writing that it uses, in a few words."""
+        """The way of writing, in a few words."""
 
     @property
     def copy(self) -> Copy | None:
-        """The best way to put bytes into `memory`; None where there is no memory."""
+        """The best way to put bytes into `memory`; None without memory."""
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
-        """A part of the file as writable memory; None if it cannot be mapped."""
+        """Return a part of the file as writable memory; None if the file cannot be mapped."""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write at this offset. A view that is this very part of `memory` is only made ready for `flush`."""
+        """Write at this offset. A view that is this part of `memory` itself is only prepared for `flush`."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """The bytes at this offset, flushed or not; fewer at the end of the file."""
+        """Return the bytes at this offset, flushed or not; fewer at the end of the file."""
 
     def flush(self) -> None:
         """Make every earlier write, of any thread, survive a power loss.
 
-        If it fails, it is unknown which bytes stay, and a second call does not help.
+        After a failure it is unknown which bytes are durable, and a second call does not help.
         """
 
     def close(self) -> None: ...
 
 
 def address_of(view: memoryview) -> int:
-    """The address of the first byte of a view in this process."""
-    import numpy as np  # the one way to the address of a read-only buffer
+    """Return the address of the first byte of a view in this process."""
+    import numpy as np  # the only way to get the address of a read-only buffer
 
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
 class CachedFile:
-    """A file that exists, written through the page cache."""
+    """An existing file, written through the page cache."""
 
     copy: Copy | None = None
 
@@ -106,7 +106,7 @@ class CachedFile:
 
 
 class DirectFile(CachedFile):
-    """A file, written past the page cache if the file system allows it; otherwise like `CachedFile`."""
+    """An existing file, written past the page cache if the file system allows it; otherwise like `CachedFile`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -122,7 +122,7 @@ class DirectFile(CachedFile):
                     write_all(self._direct, view, offset)
                     return
                 except OSError as error:
-                    # Some file systems open with O_DIRECT and refuse the write, or want a larger alignment.
+                    # Some file systems open with O_DIRECT but refuse the write, or need a larger alignment.
                     if error.errno != errno.EINVAL:
                         raise
                     self.how = _REFUSED
@@ -136,11 +136,11 @@ class DirectFile(CachedFile):
 
 
 class MappedFile:
-    """A file on a tmpfs, mapped: bytes are put straight into it, and a kill of the process takes nothing away.
+    """A mapped file on a tmpfs: bytes are stored straight into it, and survive a kill of the process.
 
     Memory does not survive a power loss, so a flush has nothing to do. The processor keeps the order of stores as every
     other process sees them, also the stores of a process that was killed. All room of the file must be reserved: a
-    missing page would be a SIGBUS. A file on a tmpfs may come with pages missing: nobody may touch those before `make`.
+    missing page would cause a SIGBUS. Pages that a file on a tmpfs lacks may only be touched after `make`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,12 +157,12 @@ class MappedFile:
             self._touch()
 
     def _mapped(self, file: int, nbytes: int) -> mmap.mmap:
-        # The first touch of a page costs more than the copy. By several threads in `_touch`, where the kernel can.
+        # The first touch of a page costs more than the copy. `_touch` does it in several threads, if the kernel can.
         populated = 0 if can_populate() else mmap.MAP_POPULATE
         return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | populated)
 
     def _touch(self) -> None:
-        """Have all pages mapped now; where some are missing, `make` does that."""
+        """Map all pages now; if some are missing, `make` does that later."""
         if not missing_bytes(self.path):
             populate(self._address, len(self._view), write=False)
 
@@ -175,16 +175,16 @@ class MappedFile:
     def write(self, offset: int, view: memoryview) -> None:
         place, source = self._address + offset, address_of(view)
         if place != source and view.nbytes:
-            ctypes.memmove(place, source, view.nbytes)  # unlike an assignment, it gives the GIL back
+            ctypes.memmove(place, source, view.nbytes)  # unlike an assignment, releases the GIL
 
     def read(self, offset: int, nbytes: int) -> bytes:
         return bytes(self._view[offset : offset + nbytes])
 
     def flush(self) -> None:
-        """Nothing to do: there is no power loss to survive."""
+        """Do nothing: memory does not survive a power loss anyway."""
 
     def close(self) -> None:
-        # Memory with views on it stays mapped until the last of them is released.
+        # Memory with views stays mapped until the last view is released.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()
@@ -193,7 +193,7 @@ class MappedFile:
 class Libpmem:
     """The functions that a tier needs; all release the GIL. Addresses are those of mapped memory in this process.
 
-    They are C functions, so that `map` over many pieces costs little more than their bytes.
+    `copy`, `persist` and `drain` are C functions, so that `map` over many pieces costs little more than their bytes.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -217,11 +217,11 @@ class Libpmem:
 
 @lru_cache(maxsize=1)
 def load_libpmem() -> Libpmem | None:
-    """PMDK's libpmem; None if it is not installed, or too old. Not a dependency (Debian, Ubuntu: package libpmem1)."""
+    """Load PMDK's libpmem; None if missing or too old. Not a dependency (Debian, Ubuntu: package libpmem1)."""
     try:
         library = ctypes.CDLL(_LIBRARY)
         library.pmem_check_version.argtypes = (ctypes.c_uint, ctypes.c_uint)
-        library.pmem_check_version.restype = ctypes.c_char_p  # None, or what is wrong
+        library.pmem_check_version.restype = ctypes.c_char_p  # None, or the error
         if library.pmem_check_version(_MAJOR, _MINOR_MIN) is not None:
             return None
         return Libpmem(library)
@@ -232,7 +232,7 @@ def load_libpmem() -> Libpmem | None:
 class PmFile(MappedFile):
     """A file on persistent memory: mapped, written past the CPU's caches, durable without a system call.
 
-    DAX, and libpmem         MAP_SYNC; copies by libpmem, durable when `write` returns; flush: nothing is left to do
+    DAX, and libpmem         MAP_SYNC; copies by libpmem, durable when `write` returns; flush: nothing to do
     no DAX, or no libpmem    an ordinary mapping; flush: msync
     PMEM_IS_PMEM_FORCE=1     like the first on any file system: a stand-in for measuring, and `how` says so
 
@@ -248,7 +248,7 @@ class PmFile(MappedFile):
 
     def _touch(self) -> None:
         if self._pmem is not None:
-            # Each page is written to once, now: its first store would otherwise come in the middle of a checkpoint.
+            # Touch each page for writing now: its first store would otherwise fault in the middle of a checkpoint.
             with contextlib.suppress(OSError):
                 populate(self._address, len(self._view))
 
@@ -280,7 +280,7 @@ class PmFile(MappedFile):
         )
 
     def write(self, offset: int, view: memoryview) -> None:
-        # With libpmem this is durable on return, also for bytes that were put into `memory` in another way.
+        # With libpmem the bytes are durable on return, even if they were stored into `memory` in another way.
         if self._pmem is None:
             super().write(offset, view)
             return
@@ -294,7 +294,7 @@ class PmFile(MappedFile):
         if self._pmem is not None:
             self._pmem.drain()
             return
-        msync = ctypes.CDLL(None, use_errno=True).msync  # mmap's own holds the GIL while the device works
+        msync = ctypes.CDLL(None, use_errno=True).msync  # mmap's own flush holds the GIL meanwhile
         msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         with translated("flush", self.path):
             if msync(self._address, len(self._view), _MS_SYNC) != 0:

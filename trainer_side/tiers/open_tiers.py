@@ -1,4 +1,4 @@
-"""From the setting `tiers` to a tier.
+"""Opens tiers from the setting `tiers`.
 
 memory  memory:/dir     /dev/shm, or another tmpfs: survives the process, not the machine
 pm:/dir                 a DAX file system on persistent memory
@@ -32,10 +32,10 @@ _IN_MEMORY = frozenset({Nearness.MEMORY, Nearness.PM})
 
 
 def open_tiers(config: TrainerConfig, run_url: str) -> list[Tier]:
-    """The tiers that are set, nearest first as they are given. ConfigError: one of them is not a tier."""
+    """Return the tiers of the setting, in its order, nearest first. ConfigError: an item is not a tier."""
     found: list[Tier] = []
     for spec in config.tiers:
-        # In memory a slot costs memory: one, and one for each step in flight. Elsewhere the device is measured.
+        # A slot in memory costs memory: one, and one for each step in flight. Other devices are measured.
         in_memory = spec.partition(":")[0] in _IN_MEMORY
         slots = config.tier_slots or (config.in_flight_max + 1 if in_memory else None)
         try:
@@ -46,11 +46,11 @@ def open_tiers(config: TrainerConfig, run_url: str) -> list[Tier]:
 
 
 def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: int | None = None) -> Tier:
-    """The tier that `spec` names. Nothing on disk is touched before `prepare` or `kept`.
+    """Return the tier that `spec` names. Nothing on disk is touched before `prepare` or `kept`.
 
     `slots` is the number of slices that a rank has room for: one, plus one for each checkpoint in flight. `writers` is
     the number of threads that write at once. Without a value, `prepare` measures the device for a second and chooses
-    one; a memory tier gets as many writers as keep up with a device, at most half of the cores. ConfigError: `spec` is
+    one; a memory tier gets enough writers to keep up with a device, at most half of the cores. ConfigError: `spec` is
     not a tier, or a memory tier lies on a disk and this rank trains on a device.
     """
     kind, colon, directory = spec.partition(":")
@@ -68,11 +68,10 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         place = TierDirectory(Path(directory), run_url)
     if nearness is Nearness.MEMORY:
         refuse_disk(spec, place.base, warn=True)
-        # The copy engine itself puts slices there, so the writers only compute CRCs. And each slot costs memory,
-        # whatever is measured.
+        # The copy engine itself puts slices there, so the writers only compute CRCs, and measuring them is no use.
         slots = SLOTS if slots is None else slots
         if writers is None:
-            # Each computes CRCs at about 10 GB/s; the other cores stay the training's.
+            # Each computes CRCs at about 10 GB/s; the other cores are left to training.
             writers = max(1, min(_SUMMERS_MAX, cores_of_rank() // 2))
     return SlotTier(spec, nearness, place, _MEDIA[nearness], slots=slots, writers=writers)
 

@@ -6,8 +6,8 @@ complete, void ── in the farthest tier     │               └─► event
 ranks that are dead or have ended, ticks ──┘
 
 The decisions are those of a stager (holdfast/notices/preemption.py). A step counts as safe when it is complete in the
-*farthest* tier: that takes longest, and outlives most. Rank 0's own machine may be the preempted one: rank 0 mostly
-outlives its notice; if it dies before the save, the ranks' promises end with it.
+*farthest* tier, which takes longest and survives most failures. Rank 0's own machine may be the preempted one: rank 0
+mostly outlives its notice; if rank 0 dies before the save, the ranks' promises end with it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _log = logging.getLogger("holdfast.trainer.council")
 
 
 def farthest(tiers: Sequence[Tier]) -> int:
-    """The number of the tier that outlives most: a file if there is one, else NVMe, and so on down `Nearness`."""
+    """Return the number of the tier that survives most failures: a file tier, else NVMe, and so on down `Nearness`."""
     order = list(Nearness)
     return max(range(len(tiers)), key=lambda number: order.index(tiers[number].nearness))
 
 
 class Rank0PreemptionCoordinator:
-    """See the module. Its methods belong to the votes' thread of rank 0, `began` to the training thread.
+    """Runs on the votes' thread of rank 0, except `began`, which belongs to the training thread.
 
-    They return messages to all ranks, this one included, in their order.
+    Methods return messages to all ranks, this one included, in order.
 
-    `tier` is the number of the farthest tier. `safe` describes a checkpoint that is complete there. `fraction` gives
+    `tier` is the number of the farthest tier. `safe` describes a checkpoint that is complete there. `fraction` returns
     the share of a step, 0 to 1, that this rank has written there.
     """
 
@@ -63,7 +63,7 @@ class Rank0PreemptionCoordinator:
         self._emergency = PreemptionCoordinator(ranks, self._in_flight, safe=safe)
 
     def began(self, tier: int, order: Order, image_bytes: int) -> None:
-        """This rank has taken a slot for a step."""
+        """Note that this rank has taken a slot for a step."""
         if tier == self._tier:
             with self._guard:
                 self._begun[order] = self._clock(), image_bytes
@@ -76,25 +76,25 @@ class Rank0PreemptionCoordinator:
             return self._do(self._emergency.hear(rank, name, frame, self._clock()))
         except ProtocolError as error:
             _log.error(
-                "leaving out what rank %d said of a notice, so the notice may lead to no checkpoint: %s",
+                "ignoring a message of rank %d about a notice, so the notice may lead to no checkpoint: %s",
                 rank,
                 error,
             )
             return []
 
     def told(self, tier: int, order: Order) -> None:
-        """Some rank has sealed its slice of this step, or never will."""
+        """Note that some rank has sealed its slice of this step, or never will."""
         if tier == self._tier:
             self._emergency.offered(order[1])
 
     def gave_up(self, tier: int, order: Order) -> None:
-        """This rank will never seal its slice of this step; it may have begun it after the verdict."""
+        """Note that this rank will never seal its slice of this step, which it may have begun after the verdict."""
         if tier == self._tier:
             with self._guard:
                 self._begun.pop(order, None)
 
     def judged(self, verdict: StepVerdict) -> list[bytes]:
-        """A step is complete in a tier, or void."""
+        """Handle the verdict that a step is complete in a tier, or void."""
         if verdict.tier != self._tier:
             return []
         step, now = verdict.order[1], self._clock()

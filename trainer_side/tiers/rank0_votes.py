@@ -8,9 +8,9 @@ NOTICE, AT      ─► Rank0PreemptionCoordinator ─► SAVE_AT
 ROOM            ─────────────────► ROOM
 DOUBT           ─────────────────► DOUBTED
 
-Each tier is decided separately: a step that is complete in the memory of all machines is no use when only their disks
-survive. Rank 0 decides each step once, so no step is complete for one rank and void for another. A rank that overwrites
-older steps only after COMPLETE therefore never overwrites the last step that all ranks hold.
+Rank 0 decides for each tier separately: a step that is complete in the memory of all machines is no use if only their
+disks survive. Rank 0 decides each step once, so no step is complete for one rank and void for another. Ranks overwrite
+older steps only after COMPLETE, and therefore never the last step that all ranks hold.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _log = logging.getLogger("holdfast.trainer.council")
 _OUTDATED = Reason(DeclineCause.SUPERSEDED, "a newer step is complete")
 _LAYOUT = "layout"
 _LAYOUTS_KEPT = 4
-_STEPS_MAX = 16  # of which not all ranks have said theirs; more than are ever in flight
+_STEPS_MAX = 16  # steps without the fingerprints of all ranks; more than are ever in flight
 
 
 class VoteLimits(NamedTuple):
-    """How long the slowest rank is waited for, in seconds: for its layout (`agree`), and for its slice (`seal`)."""
+    """How long to wait for the slowest rank, in seconds: for its layout (`agree`), and for its slice (`seal`)."""
 
     agree_seconds_max: float
     seal_seconds_max: float
 
 
 class Rank0Votes:
-    """Takes the ranks' messages, its own included, and decides. Not thread-safe.
+    """Takes the ranks' messages, rank 0's included, and decides. Not thread-safe.
 
-    Each method returns the messages that go to all ranks, rank 0 included, in this order. A job with a stager has no
-    `preemption` here.
+    Each method returns the messages to all ranks, rank 0 included, in order. A job with a stager passes no
+    `preemption`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Rank0Votes:
         return len(self._left) == self._ranks
 
     def hear(self, rank: int, frame: Frame, now: float) -> list[bytes]:
-        """Take a message of one rank. ProtocolError: no rank may send it to rank 0, or it is malformed."""
+        """Handle a message of one rank. ProtocolError: the message is malformed, or not for rank 0."""
         order = (frame.attempt, frame.step)
         match frame.kind:
             case Kind.SEALED:
@@ -119,7 +119,7 @@ class Rank0Votes:
         return messages + (self._preemption.tick() if self._preemption is not None else [])
 
     def _tell_preemption(self, frame: Frame) -> None:
-        # Before the votes are counted: the coordinator hears what the ranks say of a step before it hears the verdict.
+        # Before the votes are counted, so that the coordinator gets the ranks' votes before the verdict.
         if self._preemption is not None:
             self._preemption.told(frame.arg, (frame.attempt, frame.step))
 
@@ -147,17 +147,17 @@ class _Ballot:
     layout: str = ""
     sealed: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
-    void: Reason | None = None  # why it is; None while it is undecided
+    void: Reason | None = None  # why the step is void; None while undecided
 
 
 class VoteCount:
-    """Counts the slices that are sealed. Not thread-safe.
+    """Counts the sealed slices. Not thread-safe.
 
     A void step is remembered until every rank has sealed or skipped it. A rank that seals it last would otherwise open
-    a new ballot, in which the others do not vote again, and its slot would be taken until the deadline.
+    a new ballot, in which the others do not vote again, and its slot would stay occupied until the deadline.
 
     The last rank may be `seconds_max` later than the first. `open_max` limits the undecided steps of one tier, and the
-    void ones that are remembered: the oldest undecided step becomes void, the oldest void one is forgotten.
+    remembered void ones: beyond it, the oldest undecided step becomes void, and the oldest void one is forgotten.
     """
 
     def __init__(self, ranks: int, *, seconds_max: float, open_max: int = 64) -> None:
@@ -177,7 +177,7 @@ class VoteCount:
         return len(self._ballots)
 
     def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
-        """A rank has sealed its slice, of the layout with this digest. Each rank says so once for each slice."""
+        """Count a rank's sealed slice, of the layout with this digest. Called once per rank and slice."""
         if order <= self._newest.get(tier, (0, 0)):
             return [StepVerdict(tier, order, complete=False, why=_OUTDATED)]
         ballot = self._ballots.setdefault((tier, order), _Ballot(now, layout))
@@ -200,17 +200,17 @@ class VoteCount:
         return []
 
     def refuse(self, order: Order, why: Reason) -> list[StepVerdict]:
-        """No tier keeps this step, even if some slices are sealed. Said before any tier can have it from all ranks."""
+        """Let no tier keep this step, even if some slices are sealed. Called before every rank has sealed its slice."""
         self._refused[order] = why
         if len(self._refused) > self._open_max:
             del self._refused[min(self._refused)]
-        of_it = [
+        tiers = [
             tier for (tier, other), ballot in self._ballots.items() if other == order and not ballot.void
         ]
-        return [self._void(tier, order, why) for tier in of_it]
+        return [self._void(tier, order, why) for tier in tiers]
 
     def skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
-        """A rank will never seal its slice. Each rank says so once for each slice that it does not seal."""
+        """Note that a rank will never seal its slice. Called once per rank and slice that is not sealed."""
         if order <= self._newest.get(tier, (0, 0)):
             return [StepVerdict(tier, order, complete=False, why=_OUTDATED)]
         ballot = self._ballots.setdefault((tier, order), _Ballot(0.0))
@@ -221,7 +221,7 @@ class VoteCount:
         return [self._void(tier, order, why.of_rank(rank))]
 
     def lost(self, rank: int, why: str) -> list[StepVerdict]:
-        """A rank will seal nothing more: every step that it has not sealed by now is void."""
+        """Note that a rank will seal nothing more: every step that it has not sealed by now is void."""
         self._lost[rank] = why
         found = []
         for (tier, order), ballot in list(self._ballots.items()):
@@ -260,7 +260,7 @@ class VoteCount:
         return StepVerdict(tier, order, complete=False, why=why)
 
     def _forget(self, tier: int, order: Order) -> None:
-        """Forget a void step once no rank can seal it any more."""
+        """Forget a void step once every rank has voted or is lost."""
         ballot = self._ballots[tier, order]
         if len(ballot.sealed | ballot.skipped | self._lost.keys()) == self._ranks:
             del self._ballots[tier, order]
@@ -278,7 +278,7 @@ class VoteCount:
 
 
 class StartBarrier:
-    """Counts the ranks that have prepared for the first layout, from the first to the last. Not thread-safe."""
+    """Counts the ranks that have prepared for the first layout. Not thread-safe."""
 
     def __init__(self, ranks: int, seconds_max: float) -> None:
         self._ranks, self._seconds_max = ranks, seconds_max
@@ -286,7 +286,7 @@ class StartBarrier:
         self._begun_at = 0.0
 
     def ready(self, rank: int, code: str, text: str, now: float) -> bool | HoldfastError:
-        """A rank is ready, or has refused with an error code. Returns False while ranks are missing."""
+        """Note that a rank is ready, or has refused with an error code. Returns False while ranks are missing."""
         if not self._said:
             self._begun_at = now
         self._said[rank] = peer_error(code, f"rank {rank}: {text}") if code else None
@@ -296,7 +296,7 @@ class StartBarrier:
         return next((said[other] for other in sorted(said) if said[other] is not None), None) or True
 
     def overdue(self, now: float) -> HoldfastError | None:
-        """The answer to all if some rank was not ready in time."""
+        """Return the error for all ranks if some rank was not ready in time."""
         if not self._said or now - self._begun_at <= self._seconds_max:
             return None
         missing = [str(rank) for rank in range(self._ranks) if rank not in self._said]
@@ -306,7 +306,7 @@ class StartBarrier:
         )
 
     def lost(self, reason: str) -> HoldfastError | None:
-        """The answer to all if a rank is lost while others wait."""
+        """Return the error for all ranks if a rank is lost while others wait."""
         if not self._said:
             return None
         self._said = {}
@@ -314,18 +314,18 @@ class StartBarrier:
 
 
 def fingerprints_frame(order: Order, layout_digest: str, text: str) -> bytes:
-    """The DONE message with the fingerprints of one rank."""
+    """Encode the DONE message with the fingerprints of one rank."""
     attempt, step = order
     body = wire.to_json({FIELD: text, _LAYOUT: layout_digest})
     return wire.encode(Kind.DONE, attempt=attempt, step=step, body=body)
 
 
 class ReplicaWatch:
-    """Rank 0 compares the replicas of all ranks, as the stager would, where no stager takes the step.
+    """Compares the replicas of all ranks on rank 0, as the stager would, for steps that no stager takes.
 
     A rank sends its fingerprints before the first frame of its slice is ready, and so before it seals the slice in any
-    tier: no step is complete in a tier before it was compared. With `refuses`, a step of which the replicas differ is
-    kept nowhere (`on_divergence=refuse`). The votes' thread of rank 0, except `laid_out`.
+    tier: every step is compared before it is complete in a tier. With `refuses`, a step whose replicas differ is kept
+    nowhere (`on_divergence=refuse`). The votes' thread of rank 0, except `laid_out`.
     """
 
     def __init__(self, ranks: int, events: EventLog, *, refuses: bool) -> None:
@@ -336,7 +336,7 @@ class ReplicaWatch:
         self._said: dict[Order, dict[int, tuple[str, str]]] = {}  # rank → digest of its layout, fingerprints
 
     def laid_out(self, layout: Layout) -> None:
-        """Slices of this layout come. Training thread."""
+        """Expect slices of this layout. Training thread."""
         with self._guard:
             self._layouts.pop(layout.digest, None)
             self._layouts[layout.digest] = layout
@@ -344,7 +344,7 @@ class ReplicaWatch:
                 del self._layouts[next(iter(self._layouts))]
 
     def hear(self, rank: int, frame: Frame) -> StateError | None:
-        """Take the fingerprints of one rank. Returns why no tier may keep the step; None if there is no reason."""
+        """Take the fingerprints of one rank; return why no tier may keep the step, None if tiers may."""
         body = wire.json_body(frame, **{FIELD: str, _LAYOUT: str})
         order = (frame.attempt, frame.step)
         said = self._said.setdefault(order, {})
@@ -374,7 +374,7 @@ class ReplicaWatch:
 
 
 def _doubted(rank: int, frame: Frame) -> bytes:
-    """The message to all ranks about a rank's doubt. ProtocolError: it is malformed, or in another rank's name."""
+    """Encode the message to all ranks about a rank's doubt. ProtocolError: malformed, or in another rank's name."""
     doubt = Doubt.from_frame(frame)
     if doubt.rank != rank:
         raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")
@@ -382,7 +382,7 @@ def _doubted(rank: int, frame: Frame) -> bytes:
 
 
 def _refusal(frame: Frame) -> tuple[str, str]:
-    """Code and message of a READY that refuses; both are empty where the rank is ready."""
+    """Return code and message of a READY that refuses; both are empty if the rank is ready."""
     if not wire.json_body(frame):
         return "", ""
     body = wire.json_body(frame, code=str, message=str)
@@ -390,7 +390,7 @@ def _refusal(frame: Frame) -> tuple[str, str]:
 
 
 def _answer(answer: Agreement | HoldfastError | OneSided | bool | None) -> list[bytes]:
-    """The message to all ranks about a round or the start barrier; none while ranks are missing (None or False)."""
+    """Encode the message to all ranks about a round or the start barrier; empty while ranks are missing."""
     if isinstance(answer, OneSided):
         answer = answer.error
     if isinstance(answer, HoldfastError):

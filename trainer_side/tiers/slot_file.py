@@ -1,4 +1,4 @@
-"""The slot file of one rank and one layout: which slots are sealed, and how that changes without a half-true state.
+"""The slot file of one rank and one layout: which slots are sealed, and how the record of that changes atomically.
 
     write ─► seal written ─► flush ─► the other sector, sequence + 1 ─► flush        a slice exists
     begin ─► the other sector without it, sequence + 1 ─► flush ─► write             a slot is written to again
@@ -7,8 +7,8 @@ One of the two sectors is always whole and durable; only the other one is writte
 whether the new sector is durable. The file then treats the slots that this sector names as in use, and writes the
 sector again.
 
-`examine` and `scan` read the files of any rank: they take no lock and write nothing, since a file may have a living
-writer. Bytes of a slot that is being written again have wrong CRCs; the reader of the slices compares them.
+`examine` and `scan` read the files of any rank. They take no lock and write nothing, because a file may have a living
+writer. Bytes of a slot that is being overwritten have wrong CRCs; the reader of the slices compares them.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ Read = Callable[[int, int], bytes]  # (offset, bytes) → the bytes there; fewer
 
 
 def first_pages(superblock: Superblock, layout: Layout) -> bytes:
-    """The beginning of a new file, up to its slots. No slot holds anything."""
+    """Return the beginning of a new file, up to its slots, which are all empty."""
     empty = CommitSector(1, (None,) * superblock.slots).to_bytes()
     return superblock.to_bytes() + empty + bytes(PAGE_BYTES) + layout.to_bytes()
 
 
 def newest_sector(read: Read, superblock: Superblock, *, source: str) -> tuple[int, CommitSector]:
-    """The commit sector that counts, and its number. DamageError: none is whole."""
+    """Return the valid commit sector, and its number. DamageError: neither is whole."""
     sectors = [
         CommitSector.from_bytes(read(offset, PAGE_BYTES), superblock.slots) for offset in SECTOR_OFFSETS
     ]
     whole = [(number, sector) for number, sector in enumerate(sectors) if sector is not None]
     if not whole:
-        raise DamageError(f"{source}: neither commit sector is whole, so nobody knows what its slots hold")
+        raise DamageError(f"{source}: neither commit sector is whole, so its slices are unknown")
     return max(whole, key=lambda pair: (pair[1].sequence, pair[0]))
 
 
 def read_layout(read: Read, superblock: Superblock, known: dict[str, Layout], *, source: str) -> Layout:
-    """The layout in the file. If `known` has its digest, the bytes are checked but not parsed again."""
+    """Return the layout in the file. If `known` has its digest, the bytes are checked but not parsed again."""
     packed = read(superblock.layout_offset, superblock.layout_bytes)
     if len(packed) != superblock.layout_bytes or crc32(packed) != superblock.layout_crc32:
         raise DamageError(f"{source}: the layout in the file is altered or cut short")
@@ -80,7 +80,7 @@ def read_layout(read: Read, superblock: Superblock, known: dict[str, Layout], *,
 def read_seal(
     read: Read, superblock: Superblock, layout: Layout, slot: int, commitment: Commitment, *, source: str
 ) -> SliceSeal:
-    """The seal of a slot that the record names. It must be the committed one, of this rank, step and layout."""
+    """Return the seal of a slot that the record names. DamageError: it is damaged, or not the committed one."""
     source = f"{source} slot {slot}"
     if commitment.seal_bytes > superblock.seal_room_bytes:
         raise DamageError(
@@ -101,12 +101,12 @@ def read_seal(
 
 
 class Examined(NamedTuple):
-    """A slot file that is whole. `committed`: the slices that the record names, per slot."""
+    """A whole slot file. `committed`: the slices that the record names, per slot."""
 
     superblock: Superblock
     layout: Layout
     committed: tuple[Commitment | None, ...]
-    seals_missing: dict[int, str]  # slots that the record names and whose seal is damaged, with what is wrong
+    seals_missing: dict[int, str]  # slots that the record names but whose seal is damaged, with the reason
     kept: tuple[Kept, ...]
 
 
@@ -115,8 +115,8 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
 
     `layouts` holds known layouts, by digest; the layout of the file is added.
 
-    ConfigError: the file is not ours, or of another run or rank. DamageError, ProtocolError: it is no slot file that
-    this version can read. StoreError: the device refused.
+    ConfigError: the file is not ours, or of another run or rank. DamageError, ProtocolError: this version cannot read
+    the file. StoreError: the device refused.
     """
     source = str(path)
     with translated("open", path):
@@ -161,7 +161,7 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
 
 
 def scan(place: TierDirectory, layouts: dict[str, Layout]) -> tuple[list[Examined], list[str]]:
-    """All readable slot files of a run, and the damage: unreadable files, and slices of steps that were complete.
+    """Return all readable slot files of a run, and the damage: unreadable files, and slices of complete steps.
 
     The log names an unreadable file, and the file stays as it is.
     """
@@ -172,7 +172,7 @@ def scan(place: TierDirectory, layouts: dict[str, Layout]) -> tuple[list[Examine
             examined = examine(path, place, rank, layouts)
         except HoldfastError as error:
             if path.exists():  # else its writer has just removed it
-                _log.warning("local tier: leaving out a file: %s", error)
+                _log.warning("local tier: skipping a file: %s", error)
                 if not isinstance(error, ConfigError):  # another run's, or another rank's
                     damage.append(str(error))
         else:
@@ -195,11 +195,11 @@ def _pread(file: int, offset: int, nbytes: int) -> bytes:
 
 
 class SlotFile:
-    """A slot file that this process may write. `write` belongs to any thread; one at a time calls the others.
+    """A slot file that this process may write. Any thread may call `write`; one at a time the other methods.
 
     Each method that writes raises StoreError if the device refuses.
 
-    `superblock` was checked already. `source` is the path, for messages. DamageError: no commit sector is whole.
+    `superblock` is already checked. `source` is the path, for messages. DamageError: no commit sector is whole.
     """
 
     def __init__(self, medium: Medium, superblock: Superblock, *, source: str) -> None:
@@ -208,24 +208,24 @@ class SlotFile:
         self._current, self._sequence = current, sector.sequence
         self.committed: Table = sector.slots  # the slices that the durable record names
         self._doubtful: list[Table] = []
-        self.failed_flushes = 0  # bytes that any thread wrote before the last one may be lost
-        # The last write of an earlier process may never have been flushed. The other sector is written next, so this
-        # one must be durable by then: it is written once more as it is.
+        self.failed_flushes = 0  # bytes that any thread wrote before the last failure may be lost
+        # An earlier process may never have flushed this sector. The next commit writes the other one, so this one must
+        # be durable by then: it is written again unchanged.
         self._write_page(SECTOR_OFFSETS[current], sector.to_bytes())
         self.flush()
 
     def names(self, slot: int) -> bool:
-        """Whether a reader may find this slot sealed after a loss of power now."""
+        """Whether a reader may find this slot sealed after a power loss now."""
         return any(table[slot] is not None for table in (self.committed, *self._doubtful))
 
     def write(self, slot: int, offset: int, view: memoryview) -> None:
         self.medium.write(self.superblock.slot_offset(slot) + offset, view)
 
     def write_seal(self, slot: int, seal: SliceSeal) -> Commitment:
-        """Put a seal behind its slice; the seal means nothing until it is committed."""
+        """Write a seal behind its slice; the seal counts only once it is committed."""
         data = seal.to_bytes()
         if len(data) > self.superblock.seal_room_bytes:
-            # The record is for people: a slice without a record can be restored, a record without a slice cannot.
+            # The record is for people: a slice can be restored without it.
             data = seal.model_copy(update={"record": {}}).to_bytes()
         if len(data) > self.superblock.seal_room_bytes:
             raise StoreError(
@@ -245,7 +245,7 @@ class SlotFile:
     def commit(self, table: Table) -> None:
         """Record that these slots hold sealed slices, and no others. Slices and seals must be durable already.
 
-        If the device refuses, it is unknown whether the record counts.
+        If the device refuses, it is unknown whether the new record is durable.
         """
         target = 1 - self._current
         self._sequence += 1

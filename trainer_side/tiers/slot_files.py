@@ -1,10 +1,10 @@
 """The slot files of one rank: found again, made beside a damaged one, and removed when a newer step is complete.
 
-    open           the file of this layout, if there is one; else measured, room reserved, made whole, then named; a
-                   large one in memory is named first, and gets the pages of all but its next slot later
-    remove_older   files of earlier layouts and of ranks that are gone, once every rank has a newer step
+    open           opens the file of this layout; or measures the device, reserves room, makes a file and names it. A
+                   large file in memory is named first, and gets the pages of all but its next slot later
+    remove_older   removes files of earlier layouts and of ranks that are gone, once every rank has a newer step
 
-A damaged file is never changed: the log names it, and a fresh file is made beside it. A file of another run is refused.
+A damaged file is never changed: the log names it, and a new file is made beside it. A file of another run is refused.
 Only the holder of the rank's lock may call `open` and `remove_older`.
 """
 
@@ -41,18 +41,18 @@ from trainer_side.tiers.tier import Order
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory
 
 _log = logging.getLogger("holdfast.trainer")
-_BESIDE_MAX = 100  # damaged files of one name: somebody should have looked by then
+_BESIDE_MAX = 100  # damaged files of one name; then the operator must act
 _WRITERS_TRIED = (1, 2, 4)
-_IN_FLIGHT_TRIED = (1, 2, 3)  # slots take room: one more than are in flight
+_IN_FLIGHT_TRIED = (1, 2, 3)  # each needs one slot more
 SCRATCH_BYTES = 64 << 20
-_BLOCK_BYTES = 8 << 20  # the size of one write: like a frame, which is half a chunk or more
+_BLOCK_BYTES = 8 << 20  # of one write; like a frame, which is half a chunk or more
 _MEASURE_SECONDS_MAX = 1.0
 _NEARLY = 1.05
-_AT_ONCE_BYTES_MAX = 256 << 20  # the pages of so small a file are there before a thread would be
+_AT_ONCE_BYTES_MAX = 256 << 20  # making the pages of a smaller file is faster than starting a thread
 
 
 class SlotFiles:
-    """See the module. `slots` per file and `writers` at once are measured when a file is made, if they are None.
+    """Opens, makes and removes slot files. `slots` and `writers` are measured when a file is made, if they are None.
 
     With `later`, pages of a file on a tmpfs may be made beside training.
     """
@@ -71,7 +71,7 @@ class SlotFiles:
         self._slots, self._writers, self._later = slots, writers, later
 
     def open(self, layout: Layout, rank: int, layouts: dict[str, Layout]) -> OpenSlots:
-        """The slot file for this layout. See `Tier.prepare` for errors."""
+        """Open the slot file for this layout, or make it. See `Tier.prepare` for errors."""
         for slots in [self._slots] if self._slots else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]:
             opened = self._open_found(layout, rank, slots, layouts)
             if opened is not None:
@@ -118,7 +118,7 @@ class SlotFiles:
                 sync_directory(self._place.directory)
         return removed
 
-    # -- one that is there ---------------------------------------------------------------------------------------
+    # -- an existing file ----------------------------------------------------------------------------------------
 
     def _open_found(
         self, layout: Layout, rank: int, slots: int, layouts: dict[str, Layout]
@@ -134,7 +134,7 @@ class SlotFiles:
             except (DamageError, ProtocolError) as error:
                 _log.warning(
                     "tier %s: %s. The file is left as it is, and another one is used beside it; remove the damaged one "
-                    "when you need nothing of it",
+                    "when you no longer need it",
                     self._name,
                     error,
                 )
@@ -177,7 +177,7 @@ class SlotFiles:
     # -- pages of a file in memory -------------------------------------------------------------------------------
 
     def _missing(self, path: Path, found: Examined) -> list[int]:
-        """The slots without all their pages. ConfigError: no room for them beside what other ranks were promised."""
+        """Return the slots that lack pages. ConfigError: no room for them beside the promises to other ranks."""
         own = missing_bytes(path)
         if not own:
             return []
@@ -210,7 +210,7 @@ class SlotFiles:
         return promised
 
     def _make_next(self, path: Path, medium: Medium, found: Examined, missing: Sequence[int]) -> list[int]:
-        """Make the pages of the slots that hold a slice, and of the first that holds none; returns the other ones."""
+        """Make the pages of slots that hold a slice, and of the first free one; return the other missing slots."""
         free = [slot for slot, named in enumerate(found.committed) if named is None]
         later = [slot for slot in missing if slot in free[1:]]
         for slot in missing:
@@ -241,10 +241,10 @@ class SlotFiles:
     def _can_make_later(self) -> bool:
         return self._later and can_populate() and file_system_of(self._place.directory) == "tmpfs"
 
-    # -- a new one -----------------------------------------------------------------------------------------------
+    # -- a new file ----------------------------------------------------------------------------------------------
 
     def _make(self, path: Path, layout: Layout, rank: int, slots: int, writers: int) -> None:
-        """Make an empty slot file, whole and durable before it has its name; a large one in memory without pages."""
+        """Make an empty slot file, whole and durable before it gets its name; a large one in memory without pages."""
         superblock = Superblock.plan(
             layout, rank, run=self._place.run, run_digest=self._place.run_digest, slots=slots, writers=writers
         )
@@ -257,7 +257,7 @@ class SlotFiles:
             try:
                 try:
                     if self._can_make_later() and superblock.file_bytes > _AT_ONCE_BYTES_MAX:
-                        os.ftruncate(file, superblock.file_bytes)  # its pages come when it has its name
+                        os.ftruncate(file, superblock.file_bytes)  # its pages are made once it has its name
                     else:
                         fill_file(file, temporary, superblock.file_bytes)
                         reserve(file, temporary, superblock.file_bytes)
@@ -295,11 +295,11 @@ class SlotFiles:
         free = free_bytes(directory)
         if free is None or file_system_of(directory) not in IN_MEMORY:
             return free
-        # Beyond the memory limits of this process the kernel would not refuse the pages, but kill a rank.
+        # Beyond this process's memory limits, the kernel would kill a rank instead of refusing the pages.
         return min(free, available_memory_bytes())
 
     def _measured(self, layout: Layout, rank: int) -> TierProfile:
-        """Slots and writers that suit the device, unless they are set; the least for a small slice or a full device."""
+        """Choose slots and writers for the device, unless they are set; the least for a small slice or full device."""
         least = TierProfile((self._slots or SLOTS_MIN) - 1, self._writers or 1)
         if (self._slots and self._writers) or area_bytes(layout, rank) < SCRATCH_BYTES:
             return least
@@ -330,7 +330,7 @@ class SlotFiles:
 
 
 def _span(superblock: Superblock, slot: int) -> tuple[int, int]:
-    """Where the pages of a slot begin and end; those before the first slot are its own."""
+    """Return where the pages of a slot begin and end; the first slot includes those before it."""
     begin = superblock.slot_offset(slot) if slot else 0
     return begin, superblock.slot_offset(slot + 1)
 
@@ -346,7 +346,7 @@ class TierProfile(NamedTuple):
 
 
 def choose(seconds: Mapping[TierProfile, float]) -> TierProfile:
-    """The best profile, by the seconds until all its slices were written."""
+    """Return the best profile, by the seconds until all its slices were written."""
     per_slice = {profile: elapsed / profile.in_flight for profile, elapsed in seconds.items()}
     good_enough = min(per_slice.values()) * _NEARLY
     return min(profile for profile, elapsed in per_slice.items() if elapsed <= good_enough)
@@ -359,19 +359,19 @@ def measure(
     clock: Callable[[], float] = time.monotonic,
     seconds_max: float = _MEASURE_SECONDS_MAX,
 ) -> TierProfile:
-    """Write with each candidate in turn, and choose. The first one is always tried, the others while there is time.
+    """Write with each candidate in turn, and choose the best. The first one is always tried, others while time remains.
 
     For N in flight with p writers each, N slices are written at once, each flushed at its end, in T_w seconds. The best
-    has the least T_w / N; of those that are nearly as good, the one with the fewest in flight, then the fewest writers
-    (PCcheck, ASPLOS 2025, section 3.4).
+    has the least T_w / N; of nearly equal ones, the one with the fewest in flight, then the fewest writers (PCcheck,
+    ASPLOS 2025, section 3.4).
 
     All `SCRATCH_BYTES` of the medium are overwritten. After `seconds_max` no further candidate is tried.
     """
     seconds: dict[TierProfile, float] = {}
     with mmap.mmap(-1, _BLOCK_BYTES) as block:
-        block[:] = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # a device may be quicker with zeros
+        block[:] = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # a device may be faster with zeros
         with memoryview(block) as view:
-            _write(medium, view, TierProfile(1, 1))  # first touch of the file, which takes longer
+            _write(medium, view, TierProfile(1, 1))  # the first touch of the file takes longer
             begun = clock()
             for profile in candidates:
                 started = clock()
@@ -387,7 +387,7 @@ def _blocks_per_slice(profile: TierProfile) -> int:
 
 
 def _write(medium: Medium, view: memoryview, profile: TierProfile) -> None:
-    """All slices of a profile at once; together about `SCRATCH_BYTES`."""
+    """Write all slices of a profile at once; together about `SCRATCH_BYTES`."""
     blocks = _blocks_per_slice(profile)
 
     def one_slice(number: int) -> None:

@@ -1,11 +1,11 @@
 """The bytes of the slot file that memory, PM, NVMe and file tiers use (docs/format.md, section 7).
 
-    0        superblock          identity of the file, and where everything else lies; written once
+    0        superblock          identity of the file, and the places of all else; written once
     4096     commit sector A  ┐  which slots hold a sealed slice; written in turn, each with its own CRC
     8192     commit sector B  ┘
-    12288    layout              Layout.to_bytes(): tensor → entry → offset, bytes; apart from the tensors
-    …        slot 0              the rank's area (`frames_of`), then the seal of it
-    …        slot 1 …            all of the same size
+    12288    layout              Layout.to_bytes(): tensor → entry → offset, bytes; no tensor bytes
+    …        slot 0              the rank's area (`frames_of`), then its seal
+    …        slot 1 …            all slots have the same size
 
 Every number is little-endian, and every place is an offset in the file, never a pointer of a process. A reader takes
 the valid sector with the highest sequence. A torn sector has no valid CRC; the other sector then has the state before.
@@ -38,7 +38,7 @@ _CRC = struct.Struct("<I")  # of all bytes before it, at the end of the page
 _NAME_BYTES_MAX = 1024
 _SEALED, _COMPLETE = 1, 2
 _LAYOUT_OFFSET = 3 * PAGE_BYTES
-_HUGE_BYTES = 2 << 20  # large slots begin on such a boundary: DAX and tmpfs then map them by huge pages
+_HUGE_BYTES = 2 << 20  # alignment of large slots, so that DAX and tmpfs map them by huge pages
 _SEAL_FIXED_BYTES, _SEAL_FRAME_BYTES = 16 << 10, 12  # a record for people; `4294967295,`
 _FILE_BYTES_MAX = 1 << 62
 
@@ -53,7 +53,7 @@ def whole_pages(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Superblock:
-    """The identity of a slot file, and where everything lies in it."""
+    """The identity of a slot file, and the places in it."""
 
     run: str  # its name, for people
     # The other fields are in the order of `_SUPER`.
@@ -74,7 +74,7 @@ class Superblock:
     def plan(
         cls, layout: Layout, rank: int, *, run: str, run_digest: bytes, slots: int, writers: int = 0
     ) -> Superblock:
-        """The superblock of a new file for `slots` slices of `rank`."""
+        """Plan a new file for `slots` slices of `rank`."""
         packed = layout.to_bytes()
         area = area_bytes(layout, rank)
         seal_room = whole_pages(_SEAL_FIXED_BYTES + _SEAL_FRAME_BYTES * len(frames_of(layout, rank)))
@@ -120,7 +120,7 @@ class Superblock:
 
     @classmethod
     def from_bytes(cls, page: bytes, *, source: str) -> Superblock:
-        """Read what `to_bytes` wrote. DamageError: it is not a slot file, truncated, altered, or contradicts itself."""
+        """Read a result of `to_bytes`. DamageError: not a slot file, truncated, altered, or contradictory."""
         if len(page) != PAGE_BYTES or page[: len(_SUPER_MAGIC)] != _SUPER_MAGIC:
             raise DamageError(f"{source}: does not begin with the superblock of a slot file")
         version = _SUPER.unpack_from(page)[1]
@@ -164,7 +164,7 @@ class Commitment(NamedTuple):
 
 @dataclass(frozen=True)
 class CommitSector:
-    """The sealed slots. `sequence`: the sector with the higher one counts. `slots`: None where a slot is not sealed."""
+    """The sealed slots. `sequence`: the sector with the higher one is valid. `slots`: None for a slot not sealed."""
 
     sequence: int
     slots: tuple[Commitment | None, ...]
@@ -181,7 +181,7 @@ class CommitSector:
 
     @classmethod
     def from_bytes(cls, page: bytes, slots: int) -> CommitSector | None:
-        """Read what `to_bytes` wrote; None if the page is torn, altered, or was never written."""
+        """Read a result of `to_bytes`; None if the page is torn, altered, or was never written."""
         if len(page) != PAGE_BYTES or page[: len(_SECTOR_MAGIC)] != _SECTOR_MAGIC or not _is_whole(page):
             return None
         _, sequence, count = _SECTOR.unpack_from(page)

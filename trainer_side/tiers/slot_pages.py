@@ -1,12 +1,12 @@
 """The pages of a slot file on a tmpfs: those of the next slot are made at once, the others beside training.
 
-    a file with its size ─► next slot: several threads, waited for ─► first save
-                        └─► each other slot: few threads ─► made: it may be begun
-                                                        └─► failed: named; tried again when a save asks for a slot
+    a file with its size ─► next slot: several threads, before training ─► first save
+                        └─► each other slot: few threads ─► made: may be begun
+                                                        └─► failed: logged; retried when a save asks for a slot
 
-The size of a file is a promise: every rank takes what the others have not made yet off the room that is free, and so a
-tier that is too small is found before training. A kill leaves pages missing; the next process goes on with them. A slot
-whose pages are missing belongs to nobody: a store into it could be a SIGBUS.
+The size of a file is a promise: every rank subtracts the pages that the others have not made yet from the free room, so
+a tier that is too small is found before training. After a kill, the next process makes the missing pages. Nobody may
+touch a slot whose pages are missing: a store into it could be a SIGBUS.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _log = logging.getLogger("holdfast.trainer")
 class SlotPages:
     """Makes the pages of slots in a thread of its own. Any thread.
 
-    `make` makes those of one slot; it asks the event whether to stop, and raises an error that says where there is no
-    room. `missing` are the slots without pages. `made` is called with each that has them now, `ended` at the end of the
-    thread.
+    `make` makes those of one slot, stops early if the event is set, and raises an error if room is lacking. `missing`
+    are the slots without pages.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class SlotPages:
             return self._running
 
     def start(self, made: Callable[[int], object], ended: Callable[[], object]) -> bool:
-        """Begin to make what is missing. False: nothing is, it is under way, or it was stopped."""
+        """Start the thread, which calls `made` with each finished slot and then `ended`. False: no work, or stopped."""
         with self._changed:
             if self._running or self._stopped.is_set() or not self._missing:
                 return False
@@ -58,22 +57,22 @@ class SlotPages:
 
     @property
     def problem(self) -> StoreError | None:
-        """Why slots are missing though nobody makes them; None while there is hope."""
+        """Why slots are missing although the thread has ended; None while it runs."""
         with self._changed:
             return None if self._running else self._problem
 
     def wait(self, slot: int) -> bool:
-        """Wait for the pages of a slot; False: they do not come."""
+        """Wait for the pages of a slot; False: they will not be made."""
         with self._changed:
             self._changed.wait_for(lambda: slot not in self._missing or not self._running)
             return slot not in self._missing
 
     def stop(self) -> None:
-        """Make no more; what is under way ends within milliseconds."""
+        """Make no more pages; the thread ends within milliseconds."""
         self._stopped.set()
 
     def join(self, seconds_max: float) -> None:
-        """Wait for the end of the thread, but no longer."""
+        """Wait at most `seconds_max` for the end of the thread."""
         thread = self._thread
         if thread is not None:
             thread.join(seconds_max)
@@ -91,7 +90,7 @@ class SlotPages:
                     self._changed.notify_all()
             with self._changed:
                 self._problem = self._problem if self._missing else None
-        except Exception as error:  # noqa: BLE001 - saves go on in the slots that are there
+        except Exception as error:  # noqa: BLE001 - saves continue in the existing slots
             problem = StoreError(f"{self._what}: {error}; the next save that finds no slot tries again")
             with self._changed:
                 news, self._problem = self._problem is None, self._problem or problem

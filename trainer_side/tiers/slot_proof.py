@@ -1,10 +1,10 @@
-"""The proof of one slice: what its rank used in the step after it, in a small file beside the slot file.
+"""The proof of one slice: the data that its rank used in the next step, in a small file beside the slot file.
 
     slot 1 of rank-00003-e289a332.slots is sealed ─► rank-00003-e289a332.1.proof, by rename
-    the slot is used again, or its file is removed ─► so is the proof
+    the slot is used again, or its file is removed ─► the proof is removed
 
-It names the slice and counts for no other. A slot may have the proof of an earlier slice for a moment: that counts as
-no proof. A damaged one only leaves the resume unproven.
+A proof names its slice and is ignored for any other: a slot may briefly have the proof of an earlier slice. A damaged
+proof only leaves the resume unproven.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepProof(NamedTuple):
 
 
 class KeptProof(NamedTuple):
-    """The proof of one slice, that of `rank` of `ranks`, as it was found. `problem`: why it cannot be used."""
+    """The proof that was found for the slice of `rank` of `ranks`. `problem`: why it cannot be used."""
 
     rank: int
     ranks: int
@@ -40,17 +40,17 @@ def proof_path(slots: Path, slot: int) -> Path:
 
 
 def proofs_of(slots: Path) -> list[Path]:
-    """All proofs of a slot file, unfinished ones included."""
+    """Return all proofs of a slot file, unfinished ones included."""
     return sorted(slots.parent.glob(f"{slots.stem}.*.proof*"))
 
 
 def slice_names(run: str, rank: int, layout_digest: str, seal_crc32: int) -> dict[str, Any]:
-    """The slice of a proof, beside its attempt and step. `seal_crc32`: of its seal, which names the job as well."""
+    """Identify the slice of a proof, beside its attempt and step. `seal_crc32`: Of its seal, which names the job."""
     return {"run": run, "rank": rank, "layout": layout_digest, "seal_crc32": seal_crc32}
 
 
 def read_proof(data: bytes, key: CheckpointId, names: Mapping[str, Any], *, source: str) -> Digest | None:
-    """The digest in a proof of this slice; None if it is of another one. Raises `DamageError`: torn or altered."""
+    """Return the digest in a proof of this slice; None for another slice. DamageError: the proof is torn or altered."""
     try:
         record = ProofRecord.from_bytes(data)
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 prepare ─► lock of the rank ─► its slot file ─► OpenSlots ─► begin, seal, complete, void
 kept, read_into ─► any slot file of the run, of any rank; no lock
-the first complete step ─► files of earlier layouts go
+the first complete step ─► files of earlier layouts are removed
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from trainer_side.tiers.tier import Kept, Nearness, Tier
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory, refuse_disk
 
 _DYING_SECONDS_MAX = 5.0
-_STOP_SECONDS_MAX = 1.0  # for a thread that makes pages, and asks every 4 MiB whether to stop
+_STOP_SECONDS_MAX = 1.0  # for the thread that makes pages, which checks every 4 MiB whether to stop
 _PROOF_BYTES_MAX = 1 << 20
 _log = logging.getLogger("holdfast.trainer")
 
 
 class SlotTier(Tier):
-    """A tier of slot files. `name` is the tier as it is set. `medium` opens a slot file.
+    """A tier of slot files. `name` is the tier as in the setting. `medium` opens a slot file.
 
-    `slots` is the number of slots of a file, `writers` that of threads that write at once. None: as many as suit the
+    `slots` is the number of slots of a file, `writers` that of threads that write at once. None: measured on the
     device. ConfigError: out of range.
     """
 
@@ -74,7 +74,7 @@ class SlotTier(Tier):
         self._layouts: dict[str, Layout] = {}
         self._superblocks: dict[str, Superblock] = {}
         self._damage: list[str] = []
-        self._leftovers = False  # files of other layouts may lie about
+        self._leftovers = False  # files of other layouts may exist
 
     @property
     def how(self) -> str:
@@ -94,7 +94,7 @@ class SlotTier(Tier):
 
     def prepare(self, layout: Layout, rank: int) -> None:
         if self.nearness is Nearness.MEMORY:
-            refuse_disk(self.name, self._place.base)  # the device may have come after the start
+            refuse_disk(self.name, self._place.base)  # training may use a device by now
         with self._preparing:
             now = self._open
             if now is not None and now.rank != rank:
@@ -142,7 +142,7 @@ class SlotTier(Tier):
             if opened is not None and opened.complete((attempt, step)) and self._leftovers:
                 self._files.remove_older(opened, (attempt, step), self._layouts)
                 self._leftovers = False
-        except StoreError as error:  # the slice is sealed, and the next seal meets the same device
+        except StoreError as error:  # the slice is sealed, and the next seal reports a failing device
             _log.warning("tier %s: could not record that step %d is complete: %s", self.name, step, error)
 
     def void(self, attempt: int, step: int) -> None:
@@ -156,7 +156,7 @@ class SlotTier(Tier):
 
     def prove(self, attempt: int, step: int, digest: Digest) -> None:
         opened = self._open
-        if opened is not None:  # else another process may write here
+        if opened is not None:  # otherwise another process may be writing here
             opened.prove((attempt, step), digest, self._place.replace_file)
 
     def proof(self, kept: Kept) -> Digest | None:

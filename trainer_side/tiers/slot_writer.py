@@ -1,10 +1,10 @@
-"""One slice on its way into a slot, and the slot file with its core that all writers of one layout share.
+"""One slice in flight to a slot, and the slot file with its core that all writers of one layout share.
 
     begin ─► [record without the slot] ─► write, write, … ─► seal ─► flush ─► record with it
                        └ before the first byte: rule 2 of tier.py
 
-Two locks. `core` guards the decisions and is never held while a device works, so that `begin` costs a training thread
-nothing. `record` makes commits come one after the other.
+Two locks. `core` guards the decisions and is never held while a device works, so that `begin` costs the training thread
+nothing. `record` serialises commits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from trainer_side.tiers.tier import Order
 
 
 class OpenSlots:
-    """A slot file, for this object alone, to which slices of one layout and rank are written. Any thread.
+    """A slot file that this object owns, for slices of one layout and rank. Any thread.
 
-    `unsealable` are slots that the record names and whose seal is damaged. Slots in `missing` wait for `pages`.
+    `unsealable` are slots that the record names but whose seal is damaged. Slots in `missing` wait for `pages`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OpenSlots:
         self._writers, self._retired = 0, False
 
     def memories(self) -> list[memoryview]:
-        """Each slot as writable memory, in the order in which fresh ones are taken; empty on a device."""
+        """Return each slot as writable memory, in the order of first use; empty on a device."""
         superblock, medium = self.file.superblock, self.file.medium
         found = [
             medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
@@ -84,14 +84,14 @@ class OpenSlots:
             reach(Point.SLOT_RECYCLED)
             writer = SlotWriter(self, slot, (attempt, step))
             if writer.memory is not None:
-                self.unseal(slot)  # from here on anybody may write to the memory
+                self.unseal(slot)  # from here on any code may write to the memory
         except BaseException:
             self.give_back(slot)
             raise
         return writer
 
     def make_pages(self) -> None:
-        """Begin to make the slots that are missing, in a thread; the file stays mapped until that has ended."""
+        """Start a thread that makes the missing slots; the file stays mapped until the thread has ended."""
         pages = self.pages
         with self._core:
             if pages is not None and not self._retired and pages.start(self._made, self._pages_ended):
@@ -106,10 +106,10 @@ class OpenSlots:
             self._leave()
 
     def complete(self, order: Order) -> bool:
-        """Every rank has sealed this step. Returns whether it is sealed here and was not known to be complete.
+        """Note that every rank has sealed this step; return whether that is news about a slice sealed here.
 
-        The record then names it as complete: the next job, which after a kill is told nothing, must not take its slot.
-        If the device refuses (StoreError), the next commit records it.
+        The record then names the step as complete: the next job, which after a kill gets no verdict, must not take its
+        slot. If the device refuses (StoreError), the next commit records it.
         """
         with self._core:
             news = self._slots.complete(order)
@@ -128,12 +128,12 @@ class OpenSlots:
             if self.file.names(slot):
                 self._commit()
                 reach(Point.SLOT_UNSEALED)
-            with suppress(OSError):  # one that is left counts for no other slice
+            with suppress(OSError):  # a leftover proof counts for no other slice
                 self._proof_path(slot).unlink(missing_ok=True)
 
     def prove(self, order: Order, digest: Digest, write: Callable[[Path, bytes], None]) -> None:
-        """Keep what the rank used in the step after this one, if its slice is sealed here. Raises `StoreError`."""
-        with self._record:  # so that nobody takes the slot meanwhile
+        """Keep the proof of this step, if its slice is sealed here. StoreError: the device refused."""
+        with self._record:  # so that no new step takes the slot meanwhile
             with self._core:
                 table = self._slots.table()
             slot = next((slot for slot, entry in enumerate(table) if entry and entry.order == order), None)
@@ -151,7 +151,7 @@ class OpenSlots:
             return self._slots.is_wanted(slot)
 
     def commit(self, slot: int, commitment: Commitment) -> None:
-        """Name the slice in this slot in the record. The slice and its seal are durable."""
+        """Name the slice in this slot in the record. The slice and its seal must be durable."""
         with self._record:
             self._seals[slot] = commitment
             self._commit(slot, SlotEntry((commitment.attempt, commitment.step)))
@@ -160,13 +160,13 @@ class OpenSlots:
                 self._leave()
 
     def give_back(self, slot: int) -> None:
-        """Free the slot; its bytes mean nothing."""
+        """Free the slot, whose bytes are discarded."""
         with self._core:
             self._slots.release(slot)
             self._leave()
 
     def retire(self) -> None:
-        """Close the file as soon as nobody writes to it."""
+        """Close the file as soon as its last writer has finished."""
         if self.pages is not None:
             self.pages.stop()
         with self._core:
@@ -193,7 +193,7 @@ class OpenSlots:
 
 
 class SlotWriter:
-    """A `SliceWriter` of slot files. `OpenSlots.begin` gives one."""
+    """A `SliceWriter` of slot files, made by `OpenSlots.begin`."""
 
     def __init__(self, slots: OpenSlots, slot: int, order: Order) -> None:
         self._slots, self._slot, self.order = slots, slot, order
@@ -247,7 +247,7 @@ class SlotWriter:
         return commitment is not None
 
     def abandon(self) -> None:
-        # The slot, not the caller, waits for a write that is going on.
+        # The caller does not wait for a write in progress; the slot is freed when it ends.
         with self._guard:
             if self._over:
                 return
@@ -264,7 +264,7 @@ class SlotWriter:
         slots, (attempt, step) = self._slots, self.order
         if not slots.is_wanted(self._slot):
             return None
-        self._unseal()  # a rank may have nothing to write
+        self._unseal()  # a rank without frames has not called `write`
         seal = SliceSeal(
             run=slots.run,
             attempt=attempt,

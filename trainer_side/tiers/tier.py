@@ -2,19 +2,19 @@
 
     prepare(layout, rank)     makes room: at least two slots
     begin(attempt, step)      a slot, or None while none is free
-      write(frame, bytes)     in any order, from any thread, as the copy engine gets them ready
-      seal(...)               bytes durable, then the seal; only now the slice exists
-    complete(order)           every rank has sealed that step: whatever is older may go
-    void(order)               some rank will never seal that step: it may go
+      write(frame, bytes)     in any order, from any thread, as the copy engine finishes them
+      seal(...)               bytes durable, then the seal; only then the slice exists
+    complete(order)           every rank has sealed that step: older ones may be overwritten
+    void(order)               some rank will never seal that step: it may be overwritten
     kept()                    sealed slices in this tier, of any rank and any attempt
     read_into                 for restore
 
 Every tier keeps these rules, and the conformance suite tests them (`tests/conformance/test_tier.py`):
 
 1. The newest step that is known to be complete is never touched; beside it are at most `slots - 1` others.
-2. A slot that holds a sealed slice is unsealed, durably, before its first byte is written again.
-3. A kill or a loss of power at any point leaves every sealed slice that was not being recycled, whole, and never a mix.
-4. If a newer step is complete, sealing an older one gives its slot back and says so.
+2. A slot that holds a sealed slice is unsealed, durably, before its first byte is overwritten.
+3. A kill or power loss at any point leaves every sealed slice that is not being recycled whole, and never a mix.
+4. If a newer step is complete, `seal` of an older one frees its slot and returns False.
 5. A file of another run, owner or version is left as it is, and the log names it.
 """
 
@@ -52,16 +52,16 @@ class Nearness(StrEnum):
 
 @dataclass(frozen=True)
 class Kept:
-    """A sealed slice that was found in a tier."""
+    """A sealed slice found in a tier."""
 
     seal: SliceSeal
     layout: Layout  # checked against the seal
-    place: str  # the path of the slice, for people, and for the tier to find it again
+    place: str  # the path of the slice, for messages and for the tier
     slot: int = 0  # for the tier
     absent: frozenset[int] = frozenset()  # chunks without a frame; none in a tier, where a slice is whole
-    doubt: str = ""  # why its checkpoint may be torn; empty where nobody doubts it
+    doubt: str = ""  # why its checkpoint may be torn; empty without doubt
     complete: bool = False  # every rank is known to have sealed this step
-    seal_crc32: int = 0  # of the seal's bytes, where a record names it; for the proof of the slice
+    seal_crc32: int = 0  # of the seal's bytes, if a record names it; for the proof of the slice
 
 
 class StepVerdict(NamedTuple):
@@ -86,27 +86,27 @@ class StepVerdict(NamedTuple):
 
 
 def reason_body(reason: Reason) -> bytes:
-    """The body of a SKIPPED or VOID."""
+    """Encode the body of a SKIPPED or VOID."""
     text = wire.text_body(reason.text).decode(errors="replace")
     return wire.to_json({"cause": reason.cause, "reason": text})
 
 
 def read_reason(frame: Frame) -> Reason:
-    """Why a step is skipped or void. ProtocolError: the message is malformed."""
+    """Return why a step is skipped or void. ProtocolError: the message is malformed."""
     body = wire.json_body(frame, cause=str, reason=str)
     return Reason(body["cause"], body["reason"])
 
 
 class SliceWriter(Protocol):
-    """One slice on its way into a slot. `write` belongs to any thread, the rest to one.
+    """One slice in flight to a slot. `write` belongs to any thread, the other methods to one.
 
-    StoreError of `write` and `seal`: the device refused, and the slice does not exist; the message says which device,
-    why, and what to do.
+    StoreError of `write` and `seal`: the device refused, and the slice does not exist; the message has the device, the
+    reason and the remedy.
     """
 
     @property
     def memory(self) -> memoryview | None:
-        """The slot as writable memory (`area_bytes` long, page-aligned); None where it has none.
+        """The slot as writable memory (`area_bytes` long, page-aligned); None if it has none.
 
         `write` of a frame whose buffer is a part of this memory copies nothing.
         """
@@ -115,9 +115,9 @@ class SliceWriter(Protocol):
     def copy(self) -> Callable[[int, int, int], object] | None:
         """The best way to put bytes into `memory`: (to address, from address, bytes), like `ctypes.memmove`.
 
-        It releases the GIL. None without memory. Bytes may come in any other way, too (DMA of a device, a store through
-        `memory`): `write` of their frame makes them durable all the same. With persistent memory this one stores past
-        the caches, and leaves `write` little to do.
+        Releases the GIL. None without memory. Bytes may also arrive in other ways (DMA of a device, a store through
+        `memory`): `write` of their frame makes them durable, too. With persistent memory, `copy` stores past the caches
+        and leaves `write` little to do.
         """
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
@@ -128,45 +128,45 @@ class SliceWriter(Protocol):
         """
 
     def seal(self, record: Mapping[str, Any]) -> bool:
-        """Make all frames durable, then commit. False: a newer step is complete already, and the slot is given back."""
+        """Make all frames durable, then commit. False: a newer step is complete already, and the slot is freed."""
 
     def abandon(self) -> None:
-        """Give the slot back. After `seal` it does nothing."""
+        """Free the slot; does nothing after `seal`."""
 
 
 class Keeps(ABC):
     """A place that keeps slices: a tier of this rank, or the stager's ring."""
 
-    name: str  # for people; that of a tier is as it is set, such as `nvme:/mnt/nvme0`
+    name: str  # for people; a tier's as in the setting, such as `nvme:/mnt/nvme0`
     nearness: Nearness
     keeps_proofs = False
 
     @abstractmethod
     def kept(self) -> list[Kept]:
-        """All sealed slices of this run, of any rank, newest first. Reads seals, not slices."""
+        """Return all sealed slices of this run, of any rank, newest first. Reads seals, not slices."""
 
     def damage(self) -> Sequence[str]:
-        """The slices that the last `kept` has left out, with the reasons. The thread that called `kept`."""
+        """Return the slices that the last `kept` has left out, with reasons. The thread that called `kept`."""
         return ()
 
     @abstractmethod
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
         """Fill `view` with the slice's bytes from `offset` on. Any thread; the caller compares CRCs.
 
-        DamageError: the slice ends before. StoreError: the device refused.
+        DamageError: the slice is too short. StoreError: the device refused.
         """
 
     def opened(self, kept: Kept) -> Callable[[int, memoryview], None]:
-        """`read_into` of one slice; it may stay open while anything refers to what is returned."""
+        """Return `read_into` for one slice, whose file may stay open as long as the result is referenced."""
         return functools.partial(self.read_into, kept)
 
     def proof(self, kept: Kept) -> Digest | None:  # noqa: ARG002
-        """The data that the rank used in the step after a slice; None if unknown. DamageError: it is damaged."""
+        """Return the proof of a slice: the data of the rank's next step; None if unknown. DamageError: damaged."""
         return None
 
 
 class Tier(Keeps):
-    """One tier of one rank. `begin`, `complete`, `void` and `kept` may come from different threads.
+    """One tier of one rank. Different threads may call `begin`, `complete`, `void` and `kept`.
 
     StoreError: the device refused.
     """
@@ -174,7 +174,7 @@ class Tier(Keeps):
     @property
     @abstractmethod
     def how(self) -> str:
-        """The way of writing that it uses, in a few words (`O_DIRECT, 4 writers`; `libpmem, MAP_SYNC`)."""
+        """The way of writing, in a few words (`O_DIRECT, 4 writers`; `libpmem, MAP_SYNC`)."""
 
     @property
     @abstractmethod
@@ -190,45 +190,45 @@ class Tier(Keeps):
 
     @abstractmethod
     def memories(self) -> Sequence[memoryview]:
-        """The memory of each slot, as `SliceWriter.memory`, in the order of first use; empty where it has none."""
+        """Return the memory of each slot, as `SliceWriter.memory`, in the order of first use; empty without any."""
 
     @property
     def is_making(self) -> bool:
-        """Whether a slot that is not there yet is made beside training: `begin` will have one more. Any thread."""
+        """Whether another slot is being made beside training, for a later `begin`. Any thread."""
         return False
 
     def await_slot(self, slot: int) -> bool:  # noqa: ARG002
-        """Wait until a slot, as numbered by `memories`, is there, or does not come: False. Any thread."""
+        """Wait until a slot, as numbered by `memories`, is made; False if it will not be. Any thread."""
         return True
 
     def stop_making(self) -> None:
-        """No slot is needed that is not there yet. Any thread."""
+        """Make no further slots. Any thread."""
 
     @abstractmethod
     def begin(self, attempt: int, step: int) -> SliceWriter | None:
         """Take a slot for this step; None if every slot is being written or holds a slice that must stay.
 
-        This costs no time of the device, except where the slot is memory: then unsealing it writes a page.
+        Does not wait for the device, except that unsealing a slot in memory writes a page.
         """
 
     @abstractmethod
     def complete(self, attempt: int, step: int) -> None:
-        """Every rank has sealed this step. May wait for the device, so the training thread must not call it.
+        """Note that every rank has sealed this step. May wait for the device: not on the training thread.
 
-        The restored step is named here as well, if it came from this tier: it is then the newest to be kept. A slice
-        that was found and is not named stays only while there is room. The log names a device that refuses.
+        The restored step is named here as well, if it came from this tier: it is then the newest step to keep. A found
+        slice that is not named stays only while there is room. The log names a device that refuses.
         """
 
     @abstractmethod
     def void(self, attempt: int, step: int) -> None:
-        """Not every rank will seal this step; or not every rank still has a step that was found."""
+        """Note that not every rank will seal this step, or still has it if the step was found."""
 
     @abstractmethod
     def doubt(self, steps: DoubtedSteps) -> None:
-        """Record that these steps may be torn: slices of them have it as their `doubt`. Waits for the device."""
+        """Record that these steps may be torn, as the `doubt` of their slices. Waits for the device."""
 
     def prove(self, attempt: int, step: int, digest: Digest) -> None:
-        """Keep a digest durably, as long as its sealed slice stays; does nothing without one, or `keeps_proofs`."""
+        """Keep a digest durably, as long as its sealed slice stays; does nothing without slice or `keeps_proofs`."""
 
     @abstractmethod
     def close(self) -> None:

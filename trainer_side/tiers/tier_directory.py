@@ -3,12 +3,12 @@
     <directory>/<run>-<8 hex of its URL>/                        0700, ours
         rank-00003.lock                                          held by the writer of rank 3; its pid, for people
         rank-00003-<8 hex of layout and slots>.slots             a slot file
-        rank-00003-<8 hex of layout and slots>-2.slots           the same, beside one that was damaged
-        rank-00003-….slots.new                                   being made; it has no meaning yet
-        rank-00003.doubts                                        steps that may be torn, as rank 3 has heard
+        rank-00003-<8 hex of layout and slots>-2.slots           the same, beside a damaged one
+        rank-00003-….slots.new                                   being made; ignored until renamed
+        rank-00003.doubts                                        steps that may be torn, as known to rank 3
         rank-00003-<8 hex of layout and slots>.1.proof           what rank 3 used in the step after that in slot 1
 
-The lock is the kernel's (`flock`): it ends with its holder in every case, so there is no stale lock.
+The lock is the kernel's (`flock`): it always ends with its holder, so there is no stale lock.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NAME_CHARACTERS_MAX = 100
 _PID_BYTES_MAX = 32
 _DOUBTS_BYTES_MAX = 1 << 20
 _LOCK_PAUSE_SECONDS = 0.02
-# The kernel's own setting can only forbid huge pages on a tmpfs (`deny`) or force them. Else the mount option `huge`
-# decides, which is `never` unless it is set; a tier asks for them with each slot file, so `advise` is enough.
+# The kernel's own setting can only forbid huge pages on a tmpfs (`deny`) or force them. Otherwise the mount option
+# `huge` decides, by default `never`; a tier requests huge pages for each slot file, so `advise` is enough.
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _GIVE = frozenset({"always", "within_size", "advise"})
 
 
 def why_not_memory(name: str, directory: Path) -> str | None:
-    """The error of a memory tier's directory, and what to do; None if it lies in memory."""
+    """Return the error about a memory tier's directory, with the remedy; None if the directory is in memory."""
     kind = file_system_of(directory)
     if kind in IN_MEMORY:
         return None
@@ -63,8 +63,8 @@ def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
     problem = why_not_memory(name, directory)
     if problem is None:
         return
-    # CUDA copies straight into the slots and locks the pages of a tmpfs. It refuses those of a mapped file on a disk,
-    # and copies into memory that is not locked are slow and block the CPU.
+    # CUDA copies straight into the slots and locks the pages of a tmpfs. CUDA refuses to lock a mapped file on a disk,
+    # and copies into unlocked memory are slow and block the CPU.
     if accelerator.kind() is not None:
         raise ConfigError(f"{problem}. A device cannot copy into mapped files on {file_system_of(directory)}")
     if warn:
@@ -72,7 +72,7 @@ def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
 
 
 def why_small_pages(directory: Path) -> tuple[str, str] | None:
-    """Why slots in this directory get small pages, and the command that changes it; None: huge ones, or no tmpfs."""
+    """Return why slots in this directory get small pages, and the remedy; None: huge pages, or no tmpfs."""
     mount, forced = mount_of(directory), _chosen(_SHMEM_ENABLED)
     if mount.kind != "tmpfs" or forced == "force":
         return None
@@ -85,7 +85,7 @@ def why_small_pages(directory: Path) -> tuple[str, str] | None:
 
 
 def _chosen(setting: Path) -> str | None:
-    """The choice in brackets; None on a kernel without huge pages for shared memory."""
+    """Return the choice in brackets; None on a kernel without huge pages for shared memory."""
     try:
         found = re.search(r"\[(\w+)\]", setting.read_text())
     except OSError:
@@ -96,7 +96,7 @@ def _chosen(setting: Path) -> str | None:
 class TierDirectory:
     """The directory of one run in a tier's directory. ConfigError: the run's URL is empty or malformed.
 
-    `parents` directories above it may be made as well, for this user alone.
+    `make` may also make `parents` directories above, for this user alone.
     """
 
     def __init__(self, directory: Path, run_url: str, *, parents: int = 0) -> None:
@@ -109,7 +109,7 @@ class TierDirectory:
         self.directory = self.base / f"{safe}-{self.run_digest.hex()[:_KEY_DIGITS]}"
 
     def make(self) -> None:
-        """Make the directory of the run, durably, or check that an existing one is ours. ConfigError: it cannot be."""
+        """Make the directory of the run, durably, or check that an existing one is ours. ConfigError: neither works."""
         if self._parents:
             for directory in reversed([self.base, *self.base.parents][: self._parents + 1]):
                 make_private_directory(directory, what="local tier", advice="choose another directory")
@@ -131,7 +131,7 @@ class TierDirectory:
                 sync_directory(self.base.parent)
 
     def check(self) -> bool:
-        """Whether the directory of the run exists. ConfigError: it does, and is not ours alone."""
+        """Whether the directory of the run exists. ConfigError: it exists, but is not ours alone."""
         try:
             check_private_directory(self.directory, what="local tier", advice="choose another directory")
         except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +144,7 @@ class TierDirectory:
         return True
 
     def slot_path(self, rank: int, layout_digest: str, slots: int, number: int = 1) -> Path:
-        """The name of a slot file; `number` is above 1 where an earlier file must stay as it is."""
+        """Return the name of a slot file; `number` is above 1 if an earlier file must stay as it is."""
         key = hashlib.sha256(f"{layout_digest} {slots}".encode()).hexdigest()[:_KEY_DIGITS]
         beside = f"-{number}" if number > 1 else ""
         return self.directory / f"rank-{rank:05}-{key}{beside}.slots"
@@ -154,7 +154,7 @@ class TierDirectory:
         return [(path, int(match[1])) for path, match in found if match is not None]
 
     def write_doubt(self, rank: int, steps: DoubtedSteps) -> None:
-        """Add to the doubts of this rank, durably. Only for the holder of its lock."""
+        """Add to the doubts of this rank, durably. Only for the holder of the rank's lock."""
         path = self.directory / f"rank-{rank:05}.doubts"
         known = _doubts_in(path)
         if steps in known:
@@ -174,7 +174,7 @@ class TierDirectory:
             sync_directory(self.directory)
 
     def doubts(self) -> list[DoubtedSteps]:
-        """The doubts that the ranks of this machine know."""
+        """Return the doubts known to the ranks of this machine."""
         paths = sorted(self.directory.glob("rank-*.doubts"))
         return list(dict.fromkeys(one for path in paths for one in _doubts_in(path)))
 
@@ -196,8 +196,8 @@ def _doubts_in(path: Path) -> list[DoubtedSteps]:
 class RankLock:
     """The right to write the slot files of one rank of a run.
 
-    It is waited for, at most `seconds_max`: a killed process holds it until its memory is freed, and the next process
-    may be there before that. ConfigError: a living process holds the lock; the message names its pid.
+    Waits at most `seconds_max` for the lock: a killed process holds it until its memory is freed, and the next process
+    may start before that. ConfigError: a living process holds the lock; the message names its pid.
     """
 
     _held: ClassVar[weakref.WeakSet[RankLock]] = weakref.WeakSet()
@@ -234,13 +234,13 @@ class RankLock:
 
     @classmethod
     def _forget(cls) -> None:
-        # A child (a data loader's worker) shares the lock with its parent, and would hold it after the parent's death.
+        # A child (a data loader's worker) shares its parent's lock, and would hold it after the parent's death.
         for lock in list(cls._held):
             lock.release()
 
 
 def _locked(fd: int, *, last: bool) -> bool:
-    """Try once. Raises `BlockingIOError` if it is the last time."""
+    """Try once. Raises `BlockingIOError` at the last try."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,8 @@
 """The steps that the tiers of all ranks hold when a job begins: complete or not, in each tier, and the newest attempt.
 
-    every rank: tier.kept() ─► told to all ─► the same picture on every rank
+    every rank: tier.kept() ─► sent to all ─► the same inventory on every rank
 
-This is collective, in the main thread, before the first step. Slices of fewer or more ranks than now count as well.
+This is collective, in the main thread, before the first step. Slices of jobs with other numbers of ranks count as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECONDS_MAX = 60.0
 
 @dataclass(frozen=True)
 class TierInventory:
-    """The steps in the tiers of all ranks; equal on every rank. For each tier they are newest first."""
+    """The steps in the tiers of all ranks, per tier and newest first; equal on every rank."""
 
     newest_attempt: int  # of any slice in any tier; 0 if there is no slice
     complete: tuple[tuple[Order, ...], ...]  # every rank's slice was found
@@ -31,12 +31,12 @@ class TierInventory:
     def verdicts(
         self, number: int, name: str, restored: Order | None, whole_in: Collection[str]
     ) -> list[StepVerdict]:
-        """The verdicts for a tier on the steps that were found in it, in this order, before the first step of this job.
+        """Return the verdicts for a tier on the steps found in it, in order, before the first step of this job.
 
-        They protect the newest step that all ranks have whole until there is a newer one. It is named first, and the
-        useless newer steps after it: a rank that is killed in between leaves everything as it was found.
+        They protect the newest step that all ranks have whole until there is a newer one. That step comes first, and
+        the useless newer steps after it: a rank that is killed in between loses nothing.
 
-        For `restored` (None: nothing was) and `whole_in` see `TierSet.restored`.
+        For `restored` (None: nothing was restored) and `whole_in` see `TierSet.restored`.
         """
         complete, partial = self.complete[number], self.partial[number]
         damaged = bool(whole_in) and name not in whole_in  # damaged here, and whole elsewhere
@@ -49,7 +49,7 @@ class TierInventory:
         if restored is None:
             return verdicts
         for order in (*complete, *partial):
-            # A damaged step has its seals. A step that an earlier job has given up lacks those that were overwritten.
+            # A damaged step has all seals. A step that an earlier job has given up lacks the overwritten ones.
             is_behind = order > usable[0] if usable else order == restored and order in complete
             if order > restored or (damaged and is_behind):
                 verdicts.append(StepVerdict(number, order, complete=False))
@@ -57,7 +57,7 @@ class TierInventory:
 
 
 def ask_kept(tier: Keeps, seconds_max: float) -> list[Kept]:
-    """The slices that a tier keeps. StoreError: it has not answered in time."""
+    """Return the slices that a tier keeps. StoreError: the tier has not answered in time."""
     try:
         return within(tier.kept, seconds_max, name="holdfast-tier-kept")
     except TimeoutError:
@@ -74,7 +74,7 @@ def take_inventory(
     *,
     seconds_max: float = _SECONDS_MAX,
 ) -> TierInventory:
-    """See the module. `error`: why the tiers of this rank could not be opened; it is raised on every rank.
+    """Exchange the inventories of all ranks. `error`: Why this rank's tiers could not be opened; raised on every rank.
 
     Raises:
         ConfigError: On every rank: the ranks' tiers differ, or a tier is not usable.

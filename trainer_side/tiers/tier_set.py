@@ -1,7 +1,7 @@
-"""The interface between the local tiers of a rank and the rest of it, for ranks with tiers and without.
+"""The interface between a rank and its local tiers, for ranks with tiers and without.
 
-A save asks for the same things in both cases. The base classes here are those of a rank without tiers: there are no
-slots, and the ranks agree through the stager. `LocalTiers` and `CommitVotes` are those of a rank with tiers.
+A save makes the same calls in both cases. The base classes here serve a rank without tiers: there are no slots, and the
+ranks agree through the stager. `LocalTiers` and `CommitVotes` serve a rank with tiers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from trainer_side.transfer import SliceSource
 class RankCouncil:
     """How the training ranks agree on one layout, and on one step after a notice. Training thread, except `notice`.
 
-    The defaults are those of ranks without tiers, where the link talks to the stager about all but `agree`.
+    The defaults are for ranks without tiers, where the link talks to the stager about everything except `agree`.
     """
 
     @property
     def new_pickle_reserve_bytes(self) -> int:
-        """Room that rank 0's pickle was given after it had outgrown its reserve; 0 before."""
+        """Room for rank 0's pickle after it outgrew its reserve; 0 before."""
         return 0
 
     def agree(self, proposal: Proposal) -> Agreement:
@@ -38,35 +38,35 @@ class RankCouncil:
         raise NotImplementedError
 
     def hurry(self, seconds_max: float) -> None:
-        """From now on `agree` waits no longer than that."""
+        """Limit the wait of later `agree` calls."""
         raise NotImplementedError
 
     def concur(self, error: HoldfastError | None) -> None:
-        """Say that this rank has prepared its tiers for the first layout, or why not. Collective.
+        """Tell the other ranks that this rank has prepared its tiers for the first layout, or why not. Collective.
 
-        Raises `error`, or that of another rank, which it names. PeerLost: a rank did not answer in time.
+        Raises `error`, or another rank's error with its rank. PeerLost: a rank did not answer in time.
         """
         if error is not None:
             raise error
 
     def fits(self, step: int) -> None:
-        """Say that this rank saves the step with the agreed layout: it will propose nothing for it."""
+        """Tell rank 0 that this rank saves the step with the agreed layout, and will not propose another."""
 
     def make_room(self, needed_bytes: int) -> None:
-        """Rank 0 only: its pickle has outgrown its reserve. All ranks hear how much it gets."""
+        """Tell all ranks the new room for rank 0's pickle, which has outgrown its reserve. Rank 0 only."""
 
     def doubt(self, doubt: Doubt) -> None:
-        """Tell all ranks, through rank 0, that steps of this one may be torn. Any thread."""
+        """Tell all ranks, through rank 0, that steps of this rank may be torn. Any thread."""
 
     def when_doubted(self, call: Callable[[Doubt], None]) -> None:
-        """Have this called with each doubt of a rank, in the thread of the votes."""
+        """Register a callback for each doubt of a rank, in the thread of the votes."""
 
     def notice(self, notice: Notice) -> None:
         """Tell rank 0 that this rank's machine will be taken away, so that all ranks save one step. Any thread."""
 
 
 class StagerCouncil(RankCouncil):
-    """The council of ranks without local tiers: `agree` asks through the stager (`ToStager.agree`)."""
+    """The council of ranks without local tiers: `agree` goes through the stager (`ToStager.agree`)."""
 
     def __init__(self, agree: Callable[..., Agreement]) -> None:
         self._agree = agree
@@ -86,11 +86,11 @@ class TierSet:
     names = ""  # of the tiers, for people
     attempt = 0  # in the names of this job's slices; 0 without tiers
     complete_step = -1  # newest step of this job that every rank has sealed in some tier; any thread
-    begun: Order = (0, -1)  # the step that was begun last in some tier, as its slices name it
-    keeps_proofs = False  # whether a tier keeps what the step after a slice used; the same on every rank
+    begun: Order = (0, -1)  # the step begun last in some tier, as its slices name it
+    keeps_proofs = False  # whether a tier keeps proofs of slices; the same on every rank
 
     def __init__(self, council: RankCouncil) -> None:
-        # How the ranks agree: among themselves where there are tiers, otherwise through the stager.
+        # How the ranks agree: among themselves if there are tiers, otherwise through the stager.
         self.council = council
 
     @property
@@ -100,12 +100,12 @@ class TierSet:
 
     @property
     def died(self) -> ThreadDied | None:
-        """The error that has ended a thread of the tiers; None while all live. Any thread."""
+        """The error that has ended a thread of the tiers; None while all threads live. Any thread."""
         return None
 
     @property
     def is_direct(self) -> bool:
-        """Whether slots of the first tier are the staging areas."""
+        """Whether the slots of the first tier are the staging areas."""
         return False
 
     @property
@@ -115,61 +115,61 @@ class TierSet:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way into a tier, and every sealed slice has its verdict. Any thread."""
+        """Whether no slice is in flight to a tier, and every sealed slice has its verdict. Any thread."""
         return True
 
     def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
-        """The state is that of this checkpoint; newer steps that were found are dropped.
+        """Note that training resumes from this checkpoint; newer steps that were found are dropped.
 
-        All of it lies in the places `whole_in`: tiers by name, or the store. Another tier, in which a slice of it is
-        damaged or gone, goes back to the newest older step that it has whole. Empty: the state was put together from
-        several tiers, so each keeps its part until there is a newer step.
+        `whole_in`: Places with the whole checkpoint: tiers by name, or the store. Another tier, in which a slice is
+        damaged or missing, falls back to the newest older step that it has whole. Empty: the state was put together
+        from several tiers, so each keeps its part until there is a newer step.
         """
 
     def follow(self, attempt: int) -> None:
-        """The stager was reached again, as this attempt: later slices belong to it, if it is a newer one."""
+        """Assign later slices to this attempt, in which the stager was reached again, if it is a newer one."""
 
     def prepare(self, layout: Layout) -> None:
-        """Make room for slices of this layout. No slice is on its way.
+        """Make room for slices of this layout. No slice may be in flight.
 
-        Raises as `Tier.prepare` for the first layout. A tier that refuses a later one is left out from then on. The log
-        says so, but a tier is no reason to end a training.
+        Raises as `Tier.prepare` for the first layout. A tier that refuses a later layout is logged and no longer used,
+        but does not end the training.
         """
 
     def slot_memories(self) -> Sequence[memoryview]:
-        """The slots that are staging areas, in the order of first use; empty where there are none (`is_direct`)."""
+        """Return the slots that are staging areas, in the order of first use; empty unless `is_direct`."""
         return ()
 
     def await_slot(self, number: int) -> bool:  # noqa: ARG002
-        """Wait until a slot of `slot_memories` may be touched; False: it does not come. Any thread."""
+        """Wait until a slot of `slot_memories` may be touched; False if it will not be made. Any thread."""
         return True
 
     def stop_making(self) -> None:
-        """No further step comes: slots that are not there yet are not needed. Any thread."""
+        """Make no further slots, because no further step will follow. Any thread."""
 
     def begin(self, step: int, record: SaveRecord, *, wait_until: float = 0.0) -> TierWrite | None:
-        """Take a slot in each tier; None if none has one. Follow it by `keep` or `drop`.
+        """Take a slot in each tier; None if no tier has a slot. The caller then calls `keep` or `drop`.
 
-        A slot that may still become free is waited for until `wait_until` (`time.monotonic`).
+        Waits until `wait_until` (`time.monotonic`) for slots that may still become free.
         """
 
     def keep(self, write: TierWrite, area: SliceSource | None) -> None:
-        """Write it, as its frames get ready in `area`."""
+        """Write the step, as its frames get ready in `area`."""
 
     def drop(self, write: TierWrite, reason: Reason) -> None:
-        """Give back the slots of a step that is not copied after all."""
+        """Free the slots of a step that is not copied after all."""
 
     def prove(self, order: Order, digest: Digest) -> None:
-        """Keep what this rank used in the step after `order` beside its slices, once they are sealed."""
+        """Keep the data of this rank's step after `order` beside its slices, once they are sealed."""
 
     def skip(self, step: int, reason: Reason) -> None:
-        """This rank takes no checkpoint of `step`; the others need not wait for it."""
+        """Tell the other ranks that this rank takes no checkpoint of `step`, so that they do not wait for it."""
 
     def let_go(self, write: TierWrite) -> None:
-        """Release its area, whatever a tier still does with it."""
+        """Release the step's area, even if a tier is still using it."""
 
     def doubt(self, doubt: Doubt) -> None:
-        """Mark what the tiers keep, or will keep, of these steps. Any thread; `close` waits for the devices."""
+        """Mark slices of these steps in the tiers, also later ones. Any thread; `close` waits for the devices."""
 
     def close(self, seconds_max: float) -> None:
-        """Wait until what is on its way is sealed and has its verdict, then close the tiers. Safe to call twice."""
+        """Wait until slices in flight are sealed and have their verdicts, then close the tiers. Safe to call twice."""

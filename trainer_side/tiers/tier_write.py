@@ -1,4 +1,4 @@
-"""One step on its way into this rank's tiers: the area that they read, and the progress of each of them.
+"""One step in flight to this rank's tiers: the area that they read, and the progress of each tier.
 
     area (being filled) ── is_ready(frame) ─► sum, once for all tiers ─► each tier writes it ─► … ─► seal
                                                                               └── or gives it up
@@ -23,7 +23,7 @@ from trainer_side.transfer import SliceSource
 
 @dataclass(eq=False)
 class TierWrite:
-    """One step. Made by `LocalTiers.begin`."""
+    """A step that `LocalTiers.begin` has made."""
 
     order: Order
     frames: tuple[SliceFrame, ...]
@@ -32,18 +32,18 @@ class TierWrite:
     layout_digest: str = ""
     job: str = ""
     source_is_slot: int = -1  # the tier whose slot is the area; -1: no slot is
-    # Holds the frames; None before `LocalTiers.keep`, and when no tier reads it any more.
+    # Holds the frames; None before `LocalTiers.keep`, and after the last tier has read it.
     area: SliceSource | None = None
-    # Set when the link has finished reading the area, and where there is no link.
+    # Set when the link has finished reading the area, or if there is no link.
     link_released: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)  # every tier has finished reading it
-    # Has rank 0 compare the fingerprints of this rank with those of the others.
+    # Asks rank 0 to compare this rank's fingerprints with the other ranks'.
     compare: Callable[[str], None] = lambda _fingerprints: None
-    lookers: list[Callable[[], None]] = field(default_factory=list)  # wake the threads that write it
+    lookers: list[Callable[[], None]] = field(default_factory=list)  # wake the threads that write the step
     cancelled: threading.Event = field(default_factory=threading.Event)
     cancel_reason: Reason | None = None
-    kept_in: set[int] = field(default_factory=set)  # tiers that have sealed it
-    lost_in: dict[int, Reason] = field(default_factory=dict)  # tiers that gave it up
+    kept_in: set[int] = field(default_factory=set)  # tiers that have sealed the step
+    lost_in: dict[int, Reason] = field(default_factory=dict)  # tiers that gave the step up
     sum_seconds: float = 0.0
     _sums: dict[int, int] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -55,7 +55,7 @@ class TierWrite:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is worth copying: some tier may still seal it."""
+        """Whether the step is worth copying: some tier may still seal it."""
         return not self.cancelled.is_set() and not self.released.is_set()
 
     def is_read_beside(self, tier: int) -> bool:
@@ -65,19 +65,19 @@ class TierWrite:
         return not (others_over and self.link_released.is_set())
 
     def cancel(self, reason: Reason) -> None:
-        """Have every tier give it up: its bytes will never be complete. Any thread."""
+        """Make every tier give the step up: its bytes will never be complete. Any thread."""
         if not self.cancelled.is_set():
             self.cancel_reason = reason
             self.cancelled.set()
             self.nudge()
 
     def nudge(self) -> None:
-        """Wake the threads that write it: a frame is ready. Any thread."""
+        """Wake the threads that write the step: a frame is ready. Any thread."""
         for look in self.lookers:
             look()
 
     def sum(self, frame: int) -> int:
-        """CRC-32 of a frame that is ready. The first thread computes it, the others wait."""
+        """Return the CRC-32 of a frame that is ready. The first thread computes it; the others wait."""
         with self._guard:
             guard = self._frame_guards.setdefault(frame, threading.Lock())
         with guard:
@@ -92,7 +92,7 @@ class TierWrite:
             return self._sums[frame]
 
     def over_in(self, tier: int, reason: Reason | None = None) -> None:
-        """A tier has finished reading the area: it has sealed its slice, or given it up for this reason."""
+        """Note that a tier has finished reading the area: its slice is sealed, or given up for this reason."""
         with self._guard:
             if reason is not None:
                 self.lost_in[tier] = reason
@@ -101,19 +101,19 @@ class TierWrite:
             if self.kept_in | self.lost_in.keys() >= self.writers.keys():
                 self._sums.clear()
                 self._frame_guards.clear()
-                self.area = None  # a staging area is not kept longer than it is read
+                self.area = None  # free the staging area
                 self.released.set()
 
 
 class SlotWrite:
-    """One tier's part in a `TierWrite`. The lock of the tier's threads guards it."""
+    """One tier's part in a `TierWrite`. Guarded by the lock of the tier's threads."""
 
     def __init__(self, write: TierWrite, writer: SliceWriter) -> None:
         self.write, self.writer = write, writer
         self.unwritten = list(range(len(write.frames)))  # frames that no thread has taken yet, in their order
-        self.busy = 0  # threads at work on it
-        self.given_up: Reason | None = None  # why it is not sealed; None while it may be
-        self.sealing = False  # a thread seals it
-        self.orphaned = False  # the threads are done with it, but the tier may still be at work on it
+        self.busy = 0  # threads that write frames
+        self.given_up: Reason | None = None  # why the slice is not sealed; None while it may be
+        self.sealing = False  # a thread seals the slice, or gives it up
+        self.orphaned = False  # the threads are done with it, but a call of the tier may still run
         self.begun_at = 0.0  # when its first frame was ready
         self.written_bytes = 0

@@ -1,15 +1,15 @@
-"""The threads of one tier: they take frames as they get ready, the oldest step's first, write them, and seal.
+"""The threads of one tier: they take frames as these get ready, the oldest step's first, write them, and seal.
 
     parts     step 7: ███████░░   step 9: ██░░░░░░░        `tier.writers` threads, over all steps in flight
     verdicts  complete(7) ─► the tier; held back while a slot of step 7 or older is still being read
 
-A tier that refuses a write loses that step, not the training: each reason is logged once, and the step is counted and
-voted against. If a slot is the staging area itself (strategy D), nothing may give it back to the tier before the
-link and the other tiers have finished reading it: the next step would be copied over bytes that are being read.
+A tier that refuses a write loses that step, and training continues: each reason is logged once, and the step is counted
+and voted against. If a slot is the staging area itself (strategy D), the slot must not be freed before the link and the
+other tiers have finished reading it: the next step would be copied over bytes that are being read.
 
-A call of the tier that does not return in time means that its device hangs: the threads give up every step on its way
-there, release their areas, and the tier takes nothing until that call has returned. The bytes that the call still
-writes go into a slot that belongs to no step; that slot is given back when the call returns.
+If a call of the tier does not return in time, its device hangs: the threads give up every step in flight there and
+release their areas, and the tier takes nothing until that call has returned. The bytes that the call still writes go
+into a slot that belongs to no step; that slot is freed when the call returns.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from trainer_side.tiers.tier_write import SlotWrite, TierWrite
 _log = logging.getLogger("holdfast.trainer.tiers")
 
 _LOOK_SECONDS = 2e-3  # while the link reads a slot
-_UNTOLD_SECONDS = 20e-3  # while bytes are being copied: `TierWrite.nudge` tells of a frame that is ready
-_FRAMES_LOOKED_AT_MAX = 16  # to find one that is ready: frames get ready in about this order
+_UNTOLD_SECONDS = 20e-3  # while bytes are being copied: `TierWrite.nudge` announces ready frames
+_FRAMES_LOOKED_AT_MAX = 16  # to find a ready one: frames get ready in about this order
 _SEAL = -1
 
 _T = TypeVar("_T")
 
 
 class _Call(NamedTuple):
-    """A call that has not returned. `limit`: by when it should have."""
+    """A call that has not returned. `limit`: its deadline."""
 
     what: str
     begun: float
@@ -49,21 +49,21 @@ class _Call(NamedTuple):
 
 
 class TierCalls:
-    """The calls of one tier that have not returned: a device that hangs has no error to return. Any thread.
+    """The pending calls of one tier: a device that hangs returns no error. Any thread.
 
-    A call that does not return in time makes the tier hang: nothing more goes to it before that call has returned.
+    If a call does not return in time, the tier hangs and gets no further calls until that one has returned.
     """
 
     def __init__(self, name: str, rank: int, *, seconds_max: float) -> None:
         self._name, self._rank, self._seconds_max = name, rank, seconds_max
         self.hangs: Reason | None = None  # why the tier takes nothing now; None while it answers
-        self.died: ThreadDied | None = None  # has ended a thread: the tier takes nothing more in this job
+        self.died: ThreadDied | None = None  # the error of a dead thread: the tier takes nothing more
         self._guard = threading.Lock()
         self._calls: dict[int, _Call] = {}  # by thread
 
     @contextlib.contextmanager
     def noted(self, what: str, seconds_max: float | None = None) -> Iterator[None]:
-        """Within this context the thread calls the tier, for at most `seconds_max`."""
+        """Context in which the thread calls the tier, for at most `seconds_max`."""
         begun, me = time.monotonic(), threading.get_ident()
         limit = self._seconds_max if seconds_max is None else seconds_max
         with self._guard:
@@ -93,13 +93,13 @@ class TierCalls:
             raise StoreError(problem) from None
 
     def break_off(self, error: ThreadDied) -> None:
-        """The tier takes nothing more in this job: a thread that serves it has died."""
+        """Give the tier nothing more in this job, because a thread that serves it has died."""
         with self._guard:
             self.died = self.died or error
             self.hangs = DeclineCause.FAILED.because(self.died)
 
     def look(self) -> Reason | None:
-        """See whether a call has been away for too long. Returns why the tier hangs, if that is news."""
+        """Check whether a call is overdue. Returns why the tier hangs, if that is news."""
         if self.died is not None:
             return None
         now = time.monotonic()
@@ -109,7 +109,7 @@ class TierCalls:
             if late is not None:
                 hangs = before or DeclineCause.HANGS.because(
                     f"{late.what} has not returned for {now - late.begun:.3g} s, at most "
-                    f"{late.limit - late.begun:g} s are waited"
+                    f"{late.limit - late.begun:g} s are allowed"
                 )
             self.hangs = hangs
         if before is None and hangs is not None:
@@ -133,7 +133,7 @@ def _failure(error: Exception) -> Reason:
 
 
 class WriteOutcome(NamedTuple):
-    """How a slice ended in a tier. `reason`: why it is not sealed; None if it is."""
+    """How a slice ended in a tier. `reason`: why the slice is not sealed; None if it is."""
 
     tier: int
     write: TierWrite
@@ -143,10 +143,10 @@ class WriteOutcome(NamedTuple):
 
 
 class TierWriterThreads:
-    """The threads of one tier, and the slices and verdicts on their way into it. Any thread.
+    """The threads of one tier, and the slices and verdicts in flight to it. Any thread.
 
-    `on_over` is called with the end of each slice, in a thread of the tier or in that of `look`, before the area is
-    released. One call of the tier may take `call_seconds_max`; all of them go through `calls`.
+    `on_over` is called at the end of each slice, in a thread of the tier or in that of `look`, before the area is
+    released. One call of the tier may take `call_seconds_max`; all calls go through `calls`.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class TierWriterThreads:
         self.calls = TierCalls(tier.name, rank, seconds_max=call_seconds_max)
         self._changed = threading.Condition()
         self._parts: list[SlotWrite] = []
-        self._verdicts: list[StepVerdict | StepProof] = []  # not taken to the tier yet
+        self._verdicts: list[StepVerdict | StepProof] = []  # not delivered to the tier yet
         self._delivering = 0
-        self._slots_read: list[TierWrite] = []  # their slots are the areas, which others may still read
+        self._slots_read: list[TierWrite] = []  # their slots are areas that others may still read
         self._logged = ""  # the last failure
-        self._orphans: list[SlotWrite] = []  # given up while the tier hung; their slots go back
+        self._orphans: list[SlotWrite] = []  # given up while the tier hung; their slots must be freed
         self._closing = False
         self._threads: list[BackgroundThread] = []
 
@@ -182,13 +182,13 @@ class TierWriterThreads:
 
     @property
     def idle(self) -> bool:
-        """No slice and no verdict is on its way to the tier; or the tier hangs, and nobody waits for it."""
+        """Whether no slice and no verdict is in flight to the tier, or the tier hangs."""
         with self._changed:
             pending = self._parts or self._verdicts or self._delivering
             return self.calls.hangs is not None or not pending
 
     def fraction(self, order: Order) -> float:
-        """The share of this step that has been written here, 0 to 1; 1 if none of it is on its way."""
+        """Return the share of this step that has been written here, 0 to 1; 1 if the step is not in flight."""
         with self._changed:
             part = next((part for part in self._parts if part.write.order == order), None)
             if part is None:
@@ -205,7 +205,7 @@ class TierWriterThreads:
             self._changed.notify_all()
 
     def judge(self, verdict: StepVerdict) -> None:
-        """Take a verdict to the tier, as soon as nobody reads the slots that it is about."""
+        """Deliver a verdict to the tier, as soon as no other part reads the slots that it may free."""
         with self._changed:
             if not verdict.complete:
                 for part in self._parts:
@@ -221,15 +221,15 @@ class TierWriterThreads:
             self._changed.notify_all()
 
     def look(self) -> None:
-        """See whether a call of the tier has been away for too long. Called repeatedly."""
+        """Check for overdue calls of the tier. Called repeatedly."""
         hangs = self.calls.look()
         if hangs is not None:
             self.give_up(None, hangs)
 
     def give_up(self, write: TierWrite | None, reason: Reason | None) -> None:
-        """Give up one step, or all (None), and release the area, though a call of the tier may still read it.
+        """Give up one step, or all (None), and release the area, even if a call of the tier may still read it.
 
-        A thread that is at work on the step gives back its slot when its call returns.
+        A thread that is working on the step frees its slot when its call returns.
         """
         with self._changed:
             parts = [part for part in self._parts if write is None or part.write is write]
@@ -241,12 +241,12 @@ class TierWriterThreads:
                 part.orphaned = True
             self._changed.notify_all()
         for part in parts:
-            self._say_over(part, part.given_up)
+            self._report_end(part, part.given_up)
 
     def close(self, seconds_max: float) -> bool:
         """Wait until every step is sealed or given up, then end the threads. Returns whether they ended in time.
 
-        Nobody waits for a tier that hangs.
+        Does not wait for a tier that hangs.
         """
         deadline = time.monotonic() + (_UNTOLD_SECONDS if self.calls.hangs else seconds_max)
         with self._changed:
@@ -259,14 +259,14 @@ class TierWriterThreads:
     # -- the threads ---------------------------------------------------------------------------------------------
 
     def _died(self, error: ThreadDied) -> None:
-        """A thread ends by an exception: the tier takes nothing more, and nobody waits for it."""
+        """Handle an exception that ends a thread: the tier takes nothing more, and gives up every step."""
         self.calls.break_off(error)
         with self._changed:
             writes = [part.write for part in self._parts]
         for write in writes:
             try:
                 self.give_up(write, self.calls.hangs)
-            except Exception:  # noqa: BLE001 - if the report fails, the next step is released all the same
+            except Exception:  # noqa: BLE001 - even if a report fails, the next step must be released
                 _log.debug("a step was given up without a report", exc_info=True)
 
     def _run(self) -> None:
@@ -292,18 +292,18 @@ class TierWriterThreads:
                 self._write(part, frame)
 
     def _look_seconds(self) -> float | None:
-        """When to look again without being woken; under the lock."""
+        """Return when to look again without being woken; under the lock."""
         if self._verdicts or any(part.given_up for part in self._parts):
             return _LOOK_SECONDS
         return _UNTOLD_SECONDS if self._parts else None
 
     def _wake(self) -> None:
-        # One thread, which wakes the next one if it takes a frame. All of them would take the GIL from the training.
+        # Wake one thread; a thread that takes a frame wakes the next. All at once would take the GIL from training.
         with self._changed:
             self._changed.notify()
 
     def _take_verdicts(self) -> list[StepVerdict | StepProof]:
-        """Verdicts that nothing holds back any more. Each goes to `_deliver`; under the lock."""
+        """Remove and return the verdicts that may be delivered. Each goes to `_deliver`; under the lock."""
         self._slots_read = [
             write
             for write in self._slots_read
@@ -317,12 +317,12 @@ class TierWriterThreads:
     def _is_held_back(self, verdict: StepVerdict | StepProof) -> bool:
         if isinstance(verdict, StepProof):
             return any(part.write.order == verdict.order for part in self._parts)
-        if verdict.complete:  # the tier may then give away the slot of any older step
+        if verdict.complete:  # the tier may then reuse the slot of any older step
             return any(write.order <= verdict.order for write in self._slots_read)
         return any(write.order == verdict.order for write in self._slots_read)
 
     def _next(self) -> tuple[SlotWrite | None, int]:
-        """The next piece of work; under the lock."""
+        """Return the next piece of work; under the lock."""
         for part in self._parts:
             if part.sealing:
                 continue
@@ -358,7 +358,7 @@ class TierWriterThreads:
             crc = write.sum(frame)
             with self.calls.noted(f"the write of frame {frame} of step {write.step}"):
                 part.writer.write(frame, area.view(place.offset, place.padded_bytes), crc)
-        except Exception as error:  # noqa: BLE001 - the thread must not die: every later step would wait for it
+        except Exception as error:  # noqa: BLE001 - if the thread died, every later step would wait for it
             problem = _failure(error)
         with self._changed:
             part.busy -= 1
@@ -390,16 +390,16 @@ class TierWriterThreads:
                 "rank %d: step %d is not kept in tier %s: %s", self._rank, write.step, self.tier.name, reason
             )
         with self._changed:
-            if part.orphaned:  # reported as not kept already
+            if part.orphaned:  # already reported as not kept
                 return
             part.orphaned = True
-        self._say_over(part, reason)
+        self._report_end(part, reason)
         with self._changed:
             self._parts.remove(part)
             self._changed.notify_all()
 
-    def _say_over(self, part: SlotWrite, reason: Reason | None) -> None:
-        """Report how the slice ended, and release the area as far as this tier is concerned."""
+    def _report_end(self, part: SlotWrite, reason: Reason | None) -> None:
+        """Report how the slice ended, and mark the area as no longer read by this tier."""
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
             self._on_over(WriteOutcome(self.number, part.write, reason, part.written_bytes, seconds))

@@ -531,7 +531,9 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     assert not keeping.released.is_set()
     rank.local.let_go(keeping)
     assert keeping.released.is_set(), "nobody may wait for the device here"
-    assert keeping.lost_in == {0: DeclineCause.HANGS.because("the tier has not let go of what it was given")}
+    assert keeping.lost_in == {
+        0: DeclineCause.HANGS.because("the tier has not released the staging area in time")
+    }
     assert rank.ledger.stats.skipped == {f"{specs[1]}: hangs": 1}
     assert rank.begin(6) is None, "its slot is the device's still, and the other one holds step 3"
     going.set()

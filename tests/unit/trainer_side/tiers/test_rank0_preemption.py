@@ -175,7 +175,7 @@ def test_a_senseless_frame_is_left_out_and_the_next_one_is_heard(
     bench: Bench, caplog: pytest.LogCaptureFixture, frame: Frame
 ) -> None:
     assert bench.coordinator.hear(1, frame) == []
-    assert caplog.text.count("leaving out what rank 1 said of a notice") == 1
+    assert caplog.text.count("ignoring a message of rank 1 about a notice") == 1
     assert not bench.events("notice")
     assert wire.json_body(bench.appoint(bench.tell(60.0)))["save"]
 
@@ -476,7 +476,7 @@ def test_a_step_that_makes_no_sense_is_left_out_and_nobody_waits_for_it(
     ):
         world.lines.arrived[1].append((0, message))
     world.settle(seconds_max=5.0)
-    assert caplog.text.count("rank 1: leaves out a step to save after a notice") == 3
+    assert caplog.text.count("rank 1: ignores a step to save after a notice") == 3
     assert rank.council.problem is None
     assert not rank.is_due
 
