@@ -84,7 +84,7 @@ class DigestTaker:
         """Take the digest of the step that ends now.
 
         Args:
-            step: The step.
+            step: Its number.
             given: Arguments of `step()` for the digest.
             is_marked: For a digest to record: whether `mark` was called at the checkpoint before the step. The digest
                 then has only generators that a resumed run must have in the same state. None: for a comparison.

@@ -92,7 +92,7 @@ class ResumeCheck:
         """Process the end of `step`. Return the proof after the first step of a resume, which is collective.
 
         Args:
-            step: The step.
+            step: Its number.
             given: Arguments of `step()` for the digest.
             newest_saved: The newest step of which a checkpoint was begun.
 

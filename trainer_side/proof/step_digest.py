@@ -17,7 +17,7 @@ class StepDigest:
     """Digest of one step on one rank.
 
     Attributes:
-        step: The step.
+        step: Its number.
         data: Name in the state → the place in the data after this step.
         batch: CRC-32 of the argument of `step(batch=…)`, if given.
         generators: Random number generator → CRC-32 of its state after this step. In a recorded digest, only those that

@@ -71,10 +71,7 @@ class TierListing:
     places: list[RankPlace] = field(default_factory=list)  # where each rank is; empty if no rank has a tier
 
     def layout(self, candidate: Candidate, peers: Peers) -> Layout:
-        """Return the layout of a candidate's slices, sent by a rank that has one. Collective.
-
-        DamageError, on all ranks: the layout is damaged.
-        """
+        """Return the layout of a candidate's slices, from a rank that has one. Collective. DamageError: damaged."""
         first = min(
             (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
         )

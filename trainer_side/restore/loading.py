@@ -38,10 +38,9 @@ from trainer_side.state.tree import refusal, telling, tensor_paths, unmarked, wi
 
 @contextmanager
 def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
-    """Keep the identity of all `param_groups` while state is loaded into `optimizer` and those it wraps.
+    """Keep all `param_groups` objects while state is loaded into `optimizer` and those it wraps. Training thread.
 
-    Training thread. Optimizers that override `load_state_dict` are left alone: only they know who refers to their
-    groups.
+    Optimizers that override `load_state_dict` are left alone: only they know who refers to their groups.
     """
     together = with_inner([optimizer])
     if any(type(one).load_state_dict is not Optimizer.load_state_dict for one in together):

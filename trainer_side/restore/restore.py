@@ -165,10 +165,10 @@ def _go_without(
     if not without_store:
         raise StoreError(
             f"{silent}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
-            f"may hold a newer one. To go on from {newest.name} all the same, set restore_without_store = true"
+            f"may hold a newer one. To resume from {newest.name} all the same, set restore_without_store = true"
         ) from silent
     job.tell(
-        [f"the store does not answer: {silent}"], f"going on from {newest.name}, the newest of the tiers"
+        [f"the store does not answer: {silent}"], f"resuming from {newest.name}, the newest of the tiers"
     )
 
 

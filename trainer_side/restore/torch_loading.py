@@ -82,10 +82,7 @@ def places_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def read_in_place(
     state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return, by name, trees of the tensors that may be read into, with the checkpoint's paths.
-
-    `live`: Result of `live_trees`.
-    """
+    """Return, by name, the tensors that may be read into, at the checkpoint's paths. `live`: from `live_trees`."""
     return {
         name: places_of(state[name]) if isinstance(state[name], nn.Module) else live[name]
         for name in live
