@@ -49,7 +49,7 @@ def test_a_disk_that_hangs_costs_a_restart_a_part_of_its_time_and_is_named(tmp_p
         assert named.startswith(
             f"rank 1: {dead}: rank 1's slice of step 5 (attempt 1) in {tiers}/machine-1/tier/"
         )
-        assert "nothing has come for 1 s, 10% of restore_seconds_max = 10 s: the device hangs" in named
+        assert "no bytes for 1 s, 10% of restore_seconds_max = 10 s: the device hangs" in named
         said = f"{dead} hangs: it has not listed its slices within 1 s"
         assert report["said"].startswith(said if rank == 1 else f"rank 1: {said}")
     assert living in reports[0]["sources"]

@@ -1,17 +1,17 @@
-"""Export, import, diff: checkpoints become files of other tools, files of other tools checkpoints; two are compared.
+"""Export, import and diff: converts checkpoints to and from files of other tools, and compares two states.
 
     out   contents ─► safetensors_out, by way of plain_values
                    └► dcp_out
     in    import_source (a file of torch.save, or safetensors_in, or dcp_in) ─► publishing
 
-contents                              out: a checkpoint, read storage by storage, each byte under its CRC-32; flat names
+contents                              out: a checkpoint, read storage by storage with its CRC-32 checked; flat names
 safetensors_out, dcp_out              out: the formats
 state_comparison                      two states, compared tensor by tensor
 import_source, publishing             in: a file as a state, and that state as a checkpoint of one rank
 safetensors_in, dcp_in                in: the formats
 dcp_claims, dcp_parts, dcp_names      in: the checked claims, stored parts and names of a DCP folder
 safetensors_format                    shared by reader and writer
-plain_values                          values that are no tensors, as JSON
+plain_values                          values other than tensors, as JSON
 
 The commands are operator_side/commands/export.py, import_state.py and diff.py.
 The reasons: docs/design/015-tools-read-evidence.md.

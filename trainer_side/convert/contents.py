@@ -1,9 +1,9 @@
-"""A checkpoint of a run to take things out of: its tree, and the bytes of its tensors, one storage after the other.
+"""A checkpoint to read from: its tree, and the bytes of its tensors, one storage at a time.
 
     manifest ─► structure: the tree, its tensors allocated and untouched
              └► stream(entry): windows of its bytes ─► sink, and their CRC-32 against the manifest's
 
-Nothing is read that nobody asks for, and nothing that is given out counts before `stream` has returned.
+Bytes are read on request only. The sink must not rely on them before `stream` has returned.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from holdfast.store.base import Store
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 from trainer_side.state.tree import Named, tensor_paths
 
-_READS_MAX = 2  # bytes that came wrong may have changed on their way only
+_READS_MAX = 2  # a wrong CRC may be a transfer error
 _WINDOW_BYTES_MAX = 16 * 1024 * 1024
 
 Sink = Callable[[int, memoryview], None]
-"""Takes bytes of a storage: where they begin in it, and a view that is good for this call only."""
+"""Takes bytes of a storage: where they begin in it, and a view that is valid for this call only."""
 
 
 class Flat(NamedTuple):
-    """A tensor by its flat name, as other tools have it: `model/layer.0.weight` is `model.layer.0.weight`."""
+    """A tensor by its flat name, as other tools use it: `model/layer.0.weight` is `model.layer.0.weight`."""
 
     name: str
     path: str
@@ -43,8 +43,8 @@ class Flat(NamedTuple):
 class Contents:
     """One checkpoint. `stream` and `load` may be called from several threads.
 
-    `only`: A name at the top of the state: of the tree, nothing but what is under it. DamageError: the file is not as
-    it was written. StateError: there is no such name. StoreError: the store failed.
+    `only`: A name at the top of the state: only the tree under it is read. DamageError: the file is damaged.
+    StateError: there is no such name. StoreError: the store failed.
     """
 
     def __init__(self, store: Store, manifest: Manifest, *, only: str | None = None) -> None:
@@ -53,10 +53,10 @@ class Contents:
         try:
             self._structure = Structure(manifest.file, manifest, data, store)
         except StateError:
-            check_structure_chunks(store, manifest)  # it is the file, and not what is in it
+            check_structure_chunks(store, manifest)  # raises if the file is damaged
             raise
         self.tree: Any = part_of(self._structure.tree, only, manifest.file)
-        # Names of objects that the tree has by number only; their paths begin at the top of the state.
+        # Names of parameters that the tree only numbers; their paths begin at the top of the state.
         self.names = {
             at: groups
             for at, groups in self._structure.names.items()
@@ -72,11 +72,11 @@ class Contents:
         self._windows = threading.local()
 
     def entry(self, tensor: torch.Tensor) -> int | None:
-        """Index of the entry that holds a tensor's storage; None for a tensor without bytes."""
+        """Return the index of the entry that holds a tensor's storage; None for a tensor without bytes."""
         return self._entries.get(tensor.untyped_storage().data_ptr())
 
     def flat(self) -> list[Flat]:
-        """The tensors with flat names, in the order of the tree. StateError: two paths come to the same name."""
+        """Return the tensors with flat names, in the order of the tree. StateError: two paths have one flat name."""
         paths: dict[str, str] = {}
         first: dict[tuple[object, ...], str] = {}
         found: list[Flat] = []
@@ -98,9 +98,9 @@ class Contents:
         return self.manifest.entries[entry].nbytes
 
     def stream(self, entry: int, sink: Sink) -> None:
-        """Give all bytes of an entry to `sink`, in order; from the beginning again if they came damaged.
+        """Pass all bytes of an entry to `sink`, in order; once more from the beginning if their CRC is wrong.
 
-        DamageError: they are not what was written. StoreError: the store failed.
+        DamageError: the bytes are damaged. StoreError: the store failed.
         """
         record = self.manifest.entries[entry]
         window = self._window()
@@ -122,7 +122,7 @@ class Contents:
         )
 
     def load(self, entry: int) -> torch.UntypedStorage:
-        """The storage of an entry, in memory of its own: it goes when nobody refers to it any more."""
+        """Read the storage of an entry into new memory."""
         nbytes = self.nbytes(entry)
         storage = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         memory = bytes_of(storage.data_ptr(), nbytes)
@@ -142,7 +142,7 @@ class Contents:
 
 
 def part_of(tree: Any, only: str | None, what: str) -> Any:
-    """The value under one name of a state, or without `only` the whole state. StateError: there is no such name."""
+    """Return the value under the name `only`, or the whole state for None. StateError: there is no such name."""
     if only is None:
         return tree
     if not isinstance(tree, dict) or only not in tree:
@@ -152,12 +152,12 @@ def part_of(tree: Any, only: str | None, what: str) -> Any:
 
 
 def bytes_of(address: int, nbytes: int) -> memoryview:
-    """Memory as bytes; whoever owns it must keep it."""
+    """Return memory as bytes; the caller must keep its owner alive."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def dense(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """`tensor` of the tree, with these bytes as its storage: in row-major order, without gaps."""
+    """Return `tensor` of the tree with these bytes as its storage, contiguous and without lazy conj or neg bits."""
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     found = torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(storage, *place)
     if tensor.is_conj():

@@ -1,8 +1,8 @@
 """Checks the metadata of a DCP folder against its files before memory is allocated for it.
 
-    each place      its file is there and reaches so far; all together claim no byte twice; it is a torch file, unpacked
-    each tensor     its chunks lie in it and make it up, each element once; each chunk has its bytes in its place
-    each path       lists are no longer than what is put into them
+    each place      its file exists and is long enough; no byte is claimed twice; it is a torch file, uncompressed
+    each tensor     its chunks cover each element once; the place of each chunk has enough bytes
+    each path       lists are no longer than the number of their items
 
 All tensors together therefore take no more memory than the files have bytes.
 """
@@ -25,14 +25,14 @@ from holdfast.store.ranged import RangedFile
 from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed
 
 _LIST_ITEM_BYTES = 8
-_ODD_CHUNKS_MAX = 4096  # each of them is compared with each
+_ODD_CHUNKS_MAX = 4096  # compared pairwise
 
 
 def check_claims(folder: Path, metadata: Metadata, metadata_bytes: int) -> None:
-    """See that the folder has what its metadata claims.
+    """Check that the folder has the bytes that its metadata claims.
 
-    DamageError: it has not; names the file, what is claimed and what is there. StateError: it is packed. TypeError,
-    ValueError, AttributeError: it is no metadata as DCP writes it.
+    DamageError: it has not; names the file, the claim and the actual size. StateError: a part is compressed. TypeError,
+    ValueError, AttributeError: DCP does not write such metadata.
     """
     _check_paths(metadata.planner_data or {}, metadata_bytes)
     _check_places(folder, metadata.storage_data)
@@ -42,7 +42,7 @@ def check_claims(folder: Path, metadata: Metadata, metadata_bytes: int) -> None:
 
 
 def _check_paths(paths: Mapping[str, Any], metadata_bytes: int) -> None:
-    """DCP makes a list as long as the largest place in it."""
+    """Limit the lengths of lists, as DCP makes each list as long as the largest index in it."""
     lengths: dict[tuple[Any, ...], int] = {}
     for path in paths.values():
         if not isinstance(path, tuple) or not all(type(part) in (str, int) for part in path):
@@ -64,7 +64,7 @@ def _check_places(folder: Path, places: Mapping[Any, Any]) -> None:
         if getattr(info, "transform_descriptors", None):
             raise StateError(
                 f"{folder}: {getattr(index, 'fqn', index)!r:.200} is packed in {name}, and may unpack to any size; "
-                "where you trust it, dcp.load it, and save it without the extension"
+                "if you trust it, dcp.load it, and save it without the extension"
             )
         if min(info.offset, info.length) < 0:
             raise ValueError(f"{info.length} bytes at byte {info.offset} of {name}")
@@ -109,7 +109,7 @@ def file_part(file: IO[bytes], offset: int, length: int, what: str) -> IO[bytes]
 
 
 class _FilePart:
-    """A part of a file: what a `RangedFile` reads."""
+    """Part of a file, as the store of a `RangedFile`."""
 
     def __init__(self, file: IO[bytes], offset: int) -> None:
         self._file, self._offset = file, offset

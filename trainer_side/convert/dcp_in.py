@@ -1,10 +1,10 @@
-"""Opens a folder of torch.distributed.checkpoint, of any number of ranks, as a tree: no tensor of it is in memory.
+"""Opens a folder of torch.distributed.checkpoint, of any number of ranks, as a tree without reading its tensors.
 
-    .metadata ─► what it claims is there ─► tree: plain values, and tensors whose memory is never touched
-                                         └► of each tensor where its bytes lie (dcp_parts), to be read later
+    .metadata ─► check its claims ─► tree: plain values, and tensors whose memory is never touched
+                                  └► where the bytes of each tensor lie (dcp_parts), to be read later
 
-DCP unpickles its `.metadata` and each plain value without restriction. Here the first may hold DCP's own records and
-nothing else, and values are read with `weights_only=True`: nothing in the folder is run.
+DCP unpickles its `.metadata` and each plain value without restriction. This module allows only DCP's own records in the
+metadata, and reads values with `weights_only=True`: no code in the folder is run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer_side.state.pickle_bounds import NOT_READABLE, unpickler_cause
 
 _METADATA = ".metadata"
 _METADATA_BYTES_MAX = 1 << 28
-_TUPLES_MAX = 16  # a place in the state is a tuple, and a size
+_TUPLES_MAX = 16  # paths in the state are tuples, and so are sizes
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
@@ -50,14 +50,14 @@ _RECORDS = {
 
 
 class DcpState(NamedTuple):
-    """Contents of a folder. The memory of the tree's tensors means nothing."""
+    """Contents of a folder. The tensors of the tree have undefined content."""
 
     tree: dict[str, Any]
     stored: list[StoredTensor]
 
 
 def read_dcp(folder: Path) -> DcpState:
-    """The state. ConfigError: there is no such checkpoint. DamageError, StateError: it is not readable here."""
+    """Open the folder. ConfigError: it is no DCP checkpoint. DamageError, StateError: it cannot be read."""
     if not (folder / _METADATA).is_file():
         raise ConfigError(
             f"{folder}: the folder has no {_METADATA}, so it is no checkpoint of torch.distributed.checkpoint; "
@@ -92,14 +92,14 @@ def _explained(folder: Path, error: BaseException) -> BaseException:
         return error
     if isinstance(error, pickle.UnpicklingError):
         return StateError(
-            f"{folder}: holds what is not read without running code ({unpickler_cause(error)}); where you trust it, "
+            f"{folder}: cannot be read without running code in it ({unpickler_cause(error)}); if you trust it, "
             "dcp.load it, and save its tensors and plain values again"
         )
     return DamageError(f"{folder}: not a checkpoint that DCP reads: {error}")
 
 
 class _RecordsOnly(pickle.Unpickler):
-    """Makes records of DCP and dtypes; refuses all else."""
+    """Unpickles records of DCP and dtypes; refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -111,7 +111,7 @@ class _RecordsOnly(pickle.Unpickler):
 
 
 def _member_of(of: object, name: str) -> Enum:
-    """The one allowed use of `getattr`: the first releases of Python 3.11 pickle a member of an enumeration by it."""
+    """Replace `getattr` for its one allowed use: Python 3.11's first releases pickle enumeration members with it."""
     if not (isinstance(of, EnumType) and name in of.__members__):
         raise pickle.UnpicklingError(f"builtins.getattr in {_METADATA}")
     return cast("Enum", of[name])
@@ -137,7 +137,7 @@ def _metadata_of(folder: Path) -> Metadata:
 
 
 class _DcpReader(FileSystemReader):
-    """DCP's own, with metadata that was read already; reads plain values only."""
+    """DCP's own reader, with metadata that was already read; reads plain values only."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -152,7 +152,7 @@ class _DcpReader(FileSystemReader):
 
 
 class _Planner(_EmptyStateDictLoadPlanner):
-    """Makes the state of what the metadata names; values are read with weights_only."""
+    """Makes the state from the metadata; reads values with weights_only."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         loaded = torch.load(value, map_location="cpu", weights_only=True)
@@ -164,7 +164,7 @@ class _Planner(_EmptyStateDictLoadPlanner):
 
 
 def _number(tree: Any) -> None:
-    """Give the parameters of optimizers their numbers back: DCP makes text of every key."""
+    """Restore the numbers of optimizer parameters: DCP turns every key into text."""
     if not isinstance(tree, dict):
         return
     state, groups = tree.get("state"), tree.get("param_groups")

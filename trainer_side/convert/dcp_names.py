@@ -1,4 +1,4 @@
-"""The names of what a state has by number only, in a folder of torch.distributed.checkpoint: a file that DCP ignores.
+"""The names of numbered parameters, in a folder of torch.distributed.checkpoint: a file that DCP ignores.
 
 holdfast-names.json    {"only": null, "names": {"optimizer": [["model/a.weight", …]]}}    as in data.pkl
 """
@@ -20,18 +20,18 @@ _BYTES_MAX = 1 << 28
 class DcpNames(NamedTuple):
     """Contents of the file."""
 
-    only: str | None  # the part of the state that is in the folder, by name; None: all of it
+    only: str | None  # name of the part of the state that is in the folder; None: the whole state
     names: dict[str, list[list[Position]]]
 
 
 def write_names(folder: Path, names: Positions, only: str | None) -> None:
-    """Put them into a folder. Raises OSError."""
+    """Write the names into a folder, if there are any. Raises OSError."""
     if names:
         (folder / _FILE).write_text(json.dumps({"only": only, "names": to_rows(names)}), encoding="ascii")
 
 
 def read_names(folder: Path) -> DcpNames:
-    """The names in a folder; none where DCP alone has written it. Raises OSError; DamageError: not as written here."""
+    """Read the names in a folder; none if only DCP wrote it. Raises OSError; DamageError: the file is damaged."""
     path = folder / _FILE
     if not path.is_file():
         return DcpNames(None, {})

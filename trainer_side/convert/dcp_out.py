@@ -1,6 +1,6 @@
-"""Writes a checkpoint as a folder of torch.distributed.checkpoint, by its own writer: one storage in memory at a time.
+"""Writes a checkpoint as a folder of torch.distributed.checkpoint with its own writer: one storage in memory at a time.
 
-The planner is DCP's own, but for one thing: a tensor's bytes are read, under their CRC-32, when the writer wants them.
+The planner is DCP's own, except that it reads a tensor's bytes, and checks their CRC-32, when the writer needs them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from trainer_side.convert.dcp_names import write_names
 def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> Exported:
     """Write the folder at `path`, whole or not at all; for `holdfast export`.
 
-    `only`: A name at the top of the state: nothing but what is under it. DamageError: bytes are not what was written;
-    names the tensors. StateError: two values would have one name. StoreError: the store or the folder failed.
+    `only`: A name at the top of the state: export only the tree under it. DamageError: bytes are damaged; names the
+    tensors. StateError: two values would have one name. StoreError: the store or the folder failed.
     """
     contents = Contents(store, manifest, only=only)
     if not isinstance(contents.tree, dict):
@@ -54,7 +54,7 @@ def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None,
 def _save(contents: Contents, folder: Path, advance: Callable[[int], None]) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
             save(
                 contents.tree,
                 storage_writer=FileSystemWriter(folder),
@@ -78,7 +78,7 @@ class _Reading(DefaultSavePlanner):
         self._contents, self._advance = contents, advance
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor of the tree with its bytes; other values as they are."""
+        """Return a tensor of the tree with its bytes read; other values unchanged."""
         value = super().lookup_object(index)
         entry = self._contents.entry(value) if isinstance(value, torch.Tensor) else None
         if entry is None:

@@ -1,10 +1,10 @@
-"""The bytes of a DCP folder's tensors, read from where their parts lie in its files when they are wanted.
+"""The bytes of a DCP folder's tensors, read on request from the files of their parts.
 
-    a tensor    │·······│·······│······│      parts, by what each rank held: __0_0.distcp, __1_0.distcp, …
-    read        ────────────▓▓▓▓▓▓─────      of each part the bytes that are in it, one run of its file
+    a tensor    │·······│·······│······│      parts, one from each rank: __0_0.distcp, __1_0.distcp, …
+    read        ────────────▓▓▓▓▓▓─────      the requested bytes of each part, one run of its file
 
-DCP writes each part as torch.save does, so its bytes lie in the file as they are. One that does not lie in row-major
-order, or is of another dtype or byte order, is loaded whole, by torch, and kept while its tensor is read on.
+DCP writes each part as torch.save does, so its bytes lie in the file unchanged. A part that is not in row-major order,
+or has another dtype or byte order, is loaded whole by torch, and kept until its last byte is read.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class _StoredPart(NamedTuple):
     """Where one part lies."""
 
     path: Path
-    offset: int  # in the file: of its first byte, or of what torch.save wrote
-    length: int = 0  # of what torch.save wrote; 0: the bytes lie in the file as the tensor has them
+    offset: int  # in the file: of its first byte, or of torch.save's output
+    length: int = 0  # of torch.save's output; 0: the bytes lie in the file as in the tensor
 
 
 class StoredTensor:
-    """One tensor of a folder: its place in the tree, never touched, and which regions its parts are. Any thread."""
+    """One tensor of a folder: the untouched tensor in the tree, and the regions of its parts. Any thread."""
 
     def __init__(self, tensor: torch.Tensor, pattern: Pattern, parts: list[_StoredPart]) -> None:
         self.tensor = tensor
@@ -69,7 +69,7 @@ class StoredTensor:
         if part.length:
             with self._lock:
                 if self._loaded is None or self._loaded[0] != number:
-                    self._loaded = None  # before the next one takes its memory
+                    self._loaded = None  # frees the memory for the next part
                     self._loaded = number, self._whole(number)
                 whole = self._loaded[1]
                 source = np.frombuffer(bytes_of(whole.data_ptr(), whole.nbytes), np.uint8)
@@ -105,13 +105,13 @@ class StoredTensor:
 
 
 class Patterns:
-    """Makes the pattern of each tensor; one for all that are split alike."""
+    """Cache of patterns: tensors that are split alike share one."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Pattern] = {}
 
     def of(self, record: TensorStorageMetadata) -> Pattern:
-        """How a tensor is split. Its chunks tile it: `check_claims` has seen that."""
+        """Return how a tensor is split. Its chunks must tile it, as `check_claims` checks."""
         regions = tuple(
             Region(tuple(chunk.offsets), tuple(chunk.sizes))
             for chunk in record.chunks
@@ -133,9 +133,9 @@ def stored_tensor(
     places: Mapping[Any, Any],
     pattern: Pattern,
 ) -> StoredTensor:
-    """See that torch reads the parts of a tensor, and find their bytes; none of those is read.
+    """Check that torch can read the parts of a tensor, and find their bytes without reading them.
 
-    DamageError: they are not what the metadata says. pickle.UnpicklingError: one is not read without running code.
+    DamageError: the parts contradict the metadata. pickle.UnpicklingError: a part cannot be read without running code.
     """
     parts = []
     for region in pattern.regions:

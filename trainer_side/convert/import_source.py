@@ -1,4 +1,4 @@
-"""Opens what another tool has written, and makes of it the state that a `Checkpointer` will be asked to restore.
+"""Opens a file of another tool, and makes it a state that a `Checkpointer` can restore.
 
 file ─► torch.save, in zip format     torch.load(weights_only=True, mmap=True): code in it is refused
      ├► safetensors                   safetensors_in
@@ -35,9 +35,10 @@ _NAMES_SHOWN = 8
 
 
 class ImportedState:
-    """A state that was read, ready to be published. See `holdfast.command.converters.ImportSource`.
+    """An opened state, ready to be published: a `holdfast.command.converters.ImportSource`.
 
-    `stored`: Sources of the bytes of tensors that are not in memory. StateError: it cannot be saved; names the path.
+    `stored`: Sources of the bytes of tensors that are not in memory. StateError: the state cannot be saved; names the
+    path.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ def open_import_source(
 ) -> ImportedState:
     """Open a file or folder; for `holdfast import`.
 
-    `under`: Put all of it under this name of the state. `renamed`: Names at the top to the names of the state.
-    `dropped`: Names at the top that are left out. ConfigError: it cannot be read, or there is no such name.
-    DamageError: it has another format. StateError: `torch.load(weights_only=True)` refuses it, or it has no names.
+    `under`: Put the whole content under this name of the state. `renamed`: Names at the top to the names of the state.
+    `dropped`: Names at the top to leave out. ConfigError: the file cannot be read, or there is no such name.
+    DamageError: unknown format. StateError: `torch.load(weights_only=True)` refuses the file, or it has no names.
     """
     try:
         kind, tree, part, stored, names = read_source(path)
@@ -82,14 +83,14 @@ def open_import_source(
         tree = {under: tree}
     named = _named(tree, str(path), renamed, dropped)
     if part is not None and under is None:
-        names = {}  # of a part that lies at the top now
+        names = {}  # they name a part of a state, whose content is at the top now
     return ImportedState(kind, named, stored, _moved(names, under, part, renamed))
 
 
 def _moved(
     names: Positions, under: str | None, part: str | None, renamed: Mapping[str, str]
 ) -> dict[str, list[list[Position]]]:
-    """The names, where what they name lies elsewhere now; a part of a state has the names of the whole state."""
+    """Adapt the names to moved objects; a part of a state has names with paths of the whole state."""
 
     def moved(path: str) -> str:
         top, slash, rest = (path if under is None or part is not None else f"{under}/{path}").partition("/")
@@ -104,7 +105,7 @@ def _moved(
 
 
 class LoadedSource(NamedTuple):
-    """A file that was read: format, tree, part of the state, sources of its bytes, and its names."""
+    """An opened file: format, tree, name of the part of the state, sources of its bytes, parameter names."""
 
     kind: str
     tree: Any
@@ -114,12 +115,12 @@ class LoadedSource(NamedTuple):
 
 
 def read_source(path: Path) -> LoadedSource:
-    """Read a file or folder; tensors of a file are mapped, not read. Raises as `open_import_source`, and `OSError`."""
+    """Open a file or folder; tensors of a file are mapped, not read. Raises as `open_import_source`, and `OSError`."""
     if path.is_dir():
         tree, stored = read_dcp(path)
         part, names = read_names(path)
         return LoadedSource("dcp", tree, part, stored, names)
-    if not path.is_file():  # to open a FIFO would wait for whoever writes into it
+    if not path.is_file():  # opening a FIFO would block until a writer opens it
         raise ConfigError(f"{path}: expected a file or a directory, it is a FIFO, a socket or a device")
     with path.open("rb") as file:
         magic = file.read(16)

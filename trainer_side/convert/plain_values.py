@@ -1,11 +1,11 @@
-"""The tree without its tensors as JSON, exactly: what stands beside the tensors in a format that has tensors only.
+"""The tree without its tensors as lossless JSON, for file formats that hold only tensors.
 
-    1, 0.5, "a", true, null, [ ]         as they are                {"$tensor": name}      a tensor, by its flat name
-    {"a": …}                             a dict with text as keys   {"$dict": [[k, v]]}    any other one
+    1, 0.5, "a", true, null, [ ]         unchanged                  {"$tensor": name}      a tensor, by its flat name
+    {"a": …}                             a dict with text as keys   {"$dict": [[k, v]]}    any other dict
     {"$float": "inf"}, {"$bytes": …}, {"$tuple": […]}, {"$size": […]}, {"$dtype": …}, {"$device": …}
-    {"$ordered": [[k, v]], "$attributes": {…}}          an OrderedDict, with what torch hangs on a `state_dict()`
+    {"$ordered": [[k, v]], "$attributes": {…}}          an OrderedDict, with attributes that torch adds to a state_dict
 
-A reader of the file without holdfast finds the plain values by eye; `decode` makes the very tree again.
+People can read the plain values without holdfast; `decode` rebuilds the exact tree.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 
 from holdfast.errors import DamageError, StateError
 
-_DEPTH_MAX = 200  # json itself gives up at about a thousand; no state is so deep
+_DEPTH_MAX = 200  # json itself fails at about a thousand; no real state is that deep
 
 
 def encode(tree: Any, names: Mapping[str, str]) -> Any:
-    """The document of a tree; `names`: Path of each tensor to its flat name. StateError: names a value's path."""
+    """Encode a tree. `names`: Path of each tensor → its flat name. StateError: a value has no form; names its path."""
     return _encode(tree, "", names, 0)
 
 
@@ -76,7 +76,7 @@ def _scalar(value: Any, path: str) -> Any:
 
 
 def decode(document: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tree of a document, which comes from outside; `tensors`: Flat name to tensor. DamageError: it is no such."""
+    """Decode an untrusted document into a tree. `tensors`: Flat name → tensor. DamageError: it is malformed."""
     try:
         return _decode(document, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -1,9 +1,9 @@
-"""A tree as the image of a checkpoint of one rank: its chunks are made when they are asked for.
+"""A tree as the image of a checkpoint of one rank, whose chunks are made on request.
 
     tree ─► skeleton: layout, literals      each chunk: literals, pickle, bytes of tensors from where they lie
 
-The tensors may lie in a mapped file, or in files that are read for each chunk: then memory is what the publisher's
-parts take, and what the kernel lends.
+Tensors may lie in a mapped file, or in files that are read for each chunk. Memory then holds only the publisher's parts
+and the page cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer_side.state.skeleton import Skeleton, capture, plan
 from trainer_side.state.tensor_table import table
 from trainer_side.state.tree import classify
 
-_RANK = 0  # the one that has it all
+_RANK = 0  # the only rank
 
 
 def plan_state(tree: Mapping[str, Any], trailer: bytes) -> Skeleton:
@@ -38,7 +38,7 @@ def plan_state(tree: Mapping[str, Any], trailer: bytes) -> Skeleton:
 
 
 class StateImage:
-    """The image of a tree, whose tensors must stay as they are: a `holdfast.checkpoints.image_publishing.Image`.
+    """The image of a tree whose tensors must not change: a `holdfast.checkpoints.image_publishing.Image`.
     `stored`: sources of the bytes of tensors that are not in memory.
     """
 

@@ -2,8 +2,8 @@
 
     u64 little-endian: bytes of the header │ {"name": {"dtype", "shape", "data_offsets"}, …, "__metadata__"} │ bytes …
 
-Each tensor is dense and in row-major order; no gaps, no two in one place. All other values of a state are in
-`__metadata__`, text to text, under `holdfast`.
+Each tensor is dense and in row-major order; there are no gaps or overlaps. All other values of a state are in
+`__metadata__`, which maps text to text, under `holdfast`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 LENGTH_BYTES = 8
-HEADER_BYTES_MAX = 100_000_000  # the library reads no longer one
+HEADER_BYTES_MAX = 100_000_000  # the library's limit
 METADATA = "__metadata__"
 VALUES = "holdfast"
 VALUES_FORMAT = "holdfast-safetensors/1"

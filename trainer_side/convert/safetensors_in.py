@@ -1,6 +1,6 @@
-"""Reads a safetensors file as a tree: each tensor lies in the mapped file.
+"""Reads a safetensors file as a tree whose tensors lie in the mapped file.
 
-With what `holdfast export` has put into its metadata it is the very tree; else a dict of tensors.
+A file of `holdfast export` gives the exact tree, from its metadata; any other file gives a dict of tensors.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SafetensorsState(NamedTuple):
 
 
 def read_safetensors(path: Path) -> SafetensorsState:
-    """The state. Raises OSError; DamageError: it is not such a file."""
+    """Open the file. Raises OSError; DamageError: it is not a safetensors file."""
     with path.open("rb") as file:
-        # Private: torch wants memory that may be written, and the file stays as it is.
+        # A private mapping: torch needs writable memory, and the file must not change.
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     try:
         header_bytes = int.from_bytes(memory[:LENGTH_BYTES], "little")
@@ -74,7 +74,7 @@ def _json(raw: bytes) -> Any:
 
 
 def _refuse_overlaps(header: dict[str, Any]) -> None:
-    """Each tensor may get memory of its own: together they take no more than the file has."""
+    """Refuse tensors that overlap, so that copies of all tensors take no more memory than the file has bytes."""
     free = 0
     for begin, end, name in sorted((*told["data_offsets"], name) for name, told in header.items()):
         if begin < free and end > begin:

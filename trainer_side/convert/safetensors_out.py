@@ -1,12 +1,10 @@
-"""Writes a checkpoint as one safetensors file, storage by storage: memory is a window for each reader.
+"""Writes a checkpoint as one safetensors file, storage by storage, with one window of memory for each reader.
 
     names, dtypes, shapes ─► header ─► file of its full size
-    each storage of the image ─► windows, under its CRC-32 ─► to where its tensors lie in the file
+    each storage of the image ─► windows, CRC-32 checked ─► to where its tensors lie in the file
 
-A tensor that is not dense in its storage (a view with gaps, a transpose) is copied, and for that its storage is
-in memory, one at a time for each reader.
-
-Written here and not by the library, which wants all tensors in memory at once.
+For a tensor that is not dense in its storage (a view with gaps, a transpose), the reader loads the whole storage, one
+at a time. The library is not used, because it needs all tensors in memory at once.
 """
 
 from __future__ import annotations
@@ -50,15 +48,15 @@ class _TensorSlot:
 
     @property
     def is_dense(self) -> bool:
-        """Whether its bytes lie in the storage as they will in the file."""
+        """Whether the tensor's bytes lie in the storage as in the file."""
         tensor = self.flat.tensor
         return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class SafetensorsPlan:
-    """The plan of the file: its header and the places of its tensors, none of which is read yet.
+    """The header of the file and the places of its tensors, none of which is read yet.
 
-    `only`: The part of it that `contents` has, by name. StateError: a dtype or a value has no place in such a file.
+    `only`: Name of the part of the state in `contents`. StateError: the format cannot hold a dtype or a value.
     """
 
     def __init__(self, contents: Contents, *, only: str | None) -> None:
@@ -67,7 +65,7 @@ class SafetensorsPlan:
         _refuse_dtypes(self.tensors)
         self._slots: list[_TensorSlot] = []
         end = 0
-        # As the library does it: what needs the greatest alignment first, so that nothing needs padding.
+        # As in the library: tensors with the greatest alignment come first, so that none needs padding.
         for flat in sorted(self.tensors, key=lambda one: (-one.tensor.itemsize, one.name)):
             begin, end = end, end + flat.tensor.numel() * flat.tensor.itemsize
             self._slots.append(_TensorSlot(flat, begin, end))
@@ -76,7 +74,7 @@ class SafetensorsPlan:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Names of tensors that are another one, and of that one: in the file each has its own bytes."""
+        """Tied tensors: name → name of the first. In the file each has its own bytes."""
         return {flat.name: flat.tied_to for flat in self.tensors if flat.tied_to}
 
     @property
@@ -84,13 +82,13 @@ class SafetensorsPlan:
         return sum(self._contents.nbytes(entry) for entry in self._by_entry())
 
     def write(self, fd: int, advance: Callable[[int], None]) -> None:
-        """Write all of it to an empty file. Blocks. `advance`: Told of the bytes newly read; from any thread.
+        """Write the whole file to an empty one. Blocks. `advance`: Called with bytes newly read, from any thread.
 
-        DamageError: bytes are not what was written; names the tensors. StoreError: the store failed. Raises OSError.
+        DamageError: bytes are damaged; names the tensors. StoreError: the store failed. Raises OSError.
         """
         os.truncate(fd, self.nbytes)
         _write_at(fd, memoryview(self._header), 0)
-        # The largest first, so that no reader is left alone with one at the end.
+        # The largest first, so that no reader is left with a large one at the end.
         jobs = sorted(self._by_entry().items(), key=lambda job: -self._contents.nbytes(job[0]))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="export") as readers:
             futures = [readers.submit(self._write_entry, fd, *job, advance) for job in jobs]
@@ -183,9 +181,8 @@ def write_safetensors(
 ) -> Exported:
     """Write the file at `path`, whole or not at all; for `holdfast export`.
 
-    `only`: A name at the top of the state: nothing but what is under it. DamageError: bytes are not what was written;
-    names the tensors. StateError: a dtype or a value has no place in such a file. StoreError: the store or the file
-    failed.
+    `only`: A name at the top of the state: export only the tree under it. DamageError: bytes are damaged; names the
+    tensors. StateError: the format cannot hold a dtype or a value. StoreError: the store or the file failed.
     """
     plan = SafetensorsPlan(Contents(store, manifest, only=only), only=only)
     with progress_bar(path.name, plan.read_bytes, hidden=quiet) as advance:

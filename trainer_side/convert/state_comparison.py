@@ -1,9 +1,9 @@
-"""Compares two states tensor by tensor, for `holdfast diff`; memory is one storage of each side, and a few blocks.
+"""Compares two states tensor by tensor, for `holdfast diff`, with one storage of each side and a few blocks in memory.
 
-    a run's checkpoint ─► Contents: its tree, and one storage at a time, under its CRC-32 ─┐
-    a file ─► its tree, with tensors that are mapped ──────────────────────────────────────┴─► numbers of each path
+    a run's checkpoint ─► Contents: its tree, and one storage at a time, CRC-32 checked ─┐
+    a file ─► its tree, with mapped tensors ─────────────────────────────────────────────┴─► numbers of each path
 
-Two tensors whose entries have one size and one CRC-32 in manifests that are both verified are equal, and are not read.
+Tensors whose entries have the same size and CRC-32 in two verified manifests are equal, and are not read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ABSENT = object()
 
 
 class ComparedState:
-    """One side: its leaves by path, and the values of one tensor after the other.
+    """One side: its leaves by path, and the values of one tensor at a time.
 
-    `only`: A name at the top of the state: nothing but what is under it. ConfigError: the file cannot be read, or is a
-    folder. DamageError: it is not as it was written, or has another format. StateError: there is no such name, or
-    `torch.load(weights_only=True)` does not take the file. StoreError: the store failed.
+    `only`: A name at the top of the state: only the tree under it. ConfigError: the file cannot be read, or is a
+    folder. DamageError: it is damaged, or has another format. StateError: there is no such name, or
+    `torch.load(weights_only=True)` refuses the file. StoreError: the store failed.
     """
 
     def __init__(self, file: ComparedFile, only: str | None) -> None:
@@ -51,26 +51,26 @@ class ComparedState:
         self._held: tuple[int, torch.UntypedStorage] | None = None
 
     def record(self, tensor: torch.Tensor) -> EntryRecord | None:
-        """The entry with its bytes, of a verified checkpoint; else None."""
+        """Return the entry that holds a tensor of a verified checkpoint; else None."""
         if self._contents is None or not self._is_verified:
             return None
         entry = self._contents.entry(tensor)
         return None if entry is None else self._contents.manifest.entries[entry]
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the leaves in row-major order, read if need be. The one before may be gone then."""
+        """Return a tensor of the leaves in row-major order, read if necessary. This may free the previous one."""
         if self._contents is None or (entry := self._contents.entry(tensor)) is None:
             return tensor.detach().contiguous().resolve_conj().resolve_neg()
         if self._held is None or self._held[0] != entry:
-            self._held = None  # first, so that there are never two
+            self._held = None  # first, so that only one is in memory
             self._held = entry, self._contents.load(entry)
         return dense(tensor, self._held[1])
 
 
 def compare(a: ComparedFile, b: ComparedFile, *, only: str | None, quiet: bool) -> StateComparison:
-    """Compare two states; for `holdfast diff`. Blocks. Raises what `ComparedState` does.
+    """Compare two states; for `holdfast diff`. Blocks. Raises as `ComparedState`.
 
-    `only`: A name at the top of both states: nothing but what is under it.
+    `only`: A name at the top of both states: compare only the trees under it.
     """
     one, other = ComparedState(a, only), ComparedState(b, only)
     both = [path for path in one.leaves if path in other.leaves]
@@ -116,7 +116,7 @@ def _tree_of_file(path: Any, only: str | None) -> Any:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Tensors, plain values, and containers that are empty or hold nothing but many numbers."""
+    """Yield tensors, plain values, and containers that are empty or hold only many numbers."""
     inner = list(children(node)) if isinstance(node, dict | list | tuple) else []
     if not inner or (len(inner) > _SHORT_ITEMS_MAX and _are_numbers(node)):
         yield path, node
@@ -146,7 +146,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
 def _difference(
     path: str, one: ComparedState, other: ComparedState, first: torch.Tensor, second: torch.Tensor
 ) -> TensorDifference | None:
-    """None: they are equal."""
+    """Return the difference of two tensors; None if they are equal."""
     dtypes = _name(first.dtype), _name(second.dtype)
     shapes = tuple(first.shape), tuple(second.shape)
     if shapes[0] != shapes[1] or any(tensor.layout is not torch.strided for tensor in (first, second)):
@@ -158,7 +158,7 @@ def _difference(
 
 
 class ComparedNumbers(NamedTuple):
-    """The numbers of a `TensorDifference`. None: a dtype that torch makes no numbers of."""
+    """The numbers of a `TensorDifference`. None: torch cannot convert the dtype to numbers."""
 
     differing: int
     max_abs: float | None = None
@@ -195,7 +195,7 @@ def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> ComparedNumber
 
 
 class _Sums:
-    """The sums over all blocks."""
+    """Sums over all blocks."""
 
     def __init__(self) -> None:
         self._known = True
@@ -241,7 +241,7 @@ def _bits(block: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor | None:
-    """As float64, or complex128; None where torch makes no numbers of this dtype."""
+    """Return the block as float64 or complex128; None if torch cannot convert the dtype."""
     try:
         return block.to(torch.complex128 if block.is_complex() else torch.float64)
     except (RuntimeError, NotImplementedError):
@@ -249,7 +249,7 @@ def _numbers(block: torch.Tensor) -> torch.Tensor | None:
 
 
 def _order(one: TensorDifference) -> tuple[float, str]:
-    """Sorts tensors without numbers first, then by the relative difference, the largest first."""
+    """Sort key: tensors without numbers first, then the largest relative difference."""
     return (-math.inf if one.relative is None or one.dtypes[0] != one.dtypes[1] else -one.relative), one.path
 
 
@@ -265,7 +265,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _told(value: Any) -> str:
-    """For people: the value, or where it is long its size and a digest of it."""
+    """Return a value as text for people; a long value as its size and a digest."""
     if isinstance(value, torch.Tensor):
         return f"a tensor, {_name(value.dtype)} {list(value.shape)}"
     text = repr(value)

@@ -1,11 +1,11 @@
 """`ResumableDraw`: random batches that a script draws ahead, without a loader.
 
     draw ─► X, Y ─► forward ─► draw ─► X', Y' ─► backward ─► step ─► evaluation ─► save
-                               ▲ the checkpoint has the random numbers of here       ▲ and, by RngState, those of here
-    resumed: first draw ─► numbers of the first place ─► X', Y' ─► numbers of the second place ─► forward …
+                               ▲ the checkpoint has the random state at this draw    ▲ and, by RngState, the one here
+    resumed: first draw ─► state at the draw ─► X', Y' ─► state at the save ─► forward …
 
-X', Y' is the batch in hand: drawn before the checkpoint, and trained on after it. With the `RngState` alone a resumed
-run draws another batch in its place.
+X', Y' is the batch in hand: drawn before the checkpoint, and trained on after it. With `RngState` alone a resumed run
+draws another batch in its place.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _Batch = TypeVar("_Batch")
 
 
 class _BatchInHand:
-    """The random numbers from which the batch in hand was drawn. Training thread."""
+    """The random states from which the batch in hand was drawn. Training thread."""
 
     def __init__(self) -> None:
         self.before: dict[str, Any] | None = None  # the states before the newest draw; None without a draw
         self.drawn = False  # this process has drawn a batch
-        self.due = False  # the next draw is of the batch in hand of a checkpoint
+        self.due = False  # the next draw repeats the batch in hand of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {"before": self.before}
@@ -55,19 +55,19 @@ class _BatchInHand:
 class ResumableDraw(PerRank, Generic[_P, _Batch]):
     """A function that draws random batches; a resumed run draws the batch in hand again.
 
-    For a loop that draws the next batch while a step runs, as nanoGPT does: put it into the state of the `Checkpointer`
-    beside `PerRank(RngState())`, and draw all batches of training through it, the first one after `restore()`. An
-    uninterrupted run draws the same batches as `draw` alone. An evaluation calls `draw` itself. The value is per rank
-    without `PerRank` around it. All calls belong to the training thread.
+    For a loop that draws the next batch while a step runs, as nanoGPT does: put the object into the state of the
+    `Checkpointer` beside `PerRank(RngState())`, and draw all training batches through it, the first one after
+    `restore()`. An uninterrupted run draws the same batches as `draw` alone. An evaluation calls `draw` itself. The
+    object is per rank without `PerRank` around it. Only the training thread may call it.
 
     Not for a loop that draws each batch right before it trains on it: no batch is in hand at its checkpoints, and the
     `RngState` is enough.
 
     Args:
-        draw: The function. It must draw from the global generators of torch, NumPy or Python alone.
+        draw: The function. It must draw only from the global generators of torch, NumPy or Python.
 
     Raises:
-        StateError: The first call of `draw` has not changed a global generator; or `restore()` came after a draw.
+        StateError: The first call of `draw` did not change a global generator; or `restore()` came after a draw.
     """
 
     def __init__(self, draw: Callable[_P, _Batch]) -> None:
@@ -77,7 +77,7 @@ class ResumableDraw(PerRank, Generic[_P, _Batch]):
         super().__init__(self._in_hand)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _Batch:
-        """The next batch. The first call after a restore gives the batch in hand, and leaves the generators alone."""
+        """Draw the next batch. The first call after a restore repeats the batch in hand, and keeps the random state."""
         now, in_hand = self._generators.state_dict(), self._in_hand
         if in_hand.due:
             assert in_hand.before is not None

@@ -1,11 +1,11 @@
-"""`Permutation`: the order of a data set as a function that finds the sample at any place without the places before it.
+"""`Permutation`: the order of a data set as a function that computes the sample at any place.
 
-    place ─► (left, right) ─► 24 Feistel rounds, keys from the name ─► sample; if it is outside, the rounds again
+    place ─► (left, right) ─► 24 Feistel rounds, keys from the name ─► sample; if out of range, the rounds again
 
 Nothing is stored, so the billionth place costs as much as the first. The construction is the generalised Feistel cipher
 with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002). Mitchell, Stokes, Frank
 and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021), shuffle with such a cipher, and use 24 rounds. The
-permutation makes fair orders; it keeps no secret.
+permutation makes fair orders, but is not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# The number is even, so that the halves end where they began. With 8 the orders of 5 samples are visibly not equally
+# An even number, so that the halves end where they began. With 8 rounds the orders of 5 samples are visibly not equally
 # likely.
 _ROUNDS = 24
 _U64 = np.uint64
@@ -35,7 +35,7 @@ class Permutation:
 
     def __init__(self, length: int, name: str) -> None:
         self._length = length
-        # The smallest square that holds all places, less the rows that it does not need: walking on is rare.
+        # The smallest square that holds all places, without unneeded columns: few values are out of range.
         self._rows = math.isqrt(length - 1) + 1
         self._columns = -(-length // self._rows)
         self._keys = np.frombuffer(hashlib.shake_256(name.encode()).digest(8 * _ROUNDS), dtype="<u8").astype(
@@ -43,7 +43,7 @@ class Permutation:
         )
 
     def at(self, first: int, count: int) -> list[int]:
-        """The samples at the `count` places from `first` on."""
+        """Return the samples at the `count` places from `first` on."""
         values = np.arange(first, first + count, dtype=_U64)
         walking = np.arange(count)
         while len(walking):
@@ -62,7 +62,7 @@ class Permutation:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each bit of the result depends on each of the value: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Mix all bits of each value, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
     values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
     return values ^ (values >> _U64(31))

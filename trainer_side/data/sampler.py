@@ -1,14 +1,14 @@
-"""`ResumableSampler`: the samples of each rank, which go on exactly after a restart on any number of ranks.
+"""`ResumableSampler`: the samples of each rank, resumed exactly after a restart on any number of ranks.
 
     epoch e, seed s ─► order (permutation.py: computed place by place, nothing is stored or replayed)
     order:   0 1 2 │ 3 4 5 │ 6 7 8 │ 9 ┊ 0 1 │ 2 3 …      one global batch = ranks x batch size
-                   ▲ cursor             ┊ the next epoch begins inside a batch: no sample is left out or repeated
+                   ▲ cursor             ┊ the next epoch begins inside a batch: no sample is skipped or repeated
 
     sampler.ahead(n) ─► workers of a loader, prefetch ─► sampler.follow(loader) ─► loop    `follow` moves the cursor
 
-The cursor counts the samples of this epoch that the training loops of all ranks have got. It is global, so a run that
-resumes with another number of ranks goes on at the same sample. After `holdfast rewind --skip-batches` the cursor jumps
-over the samples of the steps that are left out (skipped_samples.py).
+The cursor counts the samples of this epoch that the training loops of all ranks have received. The cursor is global, so
+a run that resumes with another number of ranks continues at the same sample. After `holdfast rewind --skip-batches` the
+cursor jumps over the samples of skipped steps (skipped_samples.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trainer_side.whole_number import shown, whole_number
 _log = logging.getLogger("holdfast.data")
 _Batch = TypeVar("_Batch")
 _Indices = list[int] | list[tuple[int, int]]
-_ORDER = "feistel-24"  # another way to make the order must get another name, so that a checkpoint with it is refused
+_ORDER = "feistel-24"  # a change of the order needs another name, so that older checkpoints are refused
 
 
 class _Position(NamedTuple):
-    """The place where the next global batch begins: the epoch, and the number of its samples that were taken."""
+    """The place where the next global batch begins: the epoch, and the number of its samples already taken."""
 
     epoch: int
     cursor: int
@@ -51,19 +51,19 @@ class ResumableSampler(DataPlace):
     * `follow(loader)`: the batches of a `DataLoader(data, batch_sampler=sampler.ahead(n))`, which reads ahead.
 
     Both are endless, and all ranks take equally many batches of equal size. A sample counts as trained on as soon as
-    the loop has got it, so save after the step, as `Checkpointer.step` does. Samples that a loader has read ahead do
-    not count. docs/data.md says more.
+    the loop has received it, so save after the step, as `Checkpointer.step` does. Samples that a loader has read ahead
+    do not count. docs/data.md says more.
 
     Args:
         length: Number of samples of the data set.
         seed: Seed of the order. Must be the same on every rank.
         rank: Number of this rank, from 0.
         ranks: Number of ranks.
-        shuffle: Whether to shuffle the samples. False: they come in the order of the data set.
-        drop_last: Leave out the last samples of an epoch if they do not fill a global batch. Each sample then comes at
-            most once per epoch instead of exactly once, and each epoch begins with a new batch.
-        on_change: Handling of a checkpoint that was made with another length, seed or order: `refuse` it, or leave
-            out the rest of its epoch and go on with the `next-epoch`.
+        shuffle: Whether to shuffle the samples. False: the order of the data set.
+        drop_last: Skip the last samples of an epoch if they do not fill a global batch. Each sample then comes at most
+            once per epoch instead of exactly once, and each epoch begins with a new batch.
+        on_change: Handling of a checkpoint that was made with another length, seed or order: `refuse` it, or skip the
+            rest of its epoch and continue with the `next-epoch`.
 
     Raises:
         StateError: There are no samples, or `rank` is not one of `ranks`.
@@ -101,11 +101,11 @@ class ResumableSampler(DataPlace):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the sample that comes next, from 0."""
+        """The epoch of the next sample, from 0."""
         return self._span(1, self._position)[0].epoch
 
     def __iter__(self) -> Never:
-        # A loader that takes it as its `sampler` reads ahead, and would not tell which samples the loop has got.
+        # A loader with this object as its `sampler` reads ahead, and cannot tell which samples the loop has received.
         raise StateError(
             "sampler: a ResumableSampler cannot be iterated: give the loader `batch_sampler=sampler.ahead(batch_size)` "
             "in place of `sampler` and `batch_size`, and loop over `sampler.follow(loader)`; without a loader, loop "
@@ -113,7 +113,7 @@ class ResumableSampler(DataPlace):
         )
 
     def batches(self, batch_size: int) -> Iterator[list[int]]:
-        """Endless iterator over this rank's indices, one list per step, across epochs; `next()` moves the cursor."""
+        """Return an endless iterator over this rank's indices, one list per step; `next()` moves the cursor."""
         return OpaqueIterator(self._batches(_size(batch_size)))
 
     def _batches(self, batch_size: int) -> Iterator[list[int]]:
@@ -124,22 +124,22 @@ class ResumableSampler(DataPlace):
             yield [index for _, index in self._samples(batch_size, begin)]
 
     def ahead(self, batch_size: int, *, epochs: bool = False) -> ReadAhead:
-        """The `batch_sampler` for a loader that reads ahead: the batches of `batches`, without moving the cursor.
+        """Return the `batch_sampler` of a loader that reads ahead: yields the same batches, and keeps the cursor.
 
         Args:
             batch_size: Number of samples of this rank in a step.
-            epochs: Give pairs of epoch and index instead of indices, for `SeededSamples`.
+            epochs: Yield pairs of epoch and index instead of indices, for `SeededSamples`.
         """
         return ReadAhead(self, _size(batch_size), epochs=epochs)
 
     def follow(self, loader: Iterable[_Batch], batch_size: int | None = None) -> Iterator[_Batch]:
         """Iterate over the batches of a loader that reads `ahead`; the cursor moves with each batch that the loop gets.
 
-        Beginning the iteration does not change torch's random numbers, so a run that resumes draws the same ones.
+        Starting the iteration does not change torch's random state, so a resumed run draws the same numbers.
 
         Args:
             loader: A `DataLoader`, a `StatefulDataLoader`, or a wrapper of one.
-            batch_size: Number of samples of this rank in a batch. Needed only if the loader does not tell it.
+            batch_size: Number of samples of this rank in a batch. Needed only if the loader does not have it.
 
         Raises:
             StateError: The loader takes its samples from elsewhere, with another batch size, or out of order.
@@ -158,20 +158,20 @@ class ResumableSampler(DataPlace):
         return OpaqueIterator(self._following(loader, found or batch_size or 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next sample; the same on every rank.
+        """Return the place of the next sample; the same on every rank.
 
         Raises:
-            StateError: A loader has read ahead, and the loop does not tell which of its batches it has got.
+            StateError: A loader has read ahead, but the loop does not use `follow`.
         """
         if self._read_ahead and not self._followed:
             raise StateError(
-                "sampler: a loader has read ahead, but the loop does not tell which batches it has got; loop over "
+                "sampler: a loader has read ahead, and it is unknown which batches the loop has received; loop over "
                 "`sampler.follow(loader)`, or put the StatefulDataLoader into the state in place of the sampler"
             )
         return self._described(self._position)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on at the place in `saved`, also with another number of ranks or another batch size.
+        """Continue at the place in `saved`, also with another number of ranks or another batch size.
 
         Raises:
             StateError: `saved` was made with another length, seed or order, or is not the state of a sampler.
@@ -187,20 +187,18 @@ class ResumableSampler(DataPlace):
         self._mark = self._position
 
     def place(self) -> dict[str, Any]:
-        """The place of the next sample, and where it was at the mark: epoch and sample."""
+        """Return the place of the next sample now and at the mark: epoch and sample."""
         return {"from": list(self._mark), "to": list(self._position)}
 
     def stepped(self, step: int) -> None:
-        """Note that a training step is done, as `Checkpointer.step` and `save` do: so the sampler knows how many
-        batches a step takes.
-        """
+        """Note the end of a training step, to learn how many batches a step takes. `Checkpointer` calls this."""
         self._count.stepped(step)
 
     def skip_batches(self, after: int, steps: int) -> None:
-        """Leave out the batches of `steps` training steps, behind those of the next `after` steps.
+        """Skip the batches of `steps` training steps, after those of the next `after` steps.
 
-        `Checkpointer.restore` calls it after `holdfast rewind --skip-batches`. A step counts as many samples as it had
-        in the checkpoint, so that the same samples are left out on any number of ranks.
+        `Checkpointer.restore` calls this after `holdfast rewind --skip-batches`. The samples per step are those of the
+        checkpoint, so that the same samples are skipped on any number of ranks.
 
         Raises:
             StateError: The checkpoint does not say how many samples a step takes.
@@ -214,7 +212,7 @@ class ResumableSampler(DataPlace):
             position, _ = self._next(samples, position)
             begins.append(self._place(position))
         self._skipped = SkippedSamples([*self._skipped.spans, (begins[0], begins[1])])
-        self._loads += 1  # what a loader has read ahead is not what comes
+        self._loads += 1  # makes iterators that have read ahead raise
 
     def _following(self, loader: Iterable[_Batch], batch_size: int) -> Iterator[_Batch]:
         self._followed = True
@@ -233,13 +231,13 @@ class ResumableSampler(DataPlace):
             yield batch
 
     def _note(self, batch_size: int, begin: _Position) -> None:
-        """Note the samples that the loop gets, also for `holdfast drill`."""
+        """Note the samples that the loop receives, also for `holdfast drill`."""
         self._count.took(batch_size * self._ranks)
         place = begin.cursor + self._rank * batch_size
         diary.note("samples", [begin.epoch, place, batch_size, self._length])
 
     def _batch_size(self, loader: Any) -> int | None:
-        """Size of the batches that `loader` reads; None if the loader does not tell it."""
+        """Return the size of the batches that `loader` reads; None if the loader does not have it."""
         if not getattr(loader, "in_order", True):
             raise StateError(
                 "sampler: the loader has in_order=False and gives batches in any order; make it with in_order=True"
@@ -272,7 +270,7 @@ class ResumableSampler(DataPlace):
         }
 
     def _found(self, saved: Any) -> tuple[_Position, SkippedSamples]:
-        """The place in a saved state, and what is left out. If the state is of other data, `on_change` decides."""
+        """Return the place in a saved state, and its skipped samples. If the data differ, `on_change` decides."""
         mine = self._data(self._position)
         if not isinstance(saved, dict) or not set(mine) <= set(saved):
             raise StateError(
@@ -307,7 +305,7 @@ class ResumableSampler(DataPlace):
         return _Position(found.epoch + 1, 0), SkippedSamples()
 
     def _span(self, batch_size: int, position: _Position) -> tuple[_Position, _Position]:
-        """The begin and the end of the next global batch."""
+        """Return the begin and the end of the next global batch."""
         global_batch = batch_size * self._ranks
         if batch_size < 1 or (self._drop_last and global_batch > self._length):
             raise StateError(
@@ -317,7 +315,7 @@ class ResumableSampler(DataPlace):
         return self._next(global_batch, position)
 
     def _next(self, samples: int, position: _Position) -> tuple[_Position, _Position]:
-        """The begin and the end of the next `samples` samples that are one global batch."""
+        """Return the begin and the end of the next `samples` samples that make up one global batch."""
         skipped, place = self._skipped, self._skipped.begin(self._place(position))
         if not self._drop_last:
             return self._at(place), self._at(skipped.end(place, samples))
@@ -333,7 +331,7 @@ class ResumableSampler(DataPlace):
         return _Position(*divmod(place, self._length))
 
     def _samples(self, batch_size: int, begin: _Position) -> list[tuple[int, int]]:
-        """Epoch and index of each sample of this rank in the global batch that begins at `begin`."""
+        """Return epoch and index of each of this rank's samples in the global batch that begins at `begin`."""
         mine = self._skipped.end(self._place(begin), self._rank * batch_size)
         samples: list[tuple[int, int]] = []
         for place, left in self._skipped.runs(mine, batch_size):
@@ -363,7 +361,9 @@ class ReadAhead(torch.utils.data.Sampler[Any]):
 
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, epochs: bool) -> None:
         self.sampler, self.batch_size, self._epochs = sampler, batch_size, epochs
-        sampler._span(batch_size, _Position(0, 0))  # a wrong size is named here, and not by a loader's worker
+        sampler._span(
+            batch_size, _Position(0, 0)
+        )  # raises here if the size is wrong, not in a loader's worker
 
     @property
     def batches_per_epoch(self) -> int:
@@ -376,7 +376,7 @@ class ReadAhead(torch.utils.data.Sampler[Any]):
 
 @opaque_methods
 class _BatchReader(Iterator[_Indices]):
-    """One iteration over the batches, from the place where the sampler was when the iteration began."""
+    """One iteration over the batches, from the sampler's place when the iteration began."""
 
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, epochs: bool) -> None:
         self._sampler, self._batch_size, self._epochs = sampler, batch_size, epochs
@@ -394,11 +394,11 @@ class _BatchReader(Iterator[_Indices]):
         return samples if self._epochs else [index for _, index in samples]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the batch that was read last. A `StatefulDataLoader` asks for it with each batch."""
+        """Return the place after the last batch read. A `StatefulDataLoader` calls this with each batch."""
         return self._sampler._described(self._position)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on at the place in `saved`.
+        """Continue at the place in `saved`.
 
         Raises:
             StateError: As `ResumableSampler.load_state_dict`.

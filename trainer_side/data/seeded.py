@@ -1,8 +1,8 @@
 """`SeededSamples`: augmentations of a sample that are the same in every process and every attempt.
 
-    (epoch, index) ─► seeds of torch, NumPy, Python ─► data[index] ─► the generators as they were before
+    (epoch, index) ─► seeds of torch, NumPy, Python ─► data[index] ─► the generators as before
 
-Without it the workers of a loader draw augmentations from generators of their own, which are lost with the workers.
+A plain loader's workers draw augmentations from their own generators, which are lost with the workers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class _MapStyle(Protocol):
 
 @opaque_methods
 class SeededSamples(torch.utils.data.Dataset[Any]):
-    """A map-style data set whose random numbers depend on seed, epoch and sample alone.
+    """A map-style data set whose random numbers depend only on seed, epoch and sample.
 
     While `data[index]` runs, torch's generator on the CPU, NumPy's global one and Python's are seeded. The loader must
     read `sampler.ahead(batch_size, epochs=True)`.
 
     Args:
-        data: The data set whose samples are given out.
+        data: The data set to read from.
         seed: Seed of the random numbers.
     """
 

@@ -1,8 +1,8 @@
-"""Samples that no batch takes, because the run was rewound and the batches of some steps are left out. Pure.
+"""Samples that are skipped, because the run was rewound without the batches of some steps. Pure.
 
 place    0 1 2 3 4 5 6 7 8 9 …      number of a sample since the begin of the first epoch
 skipped        └─────┘              places 3 to 5
-batches  0 1 2 6 │ 7 8 9 …          a batch goes on behind what is left out, on any number of ranks
+batches  0 1 2 6 │ 7 8 9 …          a batch continues after the skipped places, on any number of ranks
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class StepSize(NamedTuple):
 
     @classmethod
     def of_state(cls, saved: Any) -> StepSize | None:
-        """Read what a state has; None for a state without it."""
+        """Read the size from a sampler's state; None if the state has none."""
         return None if saved is None else cls(*saved)
 
 
 class StepCount:
-    """Finds out how much a training step takes, from what was taken between two steps. One thread."""
+    """Infers the size of a training step from the batches taken between two steps. One thread."""
 
     def __init__(self, size: StepSize | None = None, *, step: int | None = -1) -> None:
-        self.size = size  # the newest that is known; None: not known yet
+        self.size = size  # the newest known size; None: not known yet
         self._taken, self._samples = 0, 0
         self._noted = None if step is None else (step, 0)
 
     def took(self, samples: int) -> None:
-        """A global batch of that many samples was taken."""
+        """Count a global batch of `samples` samples."""
         self._taken, self._samples = self._taken + 1, samples
 
     def stepped(self, step: int) -> None:
-        """This training step is done."""
+        """Note the end of a training step."""
         before, self._noted = self._noted, (step, self._taken)
         if before is not None and step > before[0]:
             batches, rest = divmod(self._taken - before[1], step - before[0])
@@ -46,10 +46,10 @@ class StepCount:
                 self.size = StepSize(self._samples, batches)
 
     def known(self, what: str) -> StepSize:
-        """The size of a step. Raises `StateError`: it is not known."""
+        """Return the size of a step. Raises `StateError` if it is unknown."""
         if self.size is None:
             raise StateError(
-                f"{what}: batches are to be left out, and the checkpoint does not say how many samples a step takes: "
+                f"{what}: batches must be skipped, but the checkpoint does not say how many samples a step takes: "
                 "an older release made it, or it was saved before a step was done; rewind to a later checkpoint, or "
                 "without --skip-batches"
             )
@@ -57,7 +57,7 @@ class StepCount:
 
 
 class SkippedSamples:
-    """Spans of places, each from its first place up to the one behind its last, in order and apart."""
+    """Skipped spans of places, each as first place and end, in order and disjoint."""
 
     def __init__(self, spans: Iterable[tuple[int, int]] = ()) -> None:
         merged: list[tuple[int, int]] = []
@@ -69,25 +69,25 @@ class SkippedSamples:
         self.spans = tuple(merged)
 
     def begin(self, place: int) -> int:
-        """The first place from `place` on that is taken."""
+        """Return the first place from `place` on that is not skipped."""
         for first, end in self.spans:
             if first <= place < end:
                 return end
         return place
 
     def end(self, place: int, count: int) -> int:
-        """The place behind the `count`-th sample that is taken from `place` on."""
+        """Return the place after the next `count` samples from `place` on."""
         for first, number in self.runs(place, count):
             place = first + number
         return place
 
     def count(self, place: int, end: int) -> int:
-        """How many samples are taken from `place` up to `end`."""
+        """Return how many places from `place` up to `end` are not skipped."""
         skipped = sum(max(0, min(end, last) - max(place, first)) for first, last in self.spans)
         return max(0, end - place - skipped)
 
     def runs(self, place: int, count: int) -> Iterator[tuple[int, int]]:
-        """The next `count` samples that are taken, as runs: first place and number."""
+        """Yield the next `count` samples as runs between skipped spans: first place and number."""
         for first, end in self.spans:
             if place < first:
                 number = min(count, first - place)
@@ -100,7 +100,7 @@ class SkippedSamples:
             yield place, count
 
     def later(self, place: int) -> list[list[int]]:
-        """The spans that are not over at a place, for a state."""
+        """Return the spans that end after `place`, for a state."""
         return [[first, end] for first, end in self.spans if end > place]
 
     def __bool__(self) -> bool:

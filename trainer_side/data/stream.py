@@ -1,7 +1,7 @@
 """`ResumableStream`: samples of a source that has no length and no index, but a `state_dict()`.
 
 source:   a b c d │ e f g h │ …       rank 0 takes a b, rank 1 takes c d; then e f and g h
-                  ▲ the source's state_dict() is the same on every rank, whatever the number of ranks
+                  ▲ the source's state_dict() is the same on every rank, for any number of ranks
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ResumableStream(DataPlace):
     as the source.
 
     Args:
-        source: Iterable whose `state_dict()` is the place after the sample that it gave last. Iterating it goes on from
-            that place, and starts over after the end. It must give the same samples in the same order on every rank.
+        source: Iterable whose `state_dict()` is the place after its last sample. Iterating continues from that place,
+            and starts over after the end. The samples and their order must be the same on every rank.
         rank: Number of this rank, from 0.
         ranks: Number of ranks.
 
@@ -49,7 +49,7 @@ class ResumableStream(DataPlace):
             raise StateError(f"stream: expected a rank from 0 to ranks - 1, got {rank=}, {ranks=}")
         if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
             raise StateError(
-                f"stream: {type(source).__name__} has no state_dict() and load_state_dict(), so it cannot go on "
+                f"stream: {type(source).__name__} has no state_dict() and load_state_dict(), so it cannot resume "
                 "after a restart; give it both methods, or use ResumableSampler"
             )
         self._source, self._rank, self._ranks = source, rank, ranks
@@ -60,11 +60,11 @@ class ResumableStream(DataPlace):
 
     @property
     def passes(self) -> int:
-        """How many times the source has come to its end."""
+        """How many times the source was exhausted."""
         return self._passes
 
     def batches(self, batch_size: int) -> Iterator[list[Any]]:
-        """Endless iterator over this rank's samples, one list per step. A batch may go on into the next pass."""
+        """Return an endless iterator over this rank's samples, one list per step. A batch may span two passes."""
         size = whole_number(batch_size, "stream: batch_size", least=1, error=StateError)
         return OpaqueIterator(self._batches(size))
 
@@ -80,7 +80,7 @@ class ResumableStream(DataPlace):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next sample; the same on every rank."""
+        """Return the place of the next sample; the same on every rank."""
         described = {"source": self._source.state_dict(), "passes": self._passes, "workers": self._workers}
         if self._count.size is not None:
             described["step"] = list(self._count.size)
@@ -89,10 +89,10 @@ class ResumableStream(DataPlace):
         return described
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on at the place in `saved`, also with another number of ranks or another batch size.
+        """Continue at the place in `saved`, also with another number of ranks or another batch size.
 
         Raises:
-            StateError: The source was read by another number of workers, on which the order of the samples depends.
+            StateError: The source was read by another number of workers, on which the order of samples depends.
         """
         if saved["workers"] != self._workers:
             raise StateError(
@@ -109,17 +109,17 @@ class ResumableStream(DataPlace):
         self._count.stepped(step)
 
     def skip_batches(self, after: int, steps: int) -> None:
-        """As `ResumableSampler.skip_batches`. The source is read all the same, and the samples are dropped."""
+        """As `ResumableSampler.skip_batches`, but skipped samples are read from the source and dropped."""
         samples, batches = self._count.known("stream")
         begin = self._skipped.begin(self._skipped.end(self._read, after * batches * samples))
         end = self._skipped.end(begin, steps * batches * samples)
         self._skipped = SkippedSamples([*self._skipped.spans, (begin, end)])
 
     def mark_place(self) -> None:
-        """Nothing is remembered: the source alone can read its places."""
+        """Do nothing: places of the source are opaque, so `place` has no `from`."""
 
     def place(self) -> dict[str, Any]:
-        """CRC-32 of the place of the next sample."""
+        """Return the number of passes and the CRC-32 of the source's place."""
         return {"passes": self._passes, "crc": ValueCrc(self._source.state_dict()).value()}
 
     @property
@@ -143,8 +143,7 @@ class ResumableStream(DataPlace):
             self._passes += 1
             self._iterator = self._begun()
         raise StateError(
-            f"stream: {type(self._source).__name__} gives no samples, although it was begun three times; "
-            "look at the data that it reads"
+            f"stream: {type(self._source).__name__} gave no samples in three passes; check the data that it reads"
         )
 
     def _begun(self) -> Iterator[Any]:

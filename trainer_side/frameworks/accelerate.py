@@ -4,8 +4,8 @@
     accelerator.register_for_checkpointing(average)
     with Checkpointer({**prepared(accelerator), "data": sampler}, every=100) as checkpointer:
 
-`accelerator.prepare` returns wrappers. Holdfast takes the objects inside them, because it can hold back the step of a
-plain optimizer and not that of a wrapper. Objects are numbered in the order in which they were prepared.
+`accelerator.prepare` returns wrappers. Holdfast uses the objects inside, because it can delay the step of a plain
+optimizer but not of a wrapper. Objects are numbered in the order in which they were prepared.
 docs/guides/accelerate.md says more.
 """
 
@@ -30,16 +30,16 @@ _WHOLE = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 def prepared(accelerator: Accelerator) -> dict[str, Any]:
-    """The state of a `Checkpointer` with all that `accelerator` has prepared, and each rank's random numbers.
+    """Return the state of a `Checkpointer`: all objects that `accelerator` has prepared, and each rank's random state.
 
-    It has the models, optimizers, schedulers, the gradient scaler and the registered objects. A single object of its
-    kind is named `model`, `optimizer`, `scheduler` or `registered`; several are named `model0`, `model1` and so on.
+    The state has the models, optimizers, schedulers, the gradient scaler and the registered objects. A single object of
+    its kind is named `model`, `optimizer`, `scheduler` or `registered`; several are named `model0`, `model1` and so on.
     Loaders are left out: add a `ResumableSampler` to the state, and do not prepare the loader that reads it, because
-    Accelerate would share out its batches a second time. With FSDP2 (`fsdp_version: 2`) the model and the moments of
-    the optimizer are DTensors, of which each rank saves its part.
+    Accelerate would divide its batches among the ranks a second time. With FSDP2 (`fsdp_version: 2`) the model and the
+    optimizer's moments are DTensors, of which each rank saves its part.
 
     Args:
-        accelerator: The Accelerator, after its `prepare` and `register_for_checkpointing` were called.
+        accelerator: The Accelerator, after calls of `prepare` and `register_for_checkpointing`.
 
     Raises:
         ConfigError: The Accelerator shards models by FSDP1, DeepSpeed or Megatron-LM, or it has prepared no model.

@@ -22,13 +22,12 @@ __all__ = ["EpochLoader"]
 class EpochLoader:
     """Gives a loader that reads `sampler.ahead(...)` the length of an epoch; iterating begins at the sampler's place.
 
-    An iteration does not end by itself: the training loop stops after `len()` batches, less those that it did in this
-    epoch before a restart. Without `drop_last` a sampler's epoch may end inside a batch; `len()` batches are then
-    slightly less than an epoch.
+    An iteration is endless: the training loop stops after `len()` batches, less those of this epoch before a restart.
+    Without `drop_last` a sampler's epoch may end inside a batch; `len()` batches are then slightly less than an epoch.
 
     Args:
-        loader: A loader that was made with `batch_sampler=sampler.ahead(batch_size)`.
-        batches: Number of batches in an epoch. None: the whole batches that the samples of an epoch fill.
+        loader: A loader made with `batch_sampler=sampler.ahead(batch_size)`.
+        batches: Number of batches in an epoch. None: the number of whole batches in the samples of an epoch.
 
     Raises:
         StateError: The loader takes its samples from elsewhere.
@@ -52,7 +51,7 @@ class EpochLoader:
         return self._sampler.follow(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's place."""
+        """Return the sampler's place."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -3,15 +3,15 @@
     Trainer(plugins=[HoldfastEnvironment()], callbacks=[HoldfastCallback(every=100)], strategy="ddp").fit(model, loader)
 
     on_fit_start         makes the Checkpointer and restores, before Lightning makes its loaders and their iterators
-    on_train_start       sets the random numbers again, because making the iterator of a loader has drawn some; takes
-                         SIGTERM back from Lightning
+    on_train_start       sets the random states again, since making a loader's iterator draws numbers; takes SIGTERM
+                         back from Lightning
     on_train_batch_start tells Lightning, at the first batch, that it is no longer restarting
-    on_train_batch_end   calls step() after the optimizer has stepped, unless something else follows (below)
+    on_train_batch_end   calls step() after the optimizer has stepped, unless other work follows (below)
     on_train_end         saves a step that is still due, and closes the Checkpointer
 
-After a restore Lightning goes on with the batch after the saved one. It does not repeat what it does between two
-batches (validation, the end of an epoch). The callback therefore saves nothing before such work, but
-after the next batch that another batch follows directly. docs/guides/lightning.md says what is restored exactly.
+After a restore Lightning continues with the batch after the saved one. Lightning does not repeat work between two
+batches (validation, the end of an epoch). The callback therefore delays a save before such work until a batch is
+directly followed by another. docs/guides/lightning.md says what is restored exactly.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _log = logging.getLogger("holdfast.trainer.lightning")
 class HoldfastEnvironment(ClusterEnvironment):
     """Tells Lightning the training ranks of this job: `Trainer(plugins=[HoldfastEnvironment()])`.
 
-    Making it is collective. Lightning's own environment for MPI counts every process of the job as a rank, and would
-    wait for the stager.
+    The constructor is collective. Lightning's own environment for MPI counts every process of the job as a rank, and
+    would wait for the stager.
 
     Args:
         backend: `gloo` or `nccl`. None: `nccl` if every rank can have a GPU of its own, otherwise `gloo`.
 
     Raises:
-        PeerLost: A process of the job did not come within `start_seconds_max`.
+        PeerLost: A process of the job did not connect within `start_seconds_max`.
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"] | None = None) -> None:
@@ -100,7 +100,7 @@ class HoldfastEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Does nothing: the launcher has set the number of ranks."""
+        """Do nothing: the launcher has set the number of ranks."""
 
     @override
     def global_rank(self) -> int:
@@ -109,7 +109,7 @@ class HoldfastEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Does nothing: the launcher has set the rank."""
+        """Do nothing: the launcher has set the rank."""
 
     @override
     def local_rank(self) -> int:
@@ -141,9 +141,9 @@ class HoldfastCallback(Checkpoint):
     """Takes checkpoints while `Trainer.fit` trains, and restores the newest one when `fit` begins.
 
     A checkpoint has the model, optimizers, schedulers, loops (steps, epochs, batches), loaders that have a state, the
-    other callbacks, the data module, precision and each rank's random numbers. The callback replaces the
-    `ModelCheckpoint` that Lightning adds by itself; to keep the best model, add one of your own. Lightning's
-    `enable_checkpointing=False` forbids that one, and not this callback.
+    other callbacks, the data module, precision and each rank's random state. The callback replaces the
+    `ModelCheckpoint` that Lightning adds by itself; to keep the best model, add your own. Lightning's
+    `enable_checkpointing=False` has no effect on this callback.
 
     Args:
         every: Number of optimizer steps (`trainer.global_step`) from one checkpoint to the next. 0: checkpoints only
@@ -193,10 +193,10 @@ class HoldfastCallback(Checkpoint):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the random numbers to the saved ones, and let SIGTERM be a notice again."""
+        """Set the random states to the saved ones, and treat SIGTERM as a notice again."""
         self._random.again()
         if self._notice_handler is not None:
-            # Lightning's handler is a collective of all ranks, so a rank that alone has a notice would stand still.
+            # Lightning's handler is a collective of all ranks: a single rank with a notice would block in it.
             signal.signal(signal.SIGTERM, self._notice_handler)
 
     @override
@@ -204,7 +204,7 @@ class HoldfastCallback(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Tell Lightning that it is no longer restarting."""
-        # Otherwise Lightning skips, at the end of this epoch, the schedulers that watch a metric: it lacks the metric.
+        # Otherwise Lightning, at the end of this epoch, skips schedulers that watch a metric.
         trainer.fit_loop._restarting = False
 
     @override
@@ -213,7 +213,7 @@ class HoldfastCallback(Checkpoint):
     ) -> None:
         """Save if a checkpoint is due."""
         if trainer.global_step == self._looked_at or self.checkpointer is None:
-            return  # gradients are being accumulated, and no checkpoint has them
+            return  # gradients are being accumulated, and checkpoints do not contain them
         if _something_follows(trainer):
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -221,7 +221,7 @@ class HoldfastCallback(Checkpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step if its checkpoint was put off, and wait until all checkpoints are durable."""
+        """Save the last step if its checkpoint was delayed, and wait until all checkpoints are durable."""
         if self.checkpointer is not None and trainer.global_step > self._looked_at:
             self._step(trainer.global_step, self.checkpointer)
         self._close()
@@ -233,11 +233,11 @@ class HoldfastCallback(Checkpoint):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the Checkpointer where `fit` had nothing left to train."""
+        """Close the Checkpointer if `fit` had nothing left to train."""
         self._close()
 
     def _step(self, done: int, checkpointer: Checkpointer, *, batch: Any = None, loss: Any = None) -> None:
-        """Tell the Checkpointer that `done` steps are done, and save if a checkpoint was due since the last call."""
+        """Report `done` steps to the Checkpointer, and save if a checkpoint was due since the last call."""
         put_off = self._every > 0 and (done - 1) // self._every > self._looked_at // self._every
         self._looked_at = done
         if not checkpointer.step(done - 1, batch=batch, loss=loss) and put_off:
@@ -250,10 +250,10 @@ class HoldfastCallback(Checkpoint):
 
 
 def _stay_where_lightning_saves_nothing() -> None:
-    """Have `Trainer(enable_checkpointing=False)` take this callback.
+    """Make `Trainer(enable_checkpointing=False)` accept this callback.
 
-    Lightning refuses every `Checkpoint` there, and calls it a ModelCheckpoint. The callback has to be one: else
-    Lightning adds a ModelCheckpoint of its own, and does not call the callback last.
+    Lightning then refuses every `Checkpoint`. The callback must be a `Checkpoint`: otherwise Lightning adds its own
+    ModelCheckpoint, and does not call the callback last.
     """
     configure: Any = _CallbackConnector._configure_checkpoint_callbacks
 
@@ -293,7 +293,7 @@ def _state(trainer: Trainer, module: LightningModule, own: Callback) -> dict[str
 
 
 def _precision(plugin: Precision) -> Any:
-    """The plugin, or the gradient scaler that is all of its state: for that one `save()` does not wait."""
+    """Return the plugin, or the gradient scaler if that is its whole state: `save()` need not wait for a scaler."""
     if isinstance(plugin, MixedPrecision) and type(plugin).state_dict is MixedPrecision.state_dict:
         return plugin if plugin.scaler is None else plugin.scaler
     return plugin
@@ -322,7 +322,7 @@ class _Callbacks:
 
 
 class _Metrics:
-    """The metrics that were logged last, by name: callbacks and schedulers read them until they are logged again."""
+    """The last logged metrics, by name: callbacks and schedulers read them until they are logged again."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

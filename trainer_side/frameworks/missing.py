@@ -14,7 +14,7 @@ __all__ = ["RngAgain", "missing", "numbered", "refuse_taken"]
 def missing(
     framework: str, error: ImportError, *, module: str = "", extra: str = "frameworks"
 ) -> ConfigError:
-    """The error to raise when a framework cannot be imported; it says what to install.
+    """Return the error to raise when a framework cannot be imported; the message says what to install.
 
     `framework`: Its name for pip. `error`: Of the import. `module`: Last part of the name in `holdfast.integrations`;
     empty: the framework's name. `extra`: The extra of holdfast that has it.
@@ -26,7 +26,7 @@ def missing(
 
 
 def numbered(kind: str, values: Iterable[Any]) -> dict[str, Any]:
-    """One object of its kind is named `optimizer`; several are named `optimizer0`, `optimizer1` and so on."""
+    """Name the values of a kind: a single one `optimizer`; several `optimizer0`, `optimizer1` and so on."""
     found = [*values]
     return (
         {kind: found[0]} if len(found) == 1 else {f"{kind}{number}": one for number, one in enumerate(found)}
@@ -53,7 +53,7 @@ class RngAgain(RngState):
         self._saved = saved
 
     def again(self) -> None:
-        """Set all generators once more to the states of `load_state_dict`. Does nothing on a new run."""
+        """Set all generators to the states of `load_state_dict` again. Does nothing on a new run."""
         if self._saved is not None:
             super().load_state_dict(self._saved)
             self._saved = None

@@ -8,8 +8,8 @@
     save()                     saves if a checkpoint is due, after each step
     close()                    waits until all checkpoints are durable
 
-torchtitan itself is not imported: any loop may call these. Its steps count from 1, and holdfast's from 0. Optimizers
-are taken out of torchtitan's container, as their steps can be held back one by one. More: docs/guides/torchtitan.md.
+torchtitan itself is not imported: any loop may call these. torchtitan counts steps from 1, holdfast from 0. Optimizers
+are taken out of torchtitan's container, so that each step can be delayed on its own. More: docs/guides/torchtitan.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer_side.state.rng import RngState
 __all__ = ["HoldfastCheckpointManager"]
 
 _IMPORT = "begin the run with `holdfast import FILE URL` instead"
-# Settings of torchtitan that ask for what holdfast does in another way, and which one.
+# Settings of torchtitan that holdfast replaces, and by what.
 _ELSEWHERE = {
     "initial_load_path": _IMPORT,
     "initial_load_in_hf": _IMPORT,
@@ -45,16 +45,16 @@ _ALWAYS_LOADED = (torch.nn.Module, torch.optim.Optimizer)
 
 @opaque_methods
 class HoldfastCheckpointManager:
-    """Saves and restores in torchtitan's training loop, or in one that is written like it.
+    """Saves and restores in torchtitan's training loop, or in a similar one.
 
     A checkpoint has the model, the optimizers, the schedulers, the loader, all of `states`, and each rank's random
-    numbers. Each rank saves its part of a DTensor. Making it is collective, as making a `Checkpointer` is.
+    state. Each rank saves its part of a DTensor. The constructor is collective, like that of `Checkpointer`.
 
     Args:
         config: torchtitan's settings of checkpoints, or any object with some of them: `enable`, `interval`,
             `enable_first_step_checkpoint`, `load_only`, `exclude_from_loading`; the others have no effect, or are
-            refused. Where checkpoints go and how many are kept is said to the stager.
-        dataloader: With `state_dict()` and `load_state_dict()`, other ones on each rank. None: no loader to save.
+            refused. Settings of the stager say where checkpoints go and how many are kept.
+        dataloader: With `state_dict()` and `load_state_dict()`, a different one on each rank. None: no loader to save.
         model_parts: The one module of this rank.
         optimizers: An optimizer, or a container of them (`OptimizersContainer`).
         lr_schedulers: With `state_dict()` and `load_state_dict()` (`LRSchedulersContainer`).
@@ -63,10 +63,10 @@ class HoldfastCheckpointManager:
         _others: Further arguments of torchtitan's own manager (`sd_adapter`, `base_folder`) have no effect.
 
     Attributes:
-        checkpointer: The Checkpointer; None where `config.enable` is false.
+        checkpointer: The Checkpointer; None if `config.enable` is false.
 
     Raises:
-        ConfigError: `config` asks for what holdfast does in another way, the model is in several parts (pipeline
+        ConfigError: `config` has a setting that holdfast replaces, the model is in several parts (pipeline
             parallelism), or a name in `states` is taken.
         StateError, StoreError, PeerLost: As `Checkpointer`.
     """
@@ -113,7 +113,7 @@ class HoldfastCheckpointManager:
                 )
             whole[name] = _NotLoaded(whole[name])
         if dataloader is not None and not isinstance(dataloader, ResumableSampler | EpochLoader):
-            # Its place is that of one rank of this world size: with another, samples would be repeated or left out.
+            # A loader's place belongs to one rank of this world size: in another, samples would repeat or be skipped.
             left_out = isinstance(whole["dataloader"], _NotLoaded)
             whole["dataloader"] = PerRank(whole["dataloader"], same_ranks=not left_out)
         self._interval = int(getattr(config, "interval", 0))
@@ -127,7 +127,7 @@ class HoldfastCheckpointManager:
         """Restore a checkpoint. Collective: every rank calls it once, before the first step.
 
         Args:
-            step: Number of steps that the checkpoint has, as `save` was told. -1: the newest checkpoint that is good.
+            step: Number of steps in the checkpoint, as passed to `save`. -1: the newest good checkpoint.
 
         Returns:
             Whether there was a checkpoint; False on a new run.
@@ -141,17 +141,17 @@ class HoldfastCheckpointManager:
         return self.checkpointer.restored is not None
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save the state after step `curr_step` (from 1), if a checkpoint is due; training goes on meanwhile.
+        """Save the state after step `curr_step` (from 1), if a checkpoint is due; training continues meanwhile.
 
-        It is due every `config.interval` steps, at the last step, and after a preemption notice at the step that is
-        named for all ranks. It always has the whole state.
+        A checkpoint is due every `config.interval` steps, at the last step, and after a preemption notice at the step
+        on which all ranks agree. It always has the whole state.
 
         Args:
-            curr_step: Number of steps that are done. Call it after each step: a notice needs that.
+            curr_step: Number of steps that are done. Call `save` after each step, so that notices are handled.
             last_step: Whether training ends with this step.
 
         Returns:
-            Whether a save was begun.
+            Whether a save was started.
         """
         if self.checkpointer is None or self._load_only:
             return False
@@ -165,20 +165,20 @@ class HoldfastCheckpointManager:
     def maybe_wait_for_staging(self) -> None:
         """Wait until the last `save` has copied the whole state. Not collective.
 
-        Before steps of the optimizers a loop of your own may leave it out: they wait by themselves, for what they are
-        about to change.
+        Your own loop need not call this before steps of optimizers: they wait by themselves until the tensors that they
+        change are copied.
         """
         if self.checkpointer is not None:
             self.checkpointer.wait_copied()
 
     def close(self) -> None:
-        """Wait until every checkpoint that was begun is durable, and leave the job. A second call does nothing."""
+        """Wait until every started checkpoint is durable, and leave the job. A second call does nothing."""
         if self.checkpointer is not None:
             self.checkpointer.close()
 
 
 class _NotLoaded:
-    """Saves the object inside, and leaves it as it is at a restore."""
+    """Saves the object inside, but does not restore it."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -1,4 +1,4 @@
-"""Experiment trackers: the run of W&B, TensorBoard or MLflow goes on after a restart, with marks about checkpoints.
+"""Experiment trackers: the run of W&B, TensorBoard or MLflow resumes after a restart, with marks about checkpoints.
 
     with Checkpointer(state, every=100) as checkpointer:
         first = checkpointer.restore()
@@ -8,7 +8,7 @@
             tracker.log({"loss": loss.item()}, step)
             checkpointer.step(step)
 
-The id of the run is in each checkpoint. docs/trackers.md says what each tracker shows, and what it cannot.
+Each checkpoint has the id of the run. docs/trackers.md says what each tracker shows, and what it cannot.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Mark", "StartPoint", "Tracker", "start_mlflow", "start_tensorboard",
 
 
 def start_wandb(checkpointer: Checkpointer, **init: Any) -> Tracker:
-    """Begin the run of W&B, or go on with the one in the restored checkpoint. Every rank, after `restore()`.
+    """Start the run of W&B, or resume the one in the restored checkpoint. Every rank, after `restore()`.
 
-    A run that is active already (`wandb.run`) is taken as it is.
+    A run that is already active (`wandb.run`) is used unchanged.
 
     Args:
-        checkpointer: The one of this process.
+        checkpointer: The Checkpointer of this process.
         init: Arguments for `wandb.init`. `id` and `resume` come from the checkpoint.
 
     Returns:
@@ -57,14 +57,14 @@ def start_tensorboard(
     writer: SummaryWriter | None = None,
     **options: Any,
 ) -> Tracker:
-    """Make a `SummaryWriter` that goes on in the folder of the restored checkpoint. Every rank, after `restore()`.
+    """Make a `SummaryWriter` that continues in the folder of the restored checkpoint. Every rank, after `restore()`.
 
-    Points of the steps that are trained again are hidden; their files stay.
+    Points of steps that are trained again are hidden; their files stay.
 
     Args:
-        checkpointer: The one of this process.
-        log_dir: The folder of a new run, and of one whose folder is gone. None: as `SummaryWriter` chooses.
-        writer: One that is there already, such as a framework's, in place of a new one.
+        checkpointer: The Checkpointer of this process.
+        log_dir: The folder of a new run, or of a run whose folder is gone. None: as `SummaryWriter` chooses.
+        writer: An existing writer, such as a framework's, to use in place of a new one.
         options: Further arguments of `SummaryWriter`.
 
     Returns:
@@ -82,12 +82,12 @@ def start_tensorboard(
 
 
 def start_mlflow(checkpointer: Checkpointer, **start_run: Any) -> Tracker:
-    """Start the run of MLflow, or go on with the one in the restored checkpoint. Every rank, after `restore()`.
+    """Start the run of MLflow, or resume the one in the restored checkpoint. Every rank, after `restore()`.
 
-    A run that is active already (`mlflow.active_run()`) is taken as it is.
+    A run that is already active (`mlflow.active_run()`) is used unchanged.
 
     Args:
-        checkpointer: The one of this process.
+        checkpointer: The Checkpointer of this process.
         start_run: Arguments for `mlflow.start_run`. `run_id` comes from the checkpoint.
 
     Returns:

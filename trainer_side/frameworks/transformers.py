@@ -6,8 +6,8 @@
 
     restore          restores model, optimizer and TrainerState, and writes the latter into a folder for Trainer to read
     on_train_begin   restores the scheduler, which Trainer has made by now, and the learning rates that this has changed
-    on_step_begin    calls step() for the step before, whose logs and evaluation are done by now; the first call sets
-                     the random numbers again
+    on_step_begin    calls step() for the previous step, after its logs and evaluation; the first call sets the random
+                     states again
     on_train_end     calls step() for the last step, and closes the Checkpointer
 
 docs/guides/transformers.md says what is restored exactly.
@@ -45,13 +45,13 @@ _STATE = "trainer_state.json"  # as Trainer names it
 
 @opaque_methods
 class HoldfastCallback(TrainerCallback):
-    """Takes checkpoints while `Trainer.train` trains; its `restore` brings the newest one back before that.
+    """Takes checkpoints while `Trainer.train` trains; `restore` loads the newest one before.
 
     A checkpoint has the model, optimizer, scheduler, the gradient scaler of fp16, TrainerState (step, epoch, log, the
-    best metric, callbacks that have a state) and each rank's random numbers. Trainer itself skips the batches that the
+    best metric, callbacks that have a state) and each rank's random state. Trainer itself skips the batches that the
     epoch has already had.
 
-    Call `restore` before each `train`, and `init_torch_distributed` before the `TrainingArguments` are made.
+    Call `restore` before each `train`, and `init_torch_distributed` before you make the `TrainingArguments`.
 
     Args:
         every: Number of optimizer steps from one checkpoint to the next. 0: checkpoints only after a preemption notice.
@@ -91,7 +91,7 @@ class HoldfastCallback(TrainerCallback):
         if trainer.is_fsdp_enabled:
             _shard(trainer, optimizer)
         seen = _Seen(trainer)
-        # A script may have it in its own state: before, the callback left it out, and checkpoints then have none.
+        # Older releases did not save the scaler: a script may have it in its own state, and a checkpoint may lack it.
         scaler = None if "scaler" in self._more else trainer.accelerator.scaler
         own = {
             "model": trainer.model,
@@ -140,7 +140,7 @@ class HoldfastCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save the state after the step before, if a checkpoint is due."""
+        """Save the state after the previous step, if a checkpoint is due."""
         self._random.again()
         self._step(state)
 
@@ -179,9 +179,9 @@ def _refuse_unsupported(trainer: Trainer) -> None:
 
 
 def _shard(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
-    """Split model and optimizer now, and not in `train`: Trainer reads its step from the checkpoint before it does so.
+    """Shard model and optimizer now, and not in `train`, where Trainer reads its step from the checkpoint first.
 
-    Accelerate would split them a second time: parameters of which a rank has nothing would then change places.
+    Accelerate must not shard them again in `train`: that would reorder parameters of which a rank has no part.
     """
     accelerator = trainer.accelerator
     model, wrapped = accelerator.prepare(trainer.model, optimizer)
@@ -211,7 +211,7 @@ def _leave_weights(trainer: Trainer, folder: str) -> None:
 
 
 class _Scheduler:
-    """The scheduler of Trainer, which exists only after the restore: its saved state is kept until `made` is called."""
+    """Trainer's scheduler, which is made only after the restore: keeps its saved state until `made` is called."""
 
     def __init__(self) -> None:
         self._scheduler: Any = None
@@ -231,10 +231,10 @@ class _Scheduler:
 
 
 class _LastBatch:
-    """The batch and the loss that Trainer used last, for the proof of a resume: it tells callbacks neither."""
+    """Trainer's last batch and loss, for the proof of a resume: Trainer passes neither to callbacks."""
 
     def __init__(self) -> None:
-        self.batch: Any = None  # this rank's last one; with accumulated gradients a step has had more
+        self.batch: Any = None  # this rank's last one; with accumulated gradients a step has several
         self.loss: torch.Tensor | None = None
         self._trainer: Trainer | None = None
 
@@ -244,7 +244,7 @@ class _LastBatch:
         self._trainer, train = trainer, trainer.training_step
 
         def training_step(model: torch.nn.Module, inputs: Any, *more: Any, **given: Any) -> torch.Tensor:
-            # A shallow copy: a `compute_loss` may take the labels out of it.
+            # A shallow copy, because `compute_loss` may remove the labels.
             self.batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
             self.loss = loss = train(model, inputs, *more, **given)
             return loss
@@ -261,7 +261,7 @@ class _Seen:
 
     def state_dict(self) -> dict[str, str]:
         trainer = self._trainer
-        # Not `asdict`: that copies the log, which grows at every step that is logged, for nothing.
+        # Not `asdict`, which would copy the log, and that grows at every logged step.
         state = {
             field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)
         }

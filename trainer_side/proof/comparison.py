@@ -1,7 +1,7 @@
-"""The differences between a step of the run before and the same step of the resumed one, and their usual causes. Pure.
+"""The differences between a step of the previous run and the same step after a resume, and their usual causes. Pure.
 
-same ranks    each rank's data, random numbers, learning rate, loss and gradient norm
-others        where the step began in the data, and the learning rate: the rest is each rank's own
+same number of ranks    each rank's data, random numbers, learning rate, loss and gradient norm
+another number          where the step began in the data, and the learning rate: the rest differs by rank
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from holdfast.wire.step_proof import ProofVerdict, ResumeProof
 from trainer_side.proof.step_digest import StepDigest
 
-_LAST_DIGITS = 1e-3  # relative: a 16-bit sum in another order
+_LAST_DIGITS = 1e-3  # relative tolerance for a 16-bit sum in another order
 _SAME_RATE = 1e-12
 _RANKS_NAMED_MAX = 4
 
@@ -22,7 +22,7 @@ _ORDER = (DATA, RANDOM, RATE, LOSS, NORM)
 _INPUTS = (DATA, RANDOM, RATE)
 _UNSAVED = "something that training uses is not in the state, or the code has changed"
 _CAUSES = {
-    DATA: "the loader does not go on where the checkpoint was, or was read ahead of it: put a ResumableSampler "
+    DATA: "the loader does not resume where the checkpoint was, or was read ahead of it: put a ResumableSampler "
     "into the state, or ResumableDraw around a function that draws batches ahead (docs/data.md)",
     RANDOM: 'put "rng": PerRank(RngState()) into the state; if it is there, something draws numbers between restore() '
     "and the first step, or in another thread",
@@ -31,19 +31,19 @@ _CAUSES = {
 
 
 class StepDifference(NamedTuple):
-    """One thing that is not as before. `what`: one of the five; `text`: before and now."""
+    """One difference. `what`: an item of `_ORDER`; `text`: the values before and now."""
 
     what: str
     text: str
 
 
 class Comparison(NamedTuple):
-    """How the steps of one rank compare.
+    """Comparison of a rank's steps.
 
     Attributes:
-        compared: Which of the five could be compared.
+        compared: The items of `_ORDER` that could be compared.
         differences: The differences among them.
-        notes: Sentences for people although nothing differs.
+        notes: Remarks for people that are no differences.
     """
 
     compared: tuple[str, ...]
@@ -60,7 +60,7 @@ class Comparison(NamedTuple):
 
 
 def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Comparison:
-    """Compare the digests of one rank; with other ranks than before, that of any rank."""
+    """Compare the digests of one rank. `same_ranks`: False: `before` is the digest of any rank."""
     compared: list[str] = []
     found: list[StepDifference] = []
     for name in sorted(before.data.keys() & now.data.keys()):
@@ -121,14 +121,14 @@ def _compare_own(
 
 
 def resume_proof(said: Sequence[Comparison | None], *, ranks_before: int) -> ResumeProof:
-    """The verdict, from the comparisons of all ranks in their order.
+    """Return the verdict from the comparisons of all ranks.
 
     Some ranks may have lost their records, by a kill or with their machines. A difference on any other rank counts,
     but the resume is verified only if every rank was compared.
 
     Args:
-        said: One of each rank; None where nothing was recorded.
-        ranks_before: Number of ranks that had trained before.
+        said: The comparison of each rank, in order; None if nothing was recorded.
+        ranks_before: Number of ranks of the previous run.
     """
     ranks, comparisons = len(said), [one for one in said if one is not None]
     lost = [rank for rank, one in enumerate(said) if one is None]
@@ -145,7 +145,7 @@ def resume_proof(said: Sequence[Comparison | None], *, ranks_before: int) -> Res
     if whats:
         causes = dict.fromkeys((LOSS, NORM), _UNSAVED) | _CAUSES
         if any(what in _INPUTS for what in whats):
-            causes |= dict.fromkeys((LOSS, NORM), "")  # it follows from that
+            causes |= dict.fromkeys((LOSS, NORM), "")  # these follow from the inputs
         told = "; ".join(
             ": ".join(part for part in (_difference(what, said), causes[what]) if part) for what in whats
         )
@@ -154,7 +154,7 @@ def resume_proof(said: Sequence[Comparison | None], *, ranks_before: int) -> Res
         )
     compared = [what for what in _ORDER if all(what in one.compared for one in comparisons)]
     if not compared:
-        return not_proven(f"the step before says nothing that can be compared{other}")
+        return not_proven(f"the previous run's step recorded nothing that can be compared{other}")
     named = [f"the place in the {what}" if other and what == DATA else what for what in compared]
     verb = "is that" if len(named) == 1 and named[0] != RANDOM else "are those"
     if lost:
@@ -170,7 +170,7 @@ def resume_proof(said: Sequence[Comparison | None], *, ranks_before: int) -> Res
 
 
 def not_proven(why: str) -> ResumeProof:
-    """The verdict where nothing can be compared."""
+    """Return the verdict if the steps cannot be compared."""
     return ResumeProof(ProofVerdict.NOT_PROVEN, f"resume not proven: {why}")
 
 

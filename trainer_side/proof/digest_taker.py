@@ -1,7 +1,7 @@
-"""Takes the digest of a step from the state and from what the script gives, without waiting for a device.
+"""Takes the digest of a step from the state and the arguments of `step()`, without waiting for a device.
 
-Marked at a checkpoint, it knows which generators of random numbers the next step has drawn from: a generator that
-nobody saves and nobody uses is seeded otherwise in each process, and says nothing.
+A mark at a checkpoint shows which random number generators the next step has drawn from. A generator that is neither
+saved nor used is seeded differently in each process, and proves nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepInput(NamedTuple):
 
 
 class TakenDigest:
-    """The digest of one step, some of which may still be on its way from a device."""
+    """The digest of one step, parts of which may still be in transfer from a device."""
 
     def __init__(self, digest: StepDigest, given: StepInput, rates: Mapping[str, list[LaterNumber]]) -> None:
         self._digest, self._rates = digest, rates
@@ -47,7 +47,7 @@ class TakenDigest:
         return (self._batch is None or self._batch.ready) and all(number.ready for number in numbers)
 
     def digest(self) -> StepDigest:
-        """The digest; waits for the device if it must."""
+        """Return the digest; waits for the device unless `ready`."""
         digest = self._digest
         return StepDigest(
             digest.step,
@@ -61,10 +61,10 @@ class TakenDigest:
 
 
 class DigestTaker:
-    """See the module. Training thread.
+    """Takes digests of steps of one training. Training thread.
 
     Args:
-        state: Names mapped to objects, as the checkpoints have them.
+        state: Names mapped to objects, as in the checkpoints.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -75,26 +75,26 @@ class DigestTaker:
         self._marked: dict[str, int] | None = None
 
     def mark(self) -> None:
-        """A checkpoint was just taken."""
+        """Remember places in the data and generators, just after a checkpoint."""
         for place in self._places.values():
             place.mark_place()
         self._marked = None if self._saves_generators else generator_crcs()
 
     def take(self, step: int, given: StepInput, *, is_marked: bool | None = None) -> TakenDigest:
-        """The digest of the step that ends now.
+        """Take the digest of the step that ends now.
 
         Args:
-            step: The step.
+            step: Its number.
             given: Arguments of `step()` for the digest.
-            is_marked: To be kept: only with generators that a run that resumes must have in the same state. Whether
-                `mark` was called at the checkpoint before the step. None: of a run that resumes.
+            is_marked: For a digest to record: whether `mark` was called at the checkpoint before the step. The digest
+                then has only generators that a resumed run must have in the same state. None: for a comparison.
         """
         generators, data = generator_crcs(), {}
         if is_marked is not None and not self._saves_generators:
             marked = (self._marked if is_marked else None) or generators
             generators = {name: crc for name, crc in generators.items() if marked.get(name) != crc}
         for name, place in self._places.items():
-            with suppress(Exception):  # of a source that cannot tell it just now
+            with suppress(Exception):  # a source may be unable to tell its place now
                 data[name] = place.place()
                 if is_marked is False:
                     data[name].pop("from", None)
@@ -103,7 +103,7 @@ class DigestTaker:
 
 
 def generator_crcs() -> dict[str, int]:
-    """CRC-32 of the states of the global generators of random numbers of this process."""
+    """Return the CRC-32 of the state of each global random number generator in this process."""
     twister = np.random.get_state(legacy=False)
     version, internal, gauss_next = random.getstate()
     found = {
@@ -113,7 +113,7 @@ def generator_crcs() -> dict[str, int]:
     }
     device = accelerator.own_device()
     if device is not None and not accelerator.is_capturing():
-        with suppress(Exception):  # while a graph is made, a device does not tell it
+        with suppress(Exception):  # a device may refuse during graph capture
             found[f"torch on {device.type}"] = tensor_crc(accelerator.module_of(device).get_rng_state(device))
     return found
 
@@ -132,7 +132,7 @@ def _rates(optimizer: Any) -> list[LaterNumber]:
 
 
 def _apart(rates: list[float | None]) -> tuple[float, ...]:
-    """Equal neighbours once: many groups have one rate."""
+    """Merge equal neighbours: many groups have one rate."""
     found: list[float] = []
     for rate in rates:
         if rate is not None and (not found or found[-1] != rate):

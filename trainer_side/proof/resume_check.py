@@ -1,11 +1,11 @@
-"""Records what the first step after a checkpoint used, and compares the first step after a resume with that.
+"""Records a digest of the first step after a checkpoint, and compares the first step after a resume with it.
 
-    saved(S)      mark         step(S + 1)   digest, once it is here ─► tell the stager and the local tiers
-    restored(S)                step(S + 1)   digest · rank 0: what was recorded, of the ring or the store ─► all ranks
-                                                    · each rank: what its local tiers have ─► all ranks
+    saved(S)      mark         step(S + 1)   digest, once it is ready ─► stager and local tiers
+    restored(S)                step(S + 1)   digest · rank 0: the record in the ring or the store ─► all ranks
+                                                    · each rank: the records in its local tiers ─► all ranks
                                              each compares its own ─► all agree, or all differences ─► ResumeProof
 
-All other steps do nothing. The step after a resume waits for a device and for the other ranks, once.
+Other steps cost nothing. The step after a resume waits for a device and for the other ranks, once.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _PROOF_BYTES_MAX = 1 << 28
 
 
 class ResumeCheck:
-    """See the module. Training thread.
+    """Records and compares the digests of one training. Training thread.
 
     Args:
-        state: Names mapped to objects, as the checkpoints have them.
-        link: The stager, which keeps what is recorded.
-        tiers: The local tiers, which keep it beside this rank's slices.
+        state: Names mapped to objects, as in the checkpoints.
+        link: The stager, which keeps records.
+        tiers: The local tiers, which keep records beside this rank's slices.
         peers: The other ranks.
         events: Event log of this rank.
         stops: Whether a resume that differs ends the training.
@@ -73,35 +73,35 @@ class ResumeCheck:
         self._taken: tuple[CheckpointId, Order, TakenDigest] | None = None
 
     def restored(self, key: CheckpointId, kept: Sequence[KeptProof] = (), *, unlike: str = "") -> None:
-        """The next step is compared with the one after this checkpoint.
+        """Compare the next step with the one after this checkpoint.
 
         Args:
-            key: The checkpoint.
+            key: The restored checkpoint.
             kept: The proofs of that step in this rank's tiers.
             unlike: Why that step is meant to differ, so that nothing is compared; the same on every rank.
         """
         self._resumed, self._kept, self._unlike = key, kept, unlike
 
     def saved(self, step: int) -> None:
-        """A checkpoint of `step` was begun, and `step()` ends."""
+        """Mark the state at the end of `step()`, after a checkpoint of `step` was begun."""
         if self._records:
             self._marked = CheckpointId(self._link.job.attempt, step)
             self._taker.mark()
 
     def step(self, step: int, given: StepInput, newest_saved: int) -> ResumeProof | None:
-        """Training has done `step`; how the resume went, in the first step after one. Collective then.
+        """Process the end of `step`. Return the proof after the first step of a resume, which is collective.
 
         Args:
-            step: The step.
+            step: Its number.
             given: Arguments of `step()` for the digest.
             newest_saved: The newest step of which a checkpoint was begun.
 
         Raises:
-            ResumeDiffers: It differs, and that ends the training; on every rank.
+            ResumeDiffers: On every rank: the resume differs, and `stops` is set.
         """
         if self._taken is not None:
             self._send(*self._taken)
-        # A loop may leave out calls, as Lightning's does before a validation: a run that resumes does so, too.
+        # A loop may omit calls, as Lightning's does before a validation; so does the resumed run.
         is_next = step == newest_saved + 1 or self._marked == CheckpointId(
             self._link.job.attempt, newest_saved
         )
@@ -122,13 +122,13 @@ class ResumeCheck:
         key = marked if marked is not None and is_marked else CheckpointId(self._link.job.attempt, saved)
         try:
             self._taken = key, self._tiers.begun, self._taker.take(step, given, is_marked=is_marked)
-        except Exception as error:  # noqa: BLE001 - a state that is read in an odd way must not end the training
+        except Exception as error:  # noqa: BLE001 - an unreadable state must not end the training
             _log.warning("step %d: what it used is not recorded for the proof of a resume: %r", step, error)
         else:
             self._send(*self._taken)
 
     def close(self) -> None:
-        """Send what was taken."""
+        """Send a digest that is still pending; waits for the device."""
         if self._taken is not None:
             self._send(*self._taken, waits=True)
 
@@ -137,7 +137,7 @@ class ResumeCheck:
             self._taken = None
             digest = taken.digest().to_json()
             self._link.tell(StagerMessage.proof(key, digest))
-            if kept[1] == key.step:  # else no tier had a slot for it
+            if kept[1] == key.step:  # else no tier had a slot for the checkpoint
                 self._tiers.prove(kept, digest)
 
     # -- the comparison ------------------------------------------------------------------------------------------
@@ -146,13 +146,13 @@ class ResumeCheck:
         try:
             return self._compared(key, self._now(step, given))
         except PeerLost as error:
-            return not_proven(f"the ranks did not all come to the first step: {error}")
+            return not_proven(f"not all ranks reached the first step: {error}")
 
     def _now(self, step: int, given: StepInput) -> StepDigest | str:
-        """The digest of this step, or why it has failed: the other ranks wait for either."""
+        """Return the digest of this step, or why it failed: the other ranks wait for either."""
         try:
             return self._taker.take(step, given).digest().cut()
-        except Exception as error:  # noqa: BLE001 - whatever it is
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the answer
             return f"rank {self._peers.rank} cannot tell what its first step used: {error!r}"
 
     def _compared(self, key: CheckpointId, now: StepDigest | str) -> ResumeProof:
@@ -161,7 +161,7 @@ class ResumeCheck:
         if isinstance(digests, str):
             return not_proven(digests)
         own = now if isinstance(now, str) else _compared_with(digests, peers, now)
-        # Alike and well on every rank, as it should be: one word of each is enough.
+        # The common case: no rank has differences or notes, so one agreement suffices.
         if peers.all_agree(isinstance(own, Comparison) and not (own.differences or own.notes)):
             assert isinstance(own, Comparison)
             return resume_proof([own] * peers.ranks, ranks_before=len(digests))
@@ -173,7 +173,7 @@ class ResumeCheck:
         return resume_proof(compared, ranks_before=len(digests))
 
     def _known(self, key: CheckpointId) -> Sequence[Digest | None] | str:
-        """The digest of each rank in the step after this checkpoint, or the reason why all are unknown. Collective."""
+        """Return each rank's digest of the step after this checkpoint, or why all are unknown. Collective."""
         peers, mine = self._peers, None
         if peers.rank == 0:
             found = self._recorded(key)
@@ -186,7 +186,7 @@ class ResumeCheck:
         return united(said if isinstance(said, str) else ProofRecord.from_json(said).digests, kept)
 
     def _recorded(self, key: CheckpointId) -> ProofRecord | str:
-        """The record of the step after this checkpoint, or why it was not found. Rank 0."""
+        """Return the record of the step after this checkpoint, or why it was not found. Rank 0."""
         places: list[Callable[[], ProofRecord | None]] = [lambda: self._in_store(key)]
         if self._link.job.has_stager:
             places.insert(0, lambda: self._in_ring(key))
@@ -221,7 +221,7 @@ class ResumeCheck:
     def _say(self, key: CheckpointId, proof: ResumeProof) -> ResumeProof:
         if self._peers.rank != 0:
             return proof
-        _log.warning("%s", proof.text)  # shown where a script sets up no logging, as the line of restore() is
+        _log.warning("%s", proof.text)  # a warning, so that scripts that do not configure logging show it
         self._events.emit("resume_proof", {"attempt": key.attempt, **proof.to_json()}, step=key.step)
         self._link.tell(StagerMessage.verdict(key, proof))
         tell("proof", step=key.step, **proof.to_json())
@@ -229,7 +229,7 @@ class ResumeCheck:
 
 
 def united(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence[Digest | None] | str:
-    """The digest of each rank of the run before, from ring or store and tiers; or the reason why all are unknown."""
+    """Merge the digests from ring or store and tiers, by rank of the previous run; or return why all are unknown."""
     digests = [] if isinstance(found, str) else found
     ranks = len(digests) or max((one.ranks for one in kept), default=0)
     known = dict(enumerate(digests))
@@ -237,7 +237,7 @@ def united(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence
         if one.digest is None:
             continue
         if one.ranks != ranks or known.setdefault(one.rank, one.digest) != one.digest:
-            return f"what was recorded of rank {one.rank} is not the same in each place that has it"
+            return f"the records of rank {one.rank} differ between the places that have one"
     if known:
         return [known.get(rank) for rank in range(ranks)]
     assert isinstance(found, str)
@@ -247,7 +247,7 @@ def united(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence
 def _compared_with(
     digests: Sequence[Digest | None], peers: Peers, now: StepDigest
 ) -> Comparison | str | None:
-    """How this rank's step compares with what was recorded, or why it cannot be compared; None: nothing was."""
+    """Compare this rank's step with the record, or return why it cannot be compared; None: nothing was recorded."""
     same_ranks = len(digests) == peers.ranks
     recorded = digests[peers.rank] if same_ranks else next(filter(None, digests))
     if recorded is None:

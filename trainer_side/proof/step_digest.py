@@ -1,4 +1,4 @@
-"""`StepDigest`: what one rank used in one step, in some hundred bytes. Pure."""
+"""`StepDigest`: the inputs and results of one step on one rank, in a few hundred bytes. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _CHARACTERS_MAX = 60  # of a name
 
 @dataclass(frozen=True)
 class StepDigest:
-    """See the module.
+    """Digest of one step on one rank.
 
     Attributes:
-        step: The step.
-        data: Name in the state → the place in the data behind this step.
-        batch: CRC-32 of what the script gave to `step(batch=…)`; None: nothing.
-        generators: Generator of random numbers → CRC-32 of its state behind this step. In a digest that is kept: only
-            those that a resumed run must have in the same state.
+        step: Its number.
+        data: Name in the state → the place in the data after this step.
+        batch: CRC-32 of the argument of `step(batch=…)`, if given.
+        generators: Random number generator → CRC-32 of its state after this step. In a recorded digest, only those that
+            a resumed run must have in the same state.
         rates: Name of an optimizer → its learning rates, equal neighbours once.
         loss: As given to `step()`. `grad_norm`: the same.
     """
@@ -35,7 +35,7 @@ class StepDigest:
     grad_norm: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Small enough for a message, whatever the state has."""
+        """Return JSON that is small enough for a message, however large the state is."""
         kept = {
             "step": self.step,
             "data": {name[:_CHARACTERS_MAX]: dict(place) for name, place in _first(self.data)},
@@ -71,7 +71,7 @@ class StepDigest:
             raise ValueError(f"no digest of a step: {error!r:.200}") from error
 
     def cut(self) -> StepDigest:
-        """As `from_json` gives it, so that both of a comparison are alike."""
+        """Return the digest as `from_json` would, to compare it with a recorded one."""
         return StepDigest.from_json(self.to_json())
 
 
@@ -80,7 +80,7 @@ def _first(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _told(number: float | None) -> float | str | None:
-    # JSON has no number for these.
+    # JSON has no NaN and no infinity.
     return number if number is None or math.isfinite(number) else str(number)
 
 

@@ -6,8 +6,7 @@
 No rank has memory for a whole split tensor, so shared bytes go from window to window. A window holds the shared bytes
 of one unit back to back, and is sent as one message however many runs it has. The number of windows is limited: a
 window is reused when its bytes have arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
-Bytes that other ranks have read for a device arrive in windows as well, and each message crosses to the device as one
-section.
+Bytes for a device also arrive in windows, and each message is transferred to the device as one section.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
 from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, ReadWindow, Sum
 
-_BATCH = 2  # units that are under way at once
-_AHEAD = _BATCH + 2  # units that this rank has read and not yet given away
+_BATCH = 2  # units in flight at once
+_AHEAD = _BATCH + 2  # units that this rank has read but not yet sent
 
 
 _Key = tuple[int, int, int, int]
@@ -42,7 +41,7 @@ _by_offset = attrgetter("offset")
 
 
 class _Packed(NamedTuple):
-    """The parts of a unit that are passed on, and where each begins in a window."""
+    """The parts of a unit that go through a window, and where each begins in it."""
 
     parts: list[EntryPart]
     places: list[int]
@@ -55,17 +54,17 @@ class _Packed(NamedTuple):
         return cls(packed, ends[:-1], ends[-1])
 
     def place(self, offset: int) -> int:
-        """Where a byte of the image is in the window."""
+        """Return where in the window a byte of the image is."""
         number = bisect.bisect_right(self.parts, offset, key=_by_offset) - 1
         return self.places[number] + offset - self.parts[number].offset
 
 
 class Broadcast(Exchange):
-    """Gives every unit to all ranks: in place where the bytes lie in host memory, through windows otherwise.
+    """Sends every unit to all ranks: in place if the bytes lie in host memory, through windows otherwise.
 
     Entries that are shared in place have an `EntryTarget`; all others go through windows. Checksums are compared when
-    all bytes have arrived (`check_received`). `own`: The units that this rank reads, in order. `crossing`: The way to
-    the device that some of the targets are on; None: this rank has none there.
+    all bytes have arrived (`check_received`). `own`: The units that this rank reads, in order. `crossing`: Transfers to
+    the device of some targets; None: this rank has none there.
     """
 
     def __init__(
@@ -84,14 +83,14 @@ class Broadcast(Exchange):
         if any(not isinstance(target, EntryTarget) for target in targets.values()):
             passed = (unit for unit in own if any(map(self.passes, windows.parts(unit.extents))))
             self._turns = {_key(unit): turn for turn, unit in enumerate(passed)}
-        self._packed: dict[_Key, _Packed] = {}  # of the units that are being read, or are under way
+        self._packed: dict[_Key, _Packed] = {}  # of units that are being read or sent
         self._ahead: dict[int, ReadWindow] = {}
         self._coming: dict[int, ReadWindow] = {}
-        self._section: SectionWindow | None = None  # what is coming, where some of it goes to a device
+        self._section: SectionWindow | None = None  # receives in flight, if some are for a device
         self._batch: list[Unit] = []
 
     def passes(self, part: EntryPart) -> bool:
-        """Whether it goes through a window."""
+        """Whether a part goes through a window."""
         return not isinstance(self._targets[part.entry], EntryTarget)
 
     def _turn(self, unit: Unit) -> int | None:
@@ -140,7 +139,7 @@ class Broadcast(Exchange):
         self._batch.clear()
         if self._section is not None and self._crossing is not None:
             self._crossing.send(self._section, crossing)
-            self._section = None  # the other one takes what comes next, while this one crosses
+            self._section = None  # the other window receives next, while this one is transferred
             self._coming.clear()
         self._left(given)
 
@@ -157,7 +156,7 @@ class Broadcast(Exchange):
             return windows[place], self._packed[_key(unit)]
 
     def _fresh(self, place: int) -> ReadWindow:
-        """Memory for what is coming as one of a batch."""
+        """Return memory to receive the unit at `place` of a batch."""
         if self._crossing is None:
             return ReadWindow.of_size(self._chunk_bytes)
         if self._section is None:

@@ -1,12 +1,11 @@
-"""The choice of a checkpoint, and of the places that have it. It does no I/O.
+"""The choice of a checkpoint, and of the places to read it from. Does no I/O.
 
     slices that ranks found ─┐
-                             ├─► candidates, newest first; of equals the nearest first
+                             ├─► candidates, newest first; among equals the nearest first
     manifests of the store ──┘
 
-A candidate is whole if each saved rank's slice was found by some rank, or if the store has that very checkpoint to fill
-the gaps with: same attempt, step, number of ranks and layout. Everything here is a function of facts that all ranks
-know, so all ranks come to the same result.
+A candidate is whole if some rank found each saved rank's slice, or if the store has the same checkpoint to fill the
+gaps: same attempt, step, number of ranks and layout. All inputs are known to all ranks, so all compute the same result.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.replicas import drifted_groups, groups_of
 from trainer_side.whole_number import shown
 
-STORE = -1  # in place of the number of a slice: the portable file
-RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
+STORE = -1  # as the number of a slice: the portable file
+RING = "ring"  # as the name of a job: attempt and step identify slices in the ring
 NEARNESS_OF_RING = 4
 _PLACES_NAMED = 8
 NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer
@@ -44,19 +43,18 @@ class Holder(NamedTuple):
 
     key: SliceKey
     slice_rank: int  # the saved rank whose slice it is
-    rank: int  # that found it
+    rank: int  # the rank that found it
     number: int  # its index among the slices that this rank found
     nearness: int  # 0 is nearest
-    tier: str  # for people, as `place` is
+    tier: str  # for messages, like `place`
     place: str
     absent: frozenset[int] = frozenset()  # chunks whose frame is missing
     # Fingerprints of the replicas on the rank that wrote it, from its seal; empty without any.
     replicas: str = ""
     drift: str = ""  # a known difference between the ranks
     complete: bool = False  # every rank is known to have sealed that step
-    trackers: Mapping[str, str] = MappingProxyType(
-        {}
-    )  # runs of experiment trackers; in the slice of saved rank 0
+    # Runs of experiment trackers; in the slice of saved rank 0.
+    trackers: Mapping[str, str] = MappingProxyType({})
 
 
 class RankPlace(NamedTuple):
@@ -75,10 +73,10 @@ class StoreCandidate(NamedTuple):
     ranks: int
     digest: str
     fault: str  # why it cannot be used; empty if it can
-    drift: str = ""  # in what its replicas were not the same, or why it may be torn
-    unopened: bool = False  # the store lists the manifest and does not give it
-    metrics: Mapping[str, float] | None = None  # that the script gave
-    best_metric: str = ""  # by which its writer kept the best, with `best_mode`; or empty
+    drift: str = ""  # how its replicas differed, or why it may be torn
+    unopened: bool = False  # the store lists the manifest but does not return it
+    metrics: Mapping[str, float] | None = None  # from the script
+    best_metric: str = ""  # with `best_mode`: the writer's rule for the best checkpoint, if any
     best_mode: str = ""
 
 
@@ -89,8 +87,8 @@ class Passed:
     attempt: int
     step: int
     reason: str
-    lost: bool  # it once was there; False: it was perhaps never finished
-    unopened: bool = False  # the store lists it and does not give its manifest: it may be whole
+    lost: bool  # it existed once; False: perhaps it was never finished
+    unopened: bool = False  # the store lists its manifest but does not return it: it may be whole
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Candidate:
     key: SliceKey | None = None  # of its slices; None without slices
     # Saved rank → holders of its slice, nearest first. Empty: the checkpoint is read from the store alone.
     slices: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
-    drift: str = ""  # why its replicas differ, or why it may be torn: it is tried last. Empty if it is sound
+    drift: str = ""  # why its replicas differ or it may be torn, so that it is tried last; empty if sound
 
     @property
     def name(self) -> str:
@@ -111,7 +109,7 @@ class Candidate:
 
     @property
     def trackers(self) -> Mapping[str, str]:
-        """The runs of experiment trackers that its slices name."""
+        """The runs of experiment trackers, from its slices."""
         return next((one.trackers for one in self.slices.get(0, ()) if one.trackers), {})
 
     @property
@@ -122,10 +120,10 @@ class Candidate:
 def candidates(
     holders: Iterable[Holder], stored: Sequence[StoreCandidate], places: Sequence[RankPlace] = ()
 ) -> list[Candidate | Passed]:
-    """All checkpoints, newest first, each as a candidate or with the reason why it cannot be one. `places`: by rank.
+    """Return all checkpoints, newest first, each as a candidate or with the reason why it is not. `places`: by rank.
 
-    One that is in the tiers and in the store is listed twice: first from the nearest place, then from the store alone.
-    Checkpoints with drifted replicas come last: they are better than nothing.
+    A checkpoint in both tiers and store is listed twice: first from the nearest place, then from the store alone.
+    Checkpoints with drifted replicas rank last: they are better than nothing.
     """
     groups: dict[SliceKey, dict[int, list[Holder]]] = {}
     for holder in holders:
@@ -162,7 +160,7 @@ def candidates(
 def pass_over(
     listed: Sequence[Candidate | Passed], set_aside: Collection[CheckpointId]
 ) -> Sequence[Candidate | Passed]:
-    """The same list with no candidate that is set aside, wherever it lies: each is named once, as passed."""
+    """Return the list with each checkpoint that is set aside replaced by one `Passed`, wherever it is stored."""
     if not set_aside:
         return listed
     left: list[Candidate | Passed] = []
@@ -185,7 +183,7 @@ def _drift(key: SliceKey, found: Mapping[int, tuple[Holder, ...]], stored: Seque
 
 
 def _join_ring(groups: dict[SliceKey, dict[int, list[Holder]]], stored: Sequence[StoreCandidate]) -> None:
-    """Where the store says that it is one checkpoint, tiers and ring fill each other's gaps."""
+    """Merge the ring's slices into those of tiers, if the store's manifest shows that both are one checkpoint."""
     for key in [key for key in groups if key.job == RING]:
         tiers = [other for other in groups if other[:4] == key[:4] and other.job != RING]
         if not any(not one.fault and _is_same(one, key) for one in stored):
@@ -209,15 +207,15 @@ def _gap(
     count = key.ranks - len(found)
     more = f" and {count - len(missing)} more" if count > len(missing) else ""
     said = (
-        f"step {key.step} (attempt {key.attempt}): the local tiers have {len(found)} of its {key.ranks} slices; nobody "
-        f"has those of ranks {named}{more}, nor has the store this step"
+        f"step {key.step} (attempt {key.attempt}): the local tiers have {len(found)} of its {key.ranks} slices; those "
+        f"of ranks {named}{more} are missing, and the store does not have this step"
     )
     if not (was_whole and places):
         return said
     having = {holder.rank for some in found.values() for holder in some}
     lacking = [rank for rank in range(len(places)) if rank not in having]
     what = "no slice of it"
-    if not lacking:  # ranks of one machine find each other's
+    if not lacking:  # ranks on one machine find each other's slices
         what = "not its slice"
         lacking = [rank for rank in range(len(places)) if rank < key.ranks and rank not in found]
     who = [
@@ -225,20 +223,22 @@ def _gap(
         for rank in lacking[:_PLACES_NAMED]
     ]
     if len(lacking) > _PLACES_NAMED:
-        who.append(f"so have {len(lacking) - _PLACES_NAMED} more ranks")
-    nobody = "each rank of this job has some of it, so they lay on a machine that is not in it"
+        who.append(f"and {len(lacking) - _PLACES_NAMED} more ranks")
+    nobody = (
+        "each rank of this job has some slices, so the missing ones were on a machine that is not in this job"
+    )
     return f"{said}. Every rank had sealed it: {'; '.join(who) or nobody}"
 
 
 class WantedBest(NamedTuple):
-    """The metric by which the best checkpoint is wanted. `mode`: None: as the newest manifest that names it says."""
+    """The metric of the best checkpoint. `mode`: None: as in the newest manifest that names the metric."""
 
     metric: str
     mode: BestMode | None = None
 
 
 def wanted_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
-    """The arguments of `restore()`; None: the best is not asked for. ConfigError: they are wrong, or do not fit."""
+    """Check the arguments of `restore()`; return None without `best`. ConfigError: wrong, or not allowed together."""
     if mode not in (None, "min", "max"):
         raise ConfigError(f'restore(): mode: expected "min" or "max", got {shown(mode)}')
     if best is None:
@@ -257,10 +257,10 @@ def wanted_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
 def best_first(
     listed: Sequence[Candidate | Passed], stored: Sequence[StoreCandidate], wanted: WantedBest, where: str
 ) -> Sequence[Candidate | Passed]:
-    """The items of `listed` that have the metric, the best first. One checkpoint's places stay in their order.
+    """Return the items of `listed` that have the metric, best first. Places of one checkpoint keep their order.
 
     `listed`: All checkpoints, newest first. `stored`: The manifests of the store; slices without one have no metric.
-    StoreMissing: No good checkpoint has the metric. ConfigError: Nobody says which of its values is best.
+    StoreMissing: No good checkpoint has the metric. ConfigError: Neither `wanted` nor a manifest gives the mode.
     """
     metrics = {CheckpointId(one.attempt, one.step): one.metrics for one in stored if one.metrics}
     recorded = [_rule(one) for one in stored]

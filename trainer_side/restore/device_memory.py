@@ -1,12 +1,12 @@
-"""Chooses the tensors of a checkpoint that are read straight into device memory, and allocates it.
+"""Chooses the tensors of a checkpoint that are read straight into device memory, and allocates that memory.
 
-It is not the memory of live tensors, which are loaded from it once all CRCs are right: `load_state_dict` then copies on
-the device, and an optimizer takes its moments as they are. Parts of split tensors are copied by `ReadPlan.settle`;
-parts without a live tensor are read into their final place.
+Live tensors are not read into. They are loaded from that memory once all CRCs are right: `load_state_dict` copies on
+the device, and an optimizer adopts its moments. Parts of split tensors are copied by `ReadPlan.settle`; parts without a
+live tensor are read into their final place.
 
-Only tensors that loading would bring to the device anyway, bit for bit, are read there: tensors of modules and bare
-tensors whose live tensor is there with the same dtype, an optimizer's moments whose parameter is there, and a rank's
-parts of split tensors in the dtype of its live part. All other bytes are read into host memory.
+Only tensors that loading would copy to the device unchanged are read there: tensors of modules and bare tensors whose
+live tensor is there with the same dtype, an optimizer's moments whose parameter is there, and a rank's parts of split
+tensors in the dtype of its live part. All other bytes are read into host memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainer_side.state.optimizer_places import matched
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
 
-_SPARE_SHARE = 10  # a tenth of the device is left alone
+_SPARE_SHARE = 10  # a tenth of the device's memory stays free
 _NO_BYTES = np.empty(0, np.uint8)
 
 
 class _Wish(NamedTuple):
-    """The tensors that this rank would read into its device."""
+    """The tensors that this rank wants to read into its device."""
 
     device: torch.device | None
     whole: dict[int, list[Named]]  # entry → the tensors in it; the entry is read whole
@@ -59,12 +59,13 @@ def take_to_device(
     peers: Peers,
     on_host: Collection[int] = (),
 ) -> DeviceSections | None:
-    """Allocate memory on the device for tensors that loading would bring there. Training thread; collective.
+    """Allocate memory on the device for tensors that loading would copy there. Training thread; collective.
 
     An entry that is read whole goes to a device on every rank or on none, since the ranks exchange it. `structure`:
-    After `adopt` and `place`; its storages are changed. `placed`: The parts of this rank; those on a device get memory
-    there. `live`: Result of `live_trees`. `locked`: Makes locked host memory. `on_host`: Tensors of the tree that stay
-    in host memory (`uncast.offloaded`). None: this rank has no tensor for a device, or some rank lacks room.
+    After `adopt` and `place`; its storages are replaced. `placed`: The parts of this rank; those on a device get memory
+    there. `live`: Result of `live_trees`. `locked`: Allocates page-locked memory. `on_host`: Tensors of the tree that
+    stay in host memory (`uncast.offloaded`). Returns None if this rank has no tensor for a device, or a rank lacks
+    room.
     """
     wish = _wish(structure, placed, dict(_destinations(state, live, structure.tree, on_host)))
     is_nothing = not wish.whole and not wish.regions
@@ -123,7 +124,7 @@ def _wish(structure: Structure, placed: Placed, wanted: Mapping[str, _Destinatio
                 devices.add(device)
     regions: dict[int, list[int]] = {}
     for entry, target in placed.regions.items():
-        if entry not in structure.storages:  # else it is taken whole as well, from host memory
+        if entry not in structure.storages:  # else the entry is also read whole, into host memory
             for number, region in enumerate(target.regions):
                 if region.copies is not None and _keeps_bits(*region.copies):
                     regions.setdefault(entry, []).append(number)
@@ -133,7 +134,7 @@ def _wish(structure: Structure, placed: Placed, wanted: Mapping[str, _Destinatio
 
 
 def _keeps_bits(read: torch.Tensor, local: torch.Tensor) -> bool:
-    """Whether a copy on the device is one of bytes, as the one from host memory."""
+    """Whether a copy on the device keeps all bits, as one from host memory would."""
     return (
         local.device.type == "cuda" and local.dtype == read.dtype and not (local.is_conj() or local.is_neg())
     )
@@ -150,7 +151,7 @@ def _on_device(region: RegionTarget) -> RegionTarget:
 
 
 class _Destination(NamedTuple):
-    """Where loading brings a tensor. `alone`: the object keeps what it is given, so it must share memory with none."""
+    """Where loading puts a tensor. `alone`: the object keeps the tensor itself, which must not share memory."""
 
     device: torch.device
     dtype: torch.dtype | None
@@ -185,7 +186,7 @@ def _destinations(
 def _moments(
     name: str, optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]
 ) -> Iterator[tuple[str, _Destination]]:
-    """As torch's own loading moves them: to the device of their parameter, counters of steps only where asked to."""
+    """Yield the destinations in torch's own loading: the parameter's device, for step counters only if configured."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     pairs, others = matched(optimizer, saved), elsewhere(optimizer, saved, on_host)

@@ -1,13 +1,13 @@
 """Moves bytes of an image into device memory, section by section, through page-locked windows.
 
-    a reader        window A: read ─► CRC-32 ─► crosses ═══════►│      on a stream of its own
-                    window B:                   read ─► CRC-32 ─► crosses ═══════►│ …
-    of other ranks  window A: received ─► CRC-32 ─► crosses …          the same, in the training thread
+    a reader        window A: read ─► CRC-32 ─► transfer ══════►│      on a stream of its own
+                    window B:                   read ─► CRC-32 ─► transfer ══════►│ …
+    other ranks     window A: received ─► CRC-32 ─► transfer …         the same, in the training thread
 
-A section is a reader's part of one chunk or frame: at most 192 MiB are being read while as much crosses. A section with
-few pieces crosses piece by piece. A section with many crosses in one transfer, and the device distributes the pieces by
-one call for each element width, as wide as address and size allow. If a tensor is sharded in another dimension than its
-first, the whole section crosses as well, and the device picks the rows by one copy per tensor.
+A section is a reader's part of one chunk or frame: at most 192 MiB are read while as much is transferred. A section
+with few pieces is transferred piece by piece. One with many is transferred as a whole, and the device distributes the
+pieces by one call for each element width, as wide as address and size allow. If a tensor is sharded in another
+dimension than its first, the whole section is transferred too, and the device picks the rows by one copy per tensor.
 `device_memory.py` chooses the tensors that go to a device.
 """
 
@@ -27,14 +27,14 @@ Locked = Callable[[int], torch.Tensor]  # page-locked host memory of this size, 
 
 _SECTION_BYTES_MAX = 16 << 20  # larger chunks cross in several sections
 _SECTIONS_BYTES_MAX = 192 << 20  # of all readers
-_WINDOWS = 2  # for each reader: one is read into while the other one crosses
-_WHOLE_FROM = 8  # pieces: from this number on, a section crosses as a whole
-WIDEST_BYTES = 8  # of an element; sections keep what is aligned so
+_WINDOWS = 2  # for each reader: one is filled while the other is transferred
+_WHOLE_FROM = 8  # pieces: from this number on, a section is transferred as a whole
+WIDEST_BYTES = 8  # of an element; sections keep this alignment
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def section_bytes(readers: int) -> int:
-    """Size of a section: the more readers, the smaller, for windows are locked before they are used."""
+    """Return the size of a section: smaller with more readers, to limit page-locked memory."""
     return min(_SECTION_BYTES_MAX, _SECTIONS_BYTES_MAX // readers)
 
 
@@ -50,38 +50,38 @@ class SectionPart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte of the window after the last one."""
+        """End of the part in the window."""
         return self.begin + (self.runs - 1) * self.stride + self.run_bytes
 
 
 class SectionWindow:
-    """Locked memory of one thread: from `address` on, as a tensor, an array and a view."""
+    """Page-locked memory of one thread, as a tensor, an array and a view."""
 
     def __init__(self, section: torch.Tensor) -> None:
         self.section, self.address = section, section.data_ptr()
         self.bytes: np.ndarray = section.numpy()
         self.memory = self.bytes.data
-        # when what was sent from it is on the device; None: nothing was
+        # End of the last transfer from this window; None: nothing was sent.
         self.crossed: StreamEvent | None = None
 
 
 class DeviceSections:
-    """The way of one restore to its device. `window` and `send` belong to any thread, the rest to the training thread.
+    """Transfers of one restore to its device. Any thread may call `window` and `send`, the training thread the rest.
 
-    `device`: A CUDA device. Memory that parts go to was taken on its current stream before.
+    `device`: A CUDA device. The memory of the parts was allocated on its current stream before.
     """
 
     def __init__(self, device: torch.device, locked: Locked) -> None:
         self._device, self._module, self._locked = device, module_of(device), locked
         self._begin = record(device)
         self._stream = self._new_stream()  # of all sections that are distributed on the device
-        self._queue = threading.Lock()  # the scratch is used in the order of that stream
+        self._queue = threading.Lock()  # keeps uses of the scratch in the order of that stream
         self._scratch: torch.Tensor | None = None
         self._local = threading.local()
-        self._windows: list[SectionWindow] = []  # readers end before what they have sent has crossed
+        self._windows: list[SectionWindow] = []  # of all threads, which may end before their transfers
 
     def window(self, nbytes: int) -> SectionWindow:
-        """A window of this thread; waits until what was sent from it before has crossed."""
+        """Return the next window of this thread, once its previous transfer is complete."""
         mine: deque[SectionWindow] | None = getattr(self._local, "windows", None)
         if mine is None or len(mine[0].memory) < nbytes:
             mine = self._local.windows = deque(SectionWindow(self._locked(nbytes)) for _ in range(_WINDOWS))
@@ -92,12 +92,12 @@ class DeviceSections:
         return mine[0]
 
     def send(self, window: SectionWindow, parts: Sequence[SectionPart]) -> None:
-        """Queue the copies of a section. The window may be read into again when `window` gives it."""
+        """Queue the copies of a section. The window may be reused when `window` returns it."""
         if not parts:
             return
         with self._module.device(self._device), torch.no_grad():
             if len(parts) < _WHOLE_FROM and all(part.runs == 1 for part in parts):
-                # On a stream of the thread's own: a dozen readers would wait for each other longer than for the device.
+                # Each thread has its own stream: on one stream, a dozen readers would wait for each other.
                 if not hasattr(self._local, "stream"):
                     self._local.stream = self._new_stream()
                 with self._module.stream(self._local.stream):
@@ -115,7 +115,7 @@ class DeviceSections:
                 window.crossed = record(self._device)
 
     def finish(self) -> None:
-        """Wait until all that was sent is on the device. Nobody sends any more."""
+        """Wait until all transfers are complete. No thread may call `send` any more."""
         for window in self._windows:
             if window.crossed is not None:
                 self._stream.wait_event(window.crossed)

@@ -4,9 +4,9 @@
     Scatter (scatter.py)        bytes of which each rank takes its own regions
 
     of a portable file    each entry's CRC-32 is in its manifest: compare it with those of its parts, combined
-    of slices            nobody knew them before: who read a part tells the others its CRC-32 (`tell`)
+    of slices            the rank that read a part tells the others its CRC-32 (`tell`)
 
-A rank has the sums of the bytes that it has read; for received bytes it computes them here, in several threads.
+A rank has the sums of the bytes that it read; those of received bytes are computed here, in several threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WAIT_SECONDS = 0.1
 
 
 class Exchange(ABC):
-    """Gives the units that this rank reads to other ranks, and takes theirs, while further units are read.
+    """Sends the units that this rank reads to other ranks, and receives theirs, while further units are read.
 
     A reader that is ahead waits in `wait` until there is memory for its next unit; a few units may be read and not yet
     sent. `share`, `is_full` and `settle` belong to the training thread; each rank calls them in the same order.
@@ -37,11 +37,9 @@ class Exchange(ABC):
 
     def __init__(self, ahead_max: int) -> None:
         self._ahead_max = ahead_max
-        self._given = 0  # own units that have left
+        self._given = 0  # own units that were sent
         self._changed = threading.Condition()
-        self.received: dict[
-            int, Sum
-        ] = {}  # CRC-32 of parts that came from other ranks, by place in the image
+        self.received: dict[int, Sum] = {}  # of parts from other ranks, by offset in the image
         self.error: HoldfastError | None = None  # received bytes differ from those that were sent
 
     def wait(self, unit: Unit, stopped: threading.Event) -> None:
@@ -54,22 +52,22 @@ class Exchange(ABC):
                 self._changed.wait(_WAIT_SECONDS)
 
     def _left(self, units: int) -> None:
-        """Count own units that have arrived everywhere: their memory is free again."""
+        """Count own units that have arrived everywhere, so that `wait` hands out their memory again."""
         with self._changed:
             self._given += units
             self._changed.notify_all()
 
     @abstractmethod
     def _turn(self, unit: Unit) -> int | None:
-        """Its index among this rank's units that others need; None if it is not one of them."""
+        """Return the unit's index among this rank's units that others need; None if it is not one of them."""
 
     @abstractmethod
     def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
-        """Keep bytes of a unit until they are given away. Any thread."""
+        """Keep bytes of a unit until they are sent. Any thread."""
 
     @abstractmethod
     def share(self, unit: Unit, peers: Peers) -> None:
-        """Begin to give a unit away, or to receive it."""
+        """Start to send a unit, or to receive it."""
 
     @property
     @abstractmethod
@@ -78,7 +76,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Take what has arrived, after `Peers.finish`."""
+        """Process the received bytes, after `Peers.finish`."""
 
 
 def check_received(
@@ -90,10 +88,10 @@ def check_received(
     *,
     threads: int,
 ) -> DamageError | None:
-    """Compare the CRC of each entry of which other ranks have sent something with the manifest's.
+    """Compare the CRC of each entry with bytes from other ranks with the one in the manifest.
 
-    For when every rank has read its units without an error: else the fault lies there. `sums`: `Reading.sums` and
-    `Reading.received`: of these parts no byte is looked at again.
+    Every rank must have read its units without an error. `sums`: `Reading.sums` and `Reading.received`, which are not
+    computed again.
     """
     windows = ChunkWindows(manifest, targets)
     parts: dict[int, list[EntryPart]] = {}
@@ -126,10 +124,10 @@ def tell(
     sums: Mapping[int, Sum],
     peers: Peers,
 ) -> dict[int, tuple[EntryPart, Sum]]:
-    """The sums of all parts, as the rank that read each one has found them. Collective.
+    """Return the sums of all parts, each from the rank that read it. Collective.
 
-    `units`: All that were read whole, the same on every rank. `sums`: `Reading.sums` of this rank. ProtocolError: a
-    rank does not send as many as it has read.
+    `units`: All units that were read whole, the same on every rank. `sums`: `Reading.sums` of this rank. ProtocolError:
+    a rank does not send as many sums as it has read parts.
     """
     windows = ChunkWindows(image, entries)
     of_rank: list[list[EntryPart]] = [[] for _ in range(peers.ranks)]
@@ -160,10 +158,10 @@ def check_told(
     received: Mapping[int, Sum],
     threads: int,
 ) -> DamageError | None:
-    """Compare each part that another rank has read with what that rank has told of it.
+    """Compare each part that another rank read with the sum from that rank.
 
-    `sums`: `Reading.sums`: these parts were read here. `received`: `Reading.received`: these were passed on, and have
-    their sum already.
+    `sums`: `Reading.sums`, of parts that this rank read. `received`: `Reading.received`, of parts that came through
+    windows.
     """
     from_others = [(part, said) for offset, (part, said) in sorted(told.items()) if offset not in sums]
 

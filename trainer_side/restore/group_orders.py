@@ -1,4 +1,4 @@
-"""Puts what schedulers have for each group of an optimizer into the order in which its groups are now.
+"""Reorders the per-group lists of schedulers, if an optimizer's groups are in another order now.
 
 groups of the checkpoint [a, b], of the script [b, a]:   base_lrs [0.1, 0.2] ─► [0.2, 0.1]
 """
@@ -13,7 +13,7 @@ from holdfast.errors import StateError
 from trainer_side.state.optimizer_places import at, reachable
 from trainer_side.state.tree import containers
 
-# As torch's schedulers, and timm's, name their lists.
+# Per-group lists of torch's and timm's schedulers.
 _PER_GROUP = frozenset(
     (
         *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
@@ -24,7 +24,7 @@ _ADVICE = "give the optimizer its groups in the order in which they were saved; 
 
 
 class GroupOrder(NamedTuple):
-    """The groups of an optimizer that were put into another order."""
+    """The order of an optimizer's groups in the script, compared with the checkpoint."""
 
     path: str  # of its dictionary in the state
     groups: Sequence[int]  # for each group of the script, the number of its counterpart in the checkpoint
@@ -43,9 +43,9 @@ def reorder_schedulers(
     tree: Mapping[str, Any],
     orders: Mapping[int, GroupOrder],
 ) -> None:
-    """Change the lists of all schedulers of the tree whose optimizer has its groups in another order.
+    """Reorder the lists of all schedulers in the tree whose optimizer has its groups in another order.
 
-    `live`: Result of `live_trees`. `tree`: The saved tree; is changed. `orders`: By `id()` of the optimizer.
+    `live`: Result of `live_trees`. `tree`: The saved tree; modified. `orders`: By `id()` of the optimizer.
     StateError: it is unknown whether a list follows the groups, or which optimizer it belongs to; names it.
     """
     moved = {key: order for key, order in orders.items() if not order.is_same}
@@ -72,7 +72,7 @@ def reorder_schedulers(
 
 
 def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
-    """Refuse a list of dictionaries of several kinds, such as a SequentialLR has of its schedulers, in another order.
+    """Refuse a list of dictionaries of several kinds in another order, such as the schedulers of a SequentialLR.
 
     StateError: the same kinds, by their keys, were saved in another order; names the first.
     """
@@ -117,7 +117,7 @@ def _reorder(path: str, saved: Any, order: GroupOrder, scheduler: Any) -> None:
 
 
 def _changes(value: Any, order: GroupOrder) -> bool:
-    """Whether it may be a list of one value for each group, and would become another one."""
+    """Whether the value may be a per-group list, and reordering would change it."""
     if not isinstance(value, list | tuple) or len(value) != len(order.groups):
         return False
     return any(_differ(one, other) for one, other in zip(value, order.of(value), strict=True))
@@ -131,7 +131,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _lists(tree: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The lists in dictionaries: path of the dictionary, key, list."""
+    """Yield all lists in dictionaries: path of the dictionary, key, list."""
     for prefix, node in containers(tree):
         if isinstance(node, dict):
             for key, value in node.items():

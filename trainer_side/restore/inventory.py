@@ -4,7 +4,7 @@
     rank 0: the store's manifests, newest first, ────┴─► `choice.py` ─► the same candidates everywhere
             as many as are needed ─► summaries to all            └─► one manifest, when its turn comes
 
-Rank 0 alone asks the store: ranks that list at different times may see different runs. No byte of a checkpoint is read.
+Only rank 0 asks the store: ranks that list at different times may see different runs. No checkpoint bytes are read.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")
 _DIGEST_CHARACTERS_MAX = 64
 _DAMAGE_TOLD_MAX = 100  # of one tier
-_AHEAD_MAX = 64  # manifests that are read at once, and held
-_SECONDS_MAX = 60.0  # where nobody says how long a tier or the store may take
+_AHEAD_MAX = 64  # manifests that are read and kept at once
+_SECONDS_MAX = 60.0  # default limit for a tier or the store
 _NEARNESS = {
     Nearness.MEMORY: 0,
     Nearness.PM: 1,
@@ -62,18 +62,16 @@ _NEARNESS = {
 class TierListing:
     """The slices that all ranks have found."""
 
-    own: list[tuple[Keeps, Kept]] = field(default_factory=list)  # of this rank, as a holder's `number` counts
+    own: list[tuple[Keeps, Kept]] = field(default_factory=list)  # of this rank, by `Holder.number`
     holders: list[Holder] = field(default_factory=list)
-    lost: list[str] = field(
-        default_factory=list
-    )  # tiers of all ranks that could not be listed, damage; with reasons
-    missed: list[str] = field(
-        default_factory=list
-    )  # entries of `lost` that may have slices of a whole checkpoint
+    # Why tiers of any rank could not be listed, and damage in them.
+    lost: list[str] = field(default_factory=list)
+    # Entries of `lost` that may hide slices of a whole checkpoint.
+    missed: list[str] = field(default_factory=list)
     places: list[RankPlace] = field(default_factory=list)  # where each rank is; empty if no rank has a tier
 
     def layout(self, candidate: Candidate, peers: Peers) -> Layout:
-        """The layout of a candidate's slices, from a rank that has one. Collective. DamageError, on all: bad bytes."""
+        """Return the layout of a candidate's slices, from a rank that has one. Collective. DamageError: damaged."""
         first = min(
             (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
         )
@@ -95,18 +93,18 @@ class TierListing:
 
 
 def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
-    """Ask every tier of every rank what it keeps, at most `seconds_max` each. Collective.
+    """List the slices in every tier of every rank, in at most `seconds_max` per tier. Collective.
 
-    A tier that fails or hangs, and a slice whose layout is not that of its seal, is left out and named: others may have
-    it too.
+    Tiers that fail or hang, and slices whose layout is not that of their seal, are left out and named in `lost`: other
+    tiers may have the same bytes.
     """
     found = TierListing()
-    lost: list[tuple[str, bool]] = []  # what, and whether a whole checkpoint may be missed
+    lost: list[tuple[str, bool]] = []  # reason, and whether a whole checkpoint may be missed
     for tier in tiers:
         try:
             kept = ask_kept(tier, seconds_max)
         except (HoldfastError, OSError) as error:
-            lost.append((f"rank {peers.rank}: {tier.name} cannot say what it keeps: {error}", True))
+            lost.append((f"rank {peers.rank}: {tier.name} cannot list its slices: {error}", True))
             continue
         damage = tier.damage()[:_DAMAGE_TOLD_MAX]
         lost += [(f"rank {peers.rank}: {tier.name}: {reason}", True) for reason in damage]
@@ -145,21 +143,21 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
 
 
 class StoreListing:
-    """The checkpoints in the store, as rank 0 finds them: newest first, read on demand."""
+    """The checkpoints in the store, as rank 0 lists them: newest first, manifests read on demand."""
 
     def __init__(self, store: Store | None, seconds_max: float, step: int | None = None) -> None:
         self.step = step  # the only step that is listed; None: all are
         # The manifests read so far, newest first; the same on every rank.
         self.stored: list[StoreCandidate] = []
         self.unread: CheckpointId | None = None  # the newest manifest that was not read; None: all were
-        self.newest: CheckpointId | None = None  # of the current line, whichever step is wanted
+        self.newest: CheckpointId | None = None  # of the current branch, regardless of `step`
         # None: never rewound. Checkpoints of older branches are not read.
         self.branches: Branches | None = None
-        self.left = 0  # how many checkpoints of older branches the store has, of the steps that are wanted
+        self.left = 0  # number of listed checkpoints that belong to older branches
         self._store, self._seconds_max = store, seconds_max
         self._look: CatalogLook | None = None  # on rank 0
-        self._names: list[tuple[int, ListedManifest]] = []  # numbered, of those that were not read
-        self._items: dict[int, CatalogItem] = {}  # the last that were
+        self._names: list[tuple[int, ListedManifest]] = []  # unread manifests, numbered
+        self._items: dict[int, CatalogItem] = {}  # manifests of the last read, by number
         self._ahead = 1
 
     @classmethod
@@ -174,9 +172,9 @@ class StoreListing:
     ) -> tuple[StoreListing, HoldfastError | None]:
         """List the store, on rank 0, and read the newest manifest. Collective.
 
-        `step`: List only this step; None: all steps. `also`: Checkpoints that are read as well, the same on every rank.
-        `seconds_max`: Time for the reads that follow; the listing may take half of it. Returns the listing, and the
-        error if the store does not answer. Any other failure on rank 0 is raised.
+        `step`: List only this step; None: all steps. `also`: Checkpoints whose manifests are read as well, the same on
+        every rank. `seconds_max`: Limit of the restore; each access to the store may take half of it. Returns the
+        listing, and the error if the store does not answer. Any other failure on rank 0 is raised.
         """
         shelf = cls(store, seconds_max / 2, step)
 
@@ -196,17 +194,17 @@ class StoreListing:
             numbers = [number for number, listed in shelf._names if listed.order in also]
             return shelf._read([*shelf._first(1), *numbers])
 
-        return shelf, shelf._hear(peers, begin)
+        return shelf, shelf._read_on_rank_0(peers, begin)
 
     def more(self, peers: Peers) -> None:
-        """Read more of them, each time twice as many. Collective; raises what `look` does, and `StoreError`."""
+        """Read the next manifests, twice as many each time. Collective; raises as `look`, and `StoreError`."""
         self._ahead = min(2 * self._ahead, _AHEAD_MAX)
-        silent = self._hear(peers, lambda _: self._read(self._first(self._ahead)))
+        silent = self._read_on_rank_0(peers, lambda _: self._read(self._first(self._ahead)))
         if silent is not None:
             raise silent
 
     def manifest(self, number: int, peers: Peers) -> Manifest:
-        """One of the manifests. Collective."""
+        """Return the manifest with this number. Collective."""
         mine: Manifest | None = None
         failed: HoldfastError | None = None
         if peers.rank == 0:
@@ -245,8 +243,10 @@ class StoreListing:
         assert item.manifest is not None
         return item.manifest
 
-    def _hear(self, peers: Peers, read: Callable[[Store], list[StoreCandidate]]) -> HoldfastError | None:
-        """Have rank 0 read, and tell all. Returns why nothing is known, where the store does not answer."""
+    def _read_on_rank_0(
+        self, peers: Peers, read: Callable[[Store], list[StoreCandidate]]
+    ) -> HoldfastError | None:
+        """Call `read` on rank 0, and broadcast the result. Returns the error if the store does not answer."""
         said = b""
         failed: HoldfastError | None = None
         silent: HoldfastError | None = None
@@ -307,9 +307,9 @@ def newest_attempt(
     without_store: bool = False,
     seconds_max: float = _SECONDS_MAX,
 ) -> int:
-    """The highest attempt that any tier of any rank, or the store, knows of; 0 on a new run. Collective.
+    """Return the highest attempt known to the store or to any tier of any rank; 0 on a new run. Collective.
 
-    Only rank 0 asks the store. `without_store`: The tiers alone may answer when the store does not; else StoreError.
+    Only rank 0 asks the store. `without_store`: If the store does not answer, use the tiers alone; else StoreError.
     `seconds_max`: For the store, and for each tier.
     """
     found = find(tiers, peers, seconds_max=seconds_max)
@@ -333,12 +333,12 @@ def newest_attempt(
 
 
 class InTurn:
-    """All checkpoints, newest first, each as a candidate or with the reason why it cannot be one.
+    """All checkpoints, newest first, each as a candidate or with the reason why it is not.
 
-    Iterating is collective: every rank takes the same steps. It raises what `StoreListing.more` raises. Checkpoints of
-    older branches are none of them; that there are some is the last reason.
+    Iterating is collective, and raises as `StoreListing.more`. Checkpoints of older branches are left out; if there are
+    any, the last item says so.
 
-    `set_aside`: Checkpoints that are passed over. `places`: Where each rank is, for people.
+    `set_aside`: Checkpoints to skip. `places`: Where each rank is, for messages.
     """
 
     def __init__(
@@ -371,21 +371,21 @@ class InTurn:
                 number += 1
             if self._shelf.unread is None:
                 return
-            # Candidates that are read now sort after all that were yielded: they are older, and no drifted one was
+            # Candidates read from now on sort after those already yielded: they are older, and no drifted one was
             # yielded yet.
             self._shelf.more(self._peers)
 
     def known(self) -> Sequence[Candidate | Passed]:
-        """The candidates known so far, in order; others that were not read yet may lie between them. Not collective."""
+        """Return the candidates known so far, in order; unread ones may belong between them. Not collective."""
         listed = pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
         return listed if self._shelf.unread is not None else [*listed, *self._older]
 
     def first(self) -> Candidate | None:
-        """The first candidate; all newer checkpoints are known by then. Collective."""
+        """Return the first candidate, once all newer checkpoints are known. Collective."""
         return next((one for one in self if isinstance(one, Candidate)), None)
 
     def _is_settled(self, one: Candidate | Passed) -> bool:
-        """Whether nothing that was not read yet comes before it."""
+        """Whether no unread checkpoint can come before this one."""
         unread = self._shelf.unread
         if unread is None:
             return True

@@ -1,12 +1,12 @@
-"""Joins the parameters of each optimizer to those in the checkpoint by their names, where their order is another one.
+"""Matches the parameters of each optimizer with those in the checkpoint by name, if their order differs.
 
     saved      params [0, 1]   names  model/a.weight, model/b.weight     state {0: A, 1: B}
     script     AdamW([b.weight, a.weight])
     after      params [0, 1]                                             state {0: B, 1: A}
 
-torch itself joins by position. A name counts without its wrapper (`module.`, `_orig_mod.`), and without the name of its
-object in the state where that is another one now. Parameters that no name joins keep their order, if shapes allow.
-Settings of groups follow the groups, and the lists of schedulers follow the settings (`group_orders.py`).
+torch itself matches by position. Names are compared without wrappers (`module.`, `_orig_mod.`), and without the name of
+their object in the state if the object was renamed. Parameters that no name matches keep their order, if shapes allow.
+Settings move with their groups, and so do the lists of schedulers (`group_orders.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer_side.state.position_names import Position, Positions, positions, te
 from trainer_side.state.tree import tensor_paths
 
 _log = logging.getLogger("holdfast.restore")
-# Moments that torch's optimizers make in the shape of the parameter; those of other kinds may be smaller.
+# Moments to which torch's optimizers give the parameter's shape; other moments may be smaller.
 LIKE_PARAMETERS = frozenset(
     {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
 )
@@ -57,10 +57,10 @@ def join_by_name(
 ) -> None:
     """Put the parameters and groups of all optimizers of the tree into the order of the script.
 
-    Optimizers with another number of parameters stay unchanged, and so does a file without names: both are refused
-    elsewhere. `tree`: The saved tree; is changed. `names`: Names of the parameters in it, as far as the file has them.
-    `optimizers`: By the path of their dictionaries in `live`, the result of `live_trees`. StateError: parameters, or
-    groups, of the script have no counterpart; names both.
+    Optimizers with another number of parameters stay unchanged: other checks refuse them. `tree`: The saved tree;
+    modified. `names`: Names of the parameters in it, as far as the file has them. `optimizers`: By the path of their
+    dictionaries in `live`, the result of `live_trees`. StateError: parameters, or groups, of the script have no
+    counterpart; names both.
     """
     if not isinstance(tree, dict):
         return
@@ -105,7 +105,7 @@ def join_by_name(
 
 
 def _see_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
-    """Refuse a list of tensors whose shapes are those that were saved, in another order."""
+    """Refuse a list of tensors that has the saved shapes in another order."""
     for name, value in state.items():
         for path, tensors in tensor_lists(name, value, live.get(name)):
             saved = at(tree, path)
@@ -124,9 +124,9 @@ def _see_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[
 def _saved_positions(
     saved: Mapping[str, Any], known: Sequence[Sequence[Position]] | None
 ) -> list[list[Position]]:
-    """The names in the file, or those that torch has kept; without both, only the order of the parameters is known.
+    """Return the names in the file, or else those that torch saved; without either, only the order is known.
 
-    torch's `get_optimizer_state_dict` has names in the place of numbers.
+    torch's `get_optimizer_state_dict` uses names in place of numbers.
     """
     if known is not None:
         return [list(group) for group in known]
@@ -165,7 +165,7 @@ def _inside(name: str) -> str:
 
 
 def _in_module(name: str) -> str:
-    """The name within its module, which is all that torch's own functions say."""
+    """The name within its module, as torch's own functions use it."""
     return _unwrapped(name.rpartition("/")[2])
 
 
@@ -173,7 +173,7 @@ _RENAMED = (_inside, _in_module)
 
 
 class _Join:
-    """The join of one optimizer: its parameters in the script, and in the checkpoint.
+    """Matches the parameters of one optimizer in the script with those in the checkpoint.
 
     `path`: Path of its dictionary in the tree. `names`: Names in all optimizers of the checkpoint, for messages.
     """
@@ -183,7 +183,7 @@ class _Join:
         self._by_order: list[int] = []
 
     def order(self) -> list[int]:
-        """For each parameter of the script, which of the checkpoint's it is. StateError: one has no counterpart."""
+        """Return each parameter's number in the checkpoint. StateError: one has no counterpart."""
         found: dict[int, int] = {}
         for level in (str, _unwrapped, _inside, _in_module):
             self._match(level, found)
@@ -214,7 +214,7 @@ class _Join:
             found.update(pairs)
 
     def _is_renamed(self, own: int, other: int) -> bool:
-        """Whether the object of one of the two is not in the other state, or one name says no object."""
+        """Whether the other state lacks the object of one of the two, or one of them has no object in its name."""
         objects_here = {name.partition("/")[0] for name in self._here.flat[own].names if "/" in name}
         objects_there = {name.partition("/")[0] for name in self._there.flat[other].names if "/" in name}
         return (
@@ -224,7 +224,7 @@ class _Join:
         )
 
     def _see_strangers(self, rest_here: Sequence[int], rest_there: Sequence[int]) -> None:
-        """Refuse what is left, if both sides know its names and one of them is a parameter of the other side, too."""
+        """Refuse unmatched parameters if both sides have names, and one of these names is known to the other side."""
         named_here = [number for number in rest_here if self._here.flat[number].names]
         named_there = [number for number in rest_there if self._there.flat[number].names]
         if not named_here or not named_there:
@@ -232,7 +232,7 @@ class _Join:
         strange = [n for n in named_here if _bare(self._here.flat[n].names) & self._there.paths]
         missing = [n for n in named_there if _bare(self._there.flat[n].names) & self._here.paths]
         if not strange and not missing:
-            return  # the model has other names now, and its own loading knows which is which
+            return  # the model has other names now, and its own loading maps them
         own = self._first(strange or named_here, self._here, self._there)
         other = self._first(missing or named_there, self._there, self._here)
         elsewhere = self._elsewhere(self._here.flat[own])
@@ -245,7 +245,7 @@ class _Join:
 
     @staticmethod
     def _first(numbers: Sequence[int], side: _Side, other: _Side) -> int:
-        """The first that the other side does not have at all, and not only once."""
+        """Return the first parameter whose names the other side lacks altogether, or else the first."""
         known = _bare(name for position in other.flat for name in position.names)
         return next((n for n in numbers if not _bare(side.flat[n].names) & known), numbers[0])
 
@@ -257,7 +257,7 @@ class _Join:
         return ""
 
     def groups(self, order: Sequence[int], count: int) -> list[int]:
-        """For each group of the script, which of the checkpoint's it is. StateError: the grouping differs."""
+        """Return each group's number in the checkpoint. StateError: the grouping differs."""
         found: dict[int, int] = {}
         for number, other in enumerate(order):
             own, its = self._here.group_of[number], self._there.group_of[other]
@@ -283,7 +283,7 @@ class _Join:
         saved: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Check that tensors that no name has joined have the saved shapes; else StateError: another order."""
+        """Check that parameters matched by order alone have the saved shapes. StateError: the order differs."""
         numbers = numbers_of(saved)
         expected: dict[int, tuple[int, ...]] = {}
         guessed: dict[int, tuple[int, ...]] = {}
@@ -295,7 +295,8 @@ class _Join:
                 expected[number] = known
             elif moment is not None:
                 guessed[number] = moment
-        # Some optimizers have smaller moments than their parameters; in another order all shapes are there.
+        # Some optimizers have smaller moments than their parameters: judge by moments only if each of their shapes is
+        # the shape of a parameter.
         own = Counter(tuple(parameters[number].shape) for number in self._by_order)
         if not Counter(guessed.values()) - own:
             expected.update(guessed)
@@ -308,7 +309,7 @@ class _Join:
                 )
 
     def say_unnamed(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Name in the log parameters of one shape that have no names, so that nobody can see another order of them."""
+        """Warn of parameters of equal shape without names, whose order cannot be checked."""
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for number in self._by_order:
             by_shape.setdefault(tuple(parameters[number].shape), []).append(number)
@@ -327,7 +328,7 @@ class _Join:
     def see_twice(
         self, order: Sequence[int], parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]
     ) -> None:
-        """Check that a parameter that the optimizer has twice has one state in the checkpoint; else StateError."""
+        """Check that a parameter that the optimizer has twice has only one saved state; else StateError."""
         numbers = numbers_of(saved)
         first: dict[int, int] = {}
         for number, parameter in enumerate(parameters):
@@ -350,7 +351,7 @@ class _Join:
 
 
 def _unique(side: _Side, level: Callable[[str], str], done: Any) -> dict[str, int | None]:
-    """Name to the number of the one parameter that has it; None where several have."""
+    """Map each name to the number of its parameter; to None if several parameters have it."""
     found: dict[str, int | None] = {}
     for number, position in enumerate(side.flat):
         if number not in done:
@@ -370,7 +371,7 @@ def _moment_shape(moments: Any) -> tuple[int, ...] | None:
 def _arrange(
     saved: dict[str, Any], live: Mapping[str, Any], order: Sequence[int], groups: Sequence[int]
 ) -> None:
-    """Number what was saved as the script's optimizer numbers its parameters."""
+    """Renumber the saved state as the script's optimizer numbers its parameters."""
     there = numbers_of(saved)
     texts = [
         name

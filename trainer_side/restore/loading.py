@@ -1,7 +1,7 @@
-"""Puts a restored tree into the live objects of the state.
+"""Loads a restored tree into the live objects of the state.
 
-    check       names and shapes, before the first byte is read       live_trees   what the tensors are read over
-    open_own    this rank's PerRank values: opened, joined by name and checked, after all bytes are read
+    check       names and shapes, before the first byte is read       live_trees   tensors that may be read over
+    open_own    this rank's PerRank values: opened, matched by name and checked, after all bytes are read
     load        objects ─► tensors ─► PerRank values ─► RNG states
 
 The content of a `PerRank` blob is unknown before it is read. If one may be refused, nothing is read in place.
@@ -38,9 +38,9 @@ from trainer_side.state.tree import refusal, telling, tensor_paths, unmarked, wi
 
 @contextmanager
 def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
-    """While a state is loaded into `optimizer`, and into those that it wraps. Training thread.
+    """Keep all `param_groups` objects while state is loaded into `optimizer` and those it wraps. Training thread.
 
-    Optimizers with a `load_state_dict` of their own are left alone: only they know what refers to their groups.
+    Optimizers that override `load_state_dict` are left alone: only they know who refers to their groups.
     """
     together = with_inner([optimizer])
     if any(type(one).load_state_dict is not Optimizer.load_state_dict for one in together):
@@ -72,8 +72,8 @@ _REFILLED = (dict, list, set, deque)
 def refill(live: Any, saved: Any) -> bool:
     """Replace the content of the container `live` by that of `saved`, recursively. Training thread.
 
-    Tensors of equal shape and dtype are copied into those of `live`, which the script may hold elsewhere too. A split
-    tensor that was saved is the live one itself, filled already. False: `live`, unchanged, is another kind.
+    Tensors of equal shape and dtype are copied into those of `live`, to which the script may have other references. A
+    split tensor in `saved` is the live one itself, already filled. False: `live` is of another kind, and unchanged.
     """
     if live is saved:
         return True
@@ -96,7 +96,7 @@ def refill(live: Any, saved: Any) -> bool:
 
 
 def differs(live: Any, saved: Any) -> bool:
-    """Whether a plain value of the script is another one than what was saved."""
+    """Whether a plain value of the script differs from the saved one."""
     try:
         return bool(live != saved)
     except Exception:  # noqa: BLE001 - a tuple with tensors, or a class with an `!=` of its own
@@ -122,9 +122,9 @@ def _merged(live: Any, saved: Any) -> Any:
 
 @contextmanager
 def rolled_back_on_error(value: Any, live: Any) -> Iterator[None]:
-    """Give the tensors of `value` their bytes back if the block raises. Training thread.
+    """Restore the tensors of `value` if the block raises. Training thread.
 
-    `live`: Its `state_dict()`, whose tensors count if it is neither a module nor an optimizer.
+    `live`: Its `state_dict()`, whose tensors are restored if `value` is neither a module nor an optimizer.
     """
     held = [local_of(tensor).detach() for tensor in _tensors(value, live)]
     kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in held if not tensor.is_meta]
@@ -155,7 +155,7 @@ def _tensors(value: Any, live: Any) -> list[torch.Tensor]:
 
 
 def _members(value: Any) -> list[dict[Any, Any]]:
-    """The dictionaries in which the object keeps tensors: it may put others into them."""
+    """The dictionaries in which the object keeps tensors, which loading may replace."""
     if isinstance(value, torch.nn.Module):
         return [of for module in value.modules() for of in (module._parameters, module._buffers)]
     if isinstance(value, Optimizer):
@@ -170,7 +170,7 @@ _NAMED = 5  # at most this many problems of one kind are named
 
 
 def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Names to the trees of objects and tensors, whose tensors may be read over in place. StateError: a failure."""
+    """Return the state of all objects and tensors, by name. Its tensors may be read over. StateError: one failed."""
     trees: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, PerRank):
@@ -199,9 +199,9 @@ def check(
 ) -> None:
     """Check that the checkpoint fits the state, before anything is changed.
 
-    `live`: Result of `live_trees`. `parts`: The split tensors in it: their whole shapes count. `ranks`: Of this job.
-    `may_lack`: Names that the checkpoint need not have. StateError: a name is missing, names, groups or shapes of an
-    object are others, or an object cannot be loaded.
+    `live`: Result of `live_trees`. `parts`: Its split tensors, compared by their whole shapes. `ranks`: Of this job.
+    `may_lack`: Names that the checkpoint need not have. StateError: a name is missing; names, groups or shapes of an
+    object differ; or an object cannot be loaded.
     """
     if not isinstance(tree, dict):
         raise StateError(
@@ -231,7 +231,7 @@ def check(
     others = [misfit(name, value, tree[name], ranks=ranks) for name, value in state.items() if name in tree]
     if any(others):
         raise StateError(
-            f"step {step}: {_few([other for other in others if other])}; hand over the objects that were saved, or "
+            f"step {step}: {_few([other for other in others if other])}; pass the objects that were saved, or "
             "give new ones another name and restore with may_lack; nothing was loaded"
         )
     extra = [name for name in tree if name not in state]
@@ -253,10 +253,10 @@ def check(
 def _differences(
     state: Mapping[str, Any], live: Mapping[str, Any], parts: Mapping[str, SplitPart], tree: Any
 ) -> tuple[list[str], list[str]]:
-    """Other shapes, other dtypes.
+    """Return the tensors that have other shapes, and those that have other dtypes.
 
-    Compared are tensors that torch alone loads (other objects may accept another shape), and the split tensors in plain
-    values and `Split`s, which are filled in place.
+    Compared are tensors that torch loads without custom code (other objects may accept another shape), and split
+    tensors in plain values and `Split`s, which are filled in place.
     """
     fixed = read_in_place(state, live, tree)
     own = {path for path, _ in tensor_paths({name: live[name] for name in live if name not in fixed})}
@@ -282,7 +282,7 @@ def _differences(
 
 
 def may_refuse(state: Mapping[str, Any]) -> bool:
-    """Whether a value of the state that each rank has for itself may not be the one that was saved."""
+    """Whether a `PerRank` value may turn out not to fit the saved one."""
     own = [value.value for value in state.values() if isinstance(value, PerRank)]
     return any(isinstance(one, torch.nn.Module) or optimizers_of({"": one}) for one in own)
 
@@ -290,11 +290,11 @@ def may_refuse(state: Mapping[str, Any]) -> bool:
 def open_own(
     state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, Any], names: Positions, *, rank: int
 ) -> None:
-    """Put this rank's values into the tree in place of all ranks' blobs. Training thread, before `load`.
+    """Replace the blobs of all ranks in the tree by this rank's values. Training thread, before `load`.
 
-    A value that the checkpoint does not have for this rank is taken out of the tree, and named in the log. `live`:
-    Result of `live_trees`. `tree`: The saved tree, with all bytes that this rank takes; is changed. `names`: Those in
-    the file. DamageError: a value in the file is not a blob. StateError: a value, or a parameter in it, does not fit.
+    A value that the checkpoint lacks for this rank is removed from the tree, and logged. `live`: Result of
+    `live_trees`. `tree`: The saved tree with this rank's bytes; modified. `names`: Parameter names in the file.
+    DamageError: a value in the file is not a blob. StateError: a value, or a parameter in it, does not fit.
     """
     inner = unmarked(state)
     for name, value in state.items():
@@ -335,14 +335,14 @@ def load(
     in_place: Collection[str] = (),
     on_host: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Load every name of `state` that the tree has, and take it out of the tree. Training thread.
+    """Load every name of `state` that the tree has, and remove it from the tree. Training thread.
 
-    The memory of each object's part is free as soon as the object is loaded. `live`: Result of `live_trees`. `tree`:
-    The saved tree, with this rank's own values (`open_own`). `in_place`: Names whose live tensors were read into.
-    `on_host`: Tensors of the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
+    The removal frees the memory of each object's part once the object is loaded. `live`: Result of `live_trees`.
+    `tree`: The saved tree, after `open_own`. `in_place`: Names whose live tensors were read into. `on_host`: Tensors of
+    the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
 
-    Returns the plain values. Lists and dictionaries have got their saved content in place; numbers, texts and tuples
-    cannot be changed in place, and those that differ are named in the log. StateError: an object refused its state.
+    Returns the plain values. Lists and dictionaries are filled in place; numbers, texts and tuples cannot be, and those
+    that differ are logged. StateError: an object refused its state.
     """
     values: dict[str, Any] = {}
     names = [name for name, value in sorted(state.items(), key=lambda item: _turn(item[1])) if name in tree]
@@ -354,7 +354,9 @@ def load(
             elif isinstance(value, torch.Tensor):
                 if saved is not value:  # a DTensor
                     with writable(value):
-                        value.copy_(saved)  # of itself, where it was read in place: then torch copies nothing
+                        value.copy_(
+                            saved
+                        )  # a no-op if read in place: torch sees that both are the same memory
             elif _loadable(value):
                 _load_object(name, value, saved, live[name], on_host)
             else:
@@ -377,14 +379,14 @@ def load(
 
 
 def _turn(value: Any) -> int:
-    """Objects first, which may refuse; random states last."""
+    """Order of loading: first objects, since they may refuse; random states last."""
     if isinstance(value.value if isinstance(value, PerRank) else value, RngState):
         return 3
     return 2 if isinstance(value, PerRank) else int(not _loadable(value))
 
 
 def _how_far(names: list[str], refused: int, in_place: Collection[str]) -> str:
-    """Which names were already loaded or changed on this rank when the name with this number was refused."""
+    """Say which names this rank had loaded or changed before the name numbered `refused` was refused."""
     rest = names[refused + 1 :]
     parts = [
         ("loaded before it", names[:refused]),
@@ -422,7 +424,7 @@ def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collecti
 def _refusal_named(name: str, value: Any) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the user's code may raise anything; it is named, and kept as the cause
+    except Exception as error:  # the user's code may raise anything
         raise StateError(
             f"{name}: load_state_dict() of {type(value).__name__} refused the saved state: {error}"
         ) from error

@@ -1,11 +1,11 @@
-"""Says, before the first byte is read, why what was saved does not fit an object of the state.
+"""Tells, before the first byte is read, why a saved value does not fit an object of the state.
 
     module      another kind of value, names that are missing or left over, no memory to load into
     optimizer   another optimizer, other numbers of groups or of parameters in them
     tensor      not a tensor
     PerRank     not saved per rank, or by another number of ranks
 
-Objects with code of their own are not judged: they may take what does not seem to fit.
+Objects with their own loading code are not judged: they may accept a value that does not seem to fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZES = 8  # up to this many groups, the message has the size of each
 
 
 def misfit(name: str, value: Any, saved: Any, *, ranks: int) -> str:
-    """Why the saved value under this name cannot be loaded into `value`, and the remedy; empty without a reason."""
+    """Return why the saved value cannot be loaded into `value`, and the remedy; empty if it can."""
     if isinstance(value, PerRank):
         return _other_ranks(name, value, saved, ranks)
     loading = loading_of(value)
@@ -78,7 +78,7 @@ def _other_names(name: str, module: torch.nn.Module, saved: Mapping[Any, Any], *
 
 
 def _other_optimizer(name: str, value: torch.optim.Optimizer, groups: Any) -> str:
-    """Both must have settings that the other lacks: a version of torch may add some to the same optimizer."""
+    """Refuse if both sides have settings that the other lacks: extra ones on one side may be from another torch."""
     known = {key for group in value.param_groups for key in group}
     there = {key for group in groups for key in group} - _OF_SCHEDULERS
     lacking, foreign = set(value.defaults) - there, there - known

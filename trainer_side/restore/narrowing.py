@@ -4,10 +4,10 @@
     rank 0   has net/layers.0  ┐
     rank 1   has net/layers.1  ┴─ each says so ─► rank 1: {net: {layers.1}, optimizer of layers.1 by number}
 
-Only values that another rank takes are left out. A value that no rank takes stays in the tree, and the object of the
-state refuses it, as in any other job. A file in which parameters have numbers (from a job without stages) has their
-names beside it. In files of earlier versions without names, parameters are assumed to be in the order of the model's
-state, group by group, if numbers, shapes and the order on every rank fit.
+Only values that another rank needs are removed. A value that no rank needs stays in the tree, and its object refuses
+it, as in any other job. A file with numbered parameters (from a job without stages) also records their names. In older
+files without names, parameters are assumed to be in the order of the model's state, group by group, if counts, shapes
+and the order on every rank fit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StageNames(NamedTuple):
         try:
             return cls(modules, parameter_names(state))
         except StateError:
-            return cls(modules, {})  # said by `narrow`, if they are needed
+            return cls(modules, {})  # `narrow` raises it again if names are needed
 
     def of_all(self, peers: Peers) -> list[StageNames]:
         """The names of each rank. Collective."""
@@ -48,7 +48,7 @@ class StageNames(NamedTuple):
 
 
 def is_other(own: StageNames, state: Mapping[str, Any], tree: Any) -> bool:
-    """Whether the tree has more than this rank's modules, or optimizers by name: then all ranks say what they have."""
+    """Whether ranks must exchange names: the tree has more than this rank's modules, or optimizers keyed by name."""
     if not isinstance(tree, Mapping):
         return False
     more = any(set(_saved(tree, name)) - set(keys) for name, keys in own.modules.items())
@@ -62,11 +62,11 @@ def narrow(
     rank: int,
     names: Positions = MappingProxyType({}),
 ) -> list[str]:
-    """Remove values from the tree that other ranks take and this rank does not.
+    """Remove values from the tree that only other ranks need.
 
-    `tree`: The saved tree; is changed. `ranks`: The names of each rank. `names`: Names of parameters that have numbers
-    in the tree, as far as the file has them. Returns the optimizers whose parameters now have the numbers of the
-    script. StateError: parameters of an optimizer do not fit those that were saved; names them.
+    `tree`: The saved tree; modified. `ranks`: The names of each rank. `names`: Names of parameters that have numbers in
+    the tree, as far as the file has them. Returns the optimizers whose parameters now have the numbers of the script.
+    StateError: parameters of an optimizer do not fit the saved ones; names them.
     """
     own = ranks[rank]
     order = _order(own, tree)
@@ -97,7 +97,7 @@ def narrow(
 
 
 class _FilePlace(NamedTuple):
-    """Where a name of a model stands in its state; tied names stand in one place, that of the first."""
+    """Place of a parameter in the model's saved state; tied names share the place of the first."""
 
     number: int
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ def _order(own: StageNames, tree: Mapping[str, Any]) -> dict[str, _FilePlace]:
 def _names_of(
     saved: Mapping[str, Any], groups: Sequence[Sequence[Position]] | None
 ) -> list[dict[str, Any]] | None:
-    """By group, name within its module to number; None where the file does not name each of them."""
+    """Map, by group, each name within its module to its number; None if the file does not name all parameters."""
     if groups is None or [*map(len, groups)] != [len(group["params"]) for group in saved["param_groups"]]:
         return None
     found: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def _names_of(
 def _by_name(
     at: str, saved: Mapping[str, Any], every: Sequence[_Groups], known: Sequence[Mapping[str, Any]] | None
 ) -> list[list[list[Any]]]:
-    """By rank and group, which of the saved parameters each parameter is; `known`: what `_names_of` gave."""
+    """Return each parameter's key in the saved state, by rank and group; `known`: result of `_names_of`."""
     groups = _same_groups(at, saved, every)
     if known is None:
         known = [{name: name for name in names} for names in groups]
@@ -207,7 +207,7 @@ def _by_order(
 
 
 def _in_order(parameters: Sequence[Sequence[str]], places: Sequence[_FilePlace]) -> bool:
-    """Whether parameters of a rank are in the order of the file. One that is tied to another stage's has its place."""
+    """Whether a rank's parameters are in the order of the file, except those tied to a parameter of another stage."""
     found = [place for names, place in zip(parameters, places, strict=True) if place.first in names]
     return len(set(places)) == len(places) and found == sorted(found)
 
@@ -233,7 +233,7 @@ def _same_groups(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) ->
 
 
 def _numbered(saved: Mapping[str, Any], keys: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The saved state of these parameters alone, numbered in this order."""
+    """Return the saved state of these parameters only, numbered in this order."""
     of_parameters = {*numbers_of(saved)}
     state = {key: value for key, value in saved["state"].items() if key not in of_parameters}
     groups, count = [], 0
@@ -255,7 +255,7 @@ def _saved(tree: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
 
 
 def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
-    """Names of those whose saved state has the form that torch gives it."""
+    """Names of optimizers whose saved state has torch's form."""
     return [
         name
         for name, value in state.items()

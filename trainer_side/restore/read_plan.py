@@ -1,14 +1,14 @@
-"""The bytes that each rank reads, from where, and the ranks that take them: agreed, or a function of what all know.
+"""Which rank reads which bytes from where, and which ranks need them: agreed, or computed from inputs all ranks know.
 
-shared   taken whole by every rank        read once, 1/R each, and given to the others
-own      split on some rank               each rank its regions; one that takes it whole has one region, the whole
-         small, beside those that are     the same: steps of an optimizer lie between its moments in the file, and the
-                                          chunks would be read a second time for them
-neither  nobody takes a byte of it        not read
+shared   needed whole by every rank       read once, 1/R by each rank, and sent to the others
+own      split on some rank               each rank reads its regions; for a rank that needs it whole, one region
+         small, next to own entries       the same: step counters of an optimizer lie between its moments in the file,
+                                          and their chunks would be read a second time
+neither  needed by no rank                not read
 
-Bytes of slices are divided by frames: a frame that several ranks have found is read by the one with the nearest tier,
-and among equals by the one that has less to read. Where a chunk lacks a frame, the whole chunk comes from the store,
-where a CRC covers all of it. Bytes that could not be read from one source are read from the next one.
+Slices are divided by frames. If several ranks found a frame, the one with the nearest tier reads it, and among equals
+the one that has less to read. If a frame is missing, its whole chunk comes from the store, where one CRC covers the
+chunk. Bytes that one source fails to provide are read from the next.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """The targets of this rank. On every rank the same entries are shared, and the same ones are own."""
+    """The targets of this rank. All ranks have the same shared entries and the same own entries."""
 
-    # Entries that every rank takes whole; an `EntryTarget` where they go to host memory.
+    # Entries that every rank needs whole; an `EntryTarget` if they go to host memory.
     shared: dict[int, EntryTaker] = field(default_factory=dict)
     own: dict[int, ScatterTarget] = field(default_factory=dict)
-    unshared: frozenset[int] = frozenset()  # entries that are own, or that nobody takes
-    # Shared entries of which this rank also takes parts: from the shared memory, which is then the host's.
+    unshared: frozenset[int] = frozenset()  # entries that are own, or that no rank needs
+    # Shared entries in host memory from which this rank also copies parts.
     mixed: dict[int, ScatterTarget] = field(default_factory=dict)
 
     @property
@@ -54,7 +54,7 @@ class ReadPlan:
         return {**self.shared, **self.own}
 
     def settle(self) -> None:
-        """Copy bytes that could not be read in place to where they belong. Training thread, after all are there."""
+        """Copy bytes that could not be read in place to where they belong. Training thread, after they arrived."""
         for index, target in self.mixed.items():
             whole = self.shared[index]
             assert isinstance(whole, EntryTarget)
@@ -64,7 +64,7 @@ class ReadPlan:
 
 
 def agree_on_plan(structure: Structure, placed: Placed, peers: Peers) -> ReadPlan:
-    """Agree on who takes what. Collective. `structure`: after `take_to_device`; has memory for whole entries."""
+    """Agree on the ranks that need each entry. Collective. `structure`: after `take_to_device`."""
     free: list[set[int]] = []
     wanted: set[int] = set()
     if not peers.all_agree(not placed.free and not placed.regions):
@@ -113,13 +113,13 @@ class FramePiece(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Bytes that one rank reads at once, checks by one CRC, and gives to the others."""
+    """Bytes that one rank reads at once, checks by one CRC, and sends to the others."""
 
     reader: int  # the rank that reads it
-    number: int  # the slice among those that it found, or `STORE`
+    number: int  # of a slice that the reader found, or `STORE`
     chunk: int  # that the extents lie in
     frame: int  # of the slice; -1 in the store
-    extents: tuple[Extent, ...]  # the bytes that are read; for a chunk in the store perhaps not all of it
+    extents: tuple[Extent, ...]  # the needed bytes; perhaps only parts of a chunk in the store
     pieces: tuple[int, ...]  # numbers of the pieces that are read
 
 
@@ -134,7 +134,7 @@ _STORE_SOURCE = FrameSource(-1, STORE)
 
 
 def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[int, FramePiece]:
-    """Every frame of every slice by a number, chunks ascending; or only those that reach `within` these extents."""
+    """Number the frames of all slices, chunks ascending. `within`: Return only those that overlap these extents."""
     pieces: dict[int, FramePiece] = {}
     frames = Counter[int]()  # as `frames_of` numbers them
     count = 0
@@ -162,10 +162,10 @@ def divide(
     failed: Collection[tuple[int, FrameSource]] = (),
     broken: Collection[FrameSource] = (),
 ) -> tuple[list[Unit], list[int]]:
-    """Give each piece a source and a reader: the units, chunks ascending, and the pieces that no source is left for.
+    """Assign each piece a source and a reader. Return the units, chunks ascending, and pieces without a source.
 
-    `ranks`: How many there are now. `failed`: Pieces with the source from which they could not be read. `broken`:
-    Sources that give nothing any more.
+    `ranks`: Number of ranks now. `failed`: Pieces, with a source that failed to provide them. `broken`: Sources that
+    are unreadable altogether.
     """
     units: list[Unit] = []
     lost: list[int] = []
@@ -182,7 +182,7 @@ def divide(
                 continue
             chosen[number] = source
         if _STORE_SOURCE in chosen.values():
-            # It is read whole for its CRC anyway.
+            # A chunk of the store is read whole for its CRC anyway.
             fits = [number for number in chosen if (number, _STORE_SOURCE) not in failed]
             extents = sorted(extent for number in fits for extent in pieces[number].extents)
             reader = loads.index(min(loads))
@@ -216,9 +216,9 @@ def _nearest(
 
 
 def store_units(image: Manifest, ranks: int, without: Collection[int] = ()) -> list[Unit]:
-    """The units of a portable file: each rank reads 1/R of it, whole chunks side by side.
+    """Return the units of a portable file: each rank reads 1/R of it, in consecutive whole chunks.
 
-    `without`: Entries that are not shared: chunks of such bytes, and of headers between them, are left out.
+    `without`: Entries that are not shared; chunks with only such bytes and the headers between are left out.
     """
     chosen: Sequence[int] = range(-(-image.image_bytes // image.chunk_bytes))
     if without:
@@ -251,11 +251,11 @@ def _chunks_without(image: Manifest, without: Collection[int]) -> list[int]:
     )
 
 
-_TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; what was read is still in the processor's cache
+_TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; small enough to stay in the processor's cache
 
 
 class Lying(NamedTuple):
-    """The place of a unit: `extents` of the image, back to back from `offset` on, all covered by one CRC-32."""
+    """A unit's place in its source: `extents` of the image, back to back from `offset` on, under one CRC-32."""
 
     extents: tuple[Extent, ...]
     offset: int
@@ -264,21 +264,19 @@ class Lying(NamedTuple):
 
 
 class StoredFile:
-    """A portable file. There is nothing behind it, so the time for restoring is the only limit. Any thread."""
+    """A portable file. No source follows it, so only the limit of the whole restore ends a request. Any thread."""
 
-    seconds_share = (
-        math.inf
-    )  # the fraction of the restore's time limit after which a request counts as hanging
-    in_memory = False  # whether reading is copying, so that each core makes it faster
+    seconds_share = math.inf  # fraction of the restore's limit after which a request counts as hanging
+    in_memory = False  # whether a read is a memory copy, which more cores speed up
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
         self.tier = store.url  # for reports
         self.what = f"{store.url}/{manifest.file}"  # for messages
-        self.request_bytes = store.request_bytes  # how much to ask for at once
+        self.request_bytes = store.request_bytes  # size of one request
 
     def lying(self, unit: Unit) -> Lying:
-        """The whole chunk: that is what has a CRC."""
+        """Return the place of the whole chunk, as the CRC covers all of it."""
         manifest = self._manifest
         offset = unit.chunk * manifest.chunk_bytes
         extent = Extent(offset, min(manifest.chunk_bytes, manifest.image_bytes - offset))
@@ -286,11 +284,11 @@ class StoredFile:
         return Lying((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset` on. Raises `DamageError`: it ends before; or `StoreError`."""
+        """Fill `view` from `offset` on. DamageError: the file ends before; StoreError: the store failed."""
         self._store.read_into(self._manifest.file, offset, view)
 
     def close(self) -> None:
-        """Does nothing: the store opens its file for each request."""
+        """Do nothing: the store opens its file for each request."""
 
 
 class KeptSlice:
@@ -314,11 +312,11 @@ class KeptSlice:
         return Lying(frame.extents, frame.offset, self._kept.seal.frame_crc32s[unit.frame], what)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """As the tier does it; what it raises otherwise becomes a `StoreError`."""
+        """Fill `view` from `offset` on. DamageError: as the tier raises it; all its other errors become StoreError."""
         try:
             fill = self._fill
             if fill is None:
-                # Several threads may open it; each file that is not kept is closed after its read.
+                # Several threads may open the slice at once; a file that is not kept closes after its read.
                 fill = self._fill = self._tier.opened(self._kept)
             fill(offset, view)
         except (DamageError, StoreError):
@@ -327,22 +325,22 @@ class KeptSlice:
             raise StoreError(f"{self.what}: {error}") from error
 
     def close(self) -> None:
-        """Keep nothing open: a file that is removed then gives its memory back. A later read opens it again."""
+        """Close the file, so that its removal frees its memory. A later read opens it again."""
         self._fill = None
 
 
 Origin = StoredFile | KeptSlice
-"""Where units are read from."""
+"""A source of units."""
 
 _REQUESTS = 4  # in flight to a disk or a store
 _CORES_MAX = 16
 
 
 def readers_of(origins: Iterable[Origin]) -> int:
-    """How many requests a rank has in flight to these origins."""
+    """Return the number of requests that a rank keeps in flight to these origins."""
     return cores_to_use() if all(origin.in_memory for origin in origins) else _REQUESTS
 
 
 def cores_to_use() -> int:
-    """How many threads of a rank copy and sum at once. Some cores stay for the threads that they wait for."""
+    """Return how many threads of a rank copy and sum at once; the other cores serve threads that these wait for."""
     return max(_REQUESTS, min(cores_of_rank() * 3 // 4, _CORES_MAX))

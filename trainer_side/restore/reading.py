@@ -1,21 +1,21 @@
-"""Reads an image straight into tensor memory, shared out among the ranks, every byte checked.
+"""Reads an image straight into tensor memory: divided among the ranks, with every byte checked.
 
     units: each has a rank that reads it, and an origin: a chunk of the portable file, or a frame of a slice in a tier
       └ runs: one request each ─► a reader's window ─► CRC-32 of each part ─► into the tensors ─► share
 
-1. A window is touched once and used again for every run of its reader: store and tiers write into it past the page
-   cache, and its bytes are checked and copied while they are still in the processor's cache. Never more than `threads`
-   such windows are in memory beside the tensors, and those of threads that hang. For bytes that go to a device, a
-   window takes all runs of a unit and crosses in one piece, while the next unit is read into a second window.
-2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
-3. A unit that is read and checked is shared while the next ones are read (`exchange.py`). The turns go round the ranks
-   (first unit of each, second unit of each, …), so each rank makes the same `share` calls in the same order.
+1. Each reader reuses one window for all its runs: store and tiers write into it past the page cache, and its bytes are
+   checked and copied while they are still in the processor's cache. Besides the tensors, at most `threads` windows are
+   in memory, and those of hanging threads. For a device, a window collects the runs of a unit and is transferred in one
+   piece, while the next unit is read into a second window.
+2. The CRC-32 of a unit is combined from those of its parts and of the gaps between them: no byte is summed twice.
+3. A checked unit is shared while the next ones are read (`exchange.py`). The ranks take turns (first unit of each,
+   second unit of each, …), so each rank makes the same `share` calls in the same order.
 4. A rank that finds damage keeps sharing, although its memory is undefined: the order of calls must not break. Its
    error is returned, and the ranks agree afterwards.
-5. A unit that a tier cannot give does not stop the others: `slice_reader.py` reads it from elsewhere. A failure of the
-   store ends the reading.
-6. A request to a tier that does not return in time means that its device hangs: this rank gives up all its requests to
-   that tier, and new threads replace those that wait there. Bytes that still arrive stay in their windows.
+5. A unit that a tier cannot provide does not stop the others: `slice_reader.py` reads it from elsewhere. A failure of
+   the store ends the read.
+6. If a request to a tier does not return in time, its device hangs: this rank abandons all its requests to that tier,
+   and new threads replace the blocked ones. Bytes that arrive later stay in their windows.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from trainer_side.restore.structure import ImageMap
 from trainer_side.restore.targets import ChunkWindows, EntryTaker, ReadRun, ReadWindow, Sum
 
 _log = logging.getLogger("holdfast.restore")
-# Not more broadcasts at a time; waiting for them is also what moves them on, while the readers go on reading.
+# Broadcasts in flight. Waiting for them also drives them, while the readers keep reading.
 _SHARES_IN_FLIGHT = 64
 _READS_MAX = 2
-_POLL_SECONDS = 4e-3  # how long the exchange rests while this rank waits for its own next unit
-_LOOK_SECONDS = 50e-3  # how often a rank alone looks whether a request hangs
+_POLL_SECONDS = 4e-3  # between polls of the exchange while this rank waits for its own next unit
+_LOOK_SECONDS = 50e-3  # between checks for hanging requests while there is no exchange to poll
 _PAGE_BYTES = 4096
 
 
 class Failure(NamedTuple):
-    """A unit that a tier could not give."""
+    """A unit that a tier could not provide."""
 
     unit: Unit
     error: HoldfastError
-    broken: bool  # that slice gives nothing at all any more
-    hangs: bool = False  # nor does any other slice in this tier of this rank
+    broken: bool  # the whole slice is unreadable
+    hangs: bool = False  # this rank's whole tier hangs
 
 
 @dataclass
 class Use:
-    """Count of the bytes that were read from one tier, or from the store."""
+    """Bytes read from one tier, or from the store."""
 
     nbytes: int = 0
     seconds: float = 0.0  # from the first request to the end of the last one
@@ -71,23 +71,21 @@ class Use:
 
 @dataclass
 class Reading:
-    """Result of one reading on this rank."""
+    """Result of `read` on this rank."""
 
     error: HoldfastError | None = None  # why the bytes cannot be used; the targets are then undefined
     failures: list[Failure] = field(default_factory=list)  # their parts of the targets are undefined
     bytes_read: int = 0
     # `read`: until this rank's own units were read; `exchange`: from then until those of all ranks had arrived.
     seconds: dict[str, float] = field(default_factory=dict)
-    sums: dict[int, Sum] = field(
-        default_factory=dict
-    )  # of each part that was read here, by its place in the image
-    received: dict[int, Sum] = field(
-        default_factory=dict
-    )  # of parts from others that are no longer in one piece
+    # CRC of each part that this rank read, by its offset in the image.
+    sums: dict[int, Sum] = field(default_factory=dict)
+    # CRC of each part from another rank that came through a window, and is no longer in one piece.
+    received: dict[int, Sum] = field(default_factory=dict)
     uses: dict[str, Use] = field(default_factory=dict)
 
     def add(self, other: Reading) -> None:
-        """Add the counts of another reading, without its error and failures."""
+        """Add the counts of another result, without its error and failures."""
         self.bytes_read += other.bytes_read
         self.sums.update(other.sums)
         self.received.update(other.received)
@@ -104,12 +102,12 @@ class Means(NamedTuple):
 
     threads: int | None  # requests in flight from this rank; None: as many as suit the origins
     seconds_max: float  # for reading, and again for the exchange
-    # The way to the device that some of the targets are on; None: this rank has none there.
+    # Transfers to the device of some targets; None: all targets of this rank are in host memory.
     crossing: DeviceSections | None = None
 
 
 def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
-    """The units in the order in which they are shared."""
+    """Return the units in the order in which they are shared."""
     of_rank: list[list[Unit]] = [[] for _ in range(ranks)]
     for unit in units:
         of_rank[unit.reader].append(unit)
@@ -128,12 +126,12 @@ def read(
     """Fill the targets of every rank from the units. Collective; training thread.
 
     `units`: The same on every rank. Every rank gets all their bytes, or with a `Scatter` only the regions that it
-    holds. `origins`: One for each number in this rank's own units. `targets`: Entry index → memory of exactly the
+    holds. `origins`: Sources of this rank's own units, by `Unit.number`. `targets`: Entry index → memory of exactly the
     entry's size, or the parts of it that this rank keeps; the same entries, with the same kind of target, on each rank;
     not overlapping. Bytes for a device may still be in flight when this returns (`DeviceSections.finish`).
 
-    `Reading.error` is the first problem that another source would not fix: a CRC of the store is wrong, the file is
-    short, or the store failed. PeerLost: a rank is gone.
+    `Reading.error` is the first problem that no other source can fix: a CRC of the store is wrong, the file is short,
+    or the store failed. PeerLost: a rank is gone.
     """
     threads, seconds_max, crossing = means
     exchange: Exchange | None = units if isinstance(units, Scatter) else None
@@ -175,7 +173,7 @@ def read(
 def _await(
     unit: Unit, reading: Future[None], deadline: float, outcome: Reading, pool: ReaderPool, peers: Peers
 ) -> None:
-    """Wait for one of this rank's units; the first error that no other source mends stays, and stops the readers."""
+    """Wait for one of this rank's units. The first error that no other source can fix stops the readers."""
     if outcome.error is not None:
         return
     lost: HoldfastError | None = None
@@ -203,7 +201,7 @@ def _await(
 def _settle(
     readings: Mapping[Unit, Future[None]], deadline: float, outcome: Reading, pool: ReaderPool, what: str
 ) -> None:
-    """Wait until no reader writes any more: after damage the next candidate is read into the same memory."""
+    """Wait until all readers are done: after damage, the next candidate is read into the same memory."""
     for unit, reading in readings.items():
         while not reading.done() and pool.look(unit) is None:
             if time.monotonic() > deadline:
@@ -219,14 +217,14 @@ def _late(what: str) -> StoreError:
 
 
 class _Request(NamedTuple):
-    """A read that has not returned. `limit` is the time by which it should have."""
+    """A read in flight. After the time `limit`, its tier counts as hanging."""
 
     unit: Unit
     limit: float
 
 
 class ReaderPool:
-    """The origins and targets that this rank's readers share. `read` may be called from several threads."""
+    """This rank's readers, and the origins and targets that they share. `read` may be called from several threads."""
 
     def __init__(
         self,
@@ -251,13 +249,13 @@ class ReaderPool:
         self._broken: dict[int, HoldfastError] = {}
         self._requests: dict[int, _Request] = {}  # by thread
         self._hanging: set[str] = set()  # tiers
-        self._lost: set[Unit] = set()  # whose reader hangs
+        self._lost: set[Unit] = set()  # units whose reader hangs
         self._spans: dict[str, tuple[float, float, int]] = {}
         self.bytes_read = 0  # of units whose CRC was right
-        self.sums: dict[int, Sum] = {}  # of each part in them, by its place in the image
+        self.sums: dict[int, Sum] = {}  # of each part in them, by its offset in the image
 
     def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
-        """Begin to read this rank's units, in order."""
+        """Start to read this rank's units, in order."""
         if self._crossing is not None:
             sections = max(self._largest, section_bytes(threads)) // self._request_bytes * self._request_bytes
             self._section_bytes = min(sections, self._unit_bytes)
@@ -265,13 +263,13 @@ class ReaderPool:
         return dict(zip(own, self._readers.futures, strict=True))
 
     def let_go(self) -> None:
-        """Keep nothing open, and be in no circle of references, which would keep the targets until a collection."""
+        """Close the origins, and break the reference cycle that would keep the targets until a collection."""
         for origin in self._origins.values():
             origin.close()
         del self._readers
 
     def look(self, unit: Unit) -> HoldfastError | None:
-        """See whether a request hangs, and send in others for those who wait for it. Why `unit` never comes, if so."""
+        """Detect hanging requests, and replace their threads. Return why `unit` will not arrive, or None."""
         now = time.monotonic()
         with self._lock:
             for late in [one for one in self._requests.values() if now > one.limit]:
@@ -289,16 +287,16 @@ class ReaderPool:
         return lost
 
     def _give_up(self, unit: Unit) -> None:
-        """Send no more requests to the tier of this unit; under the lock."""
+        """Send no more requests to the tier of this unit. The caller holds the lock."""
         origin = self._origins[unit.number]
         if origin.tier in self._hanging:
             return
         self._hanging.add(origin.tier)
         seconds = origin.seconds_share * self._seconds_max
         error = StoreError(
-            f"{self.name(unit)}: nothing has come for {seconds:g} s, {origin.seconds_share:.0%} of "
-            f"restore_seconds_max = {self._seconds_max:g} s: the device hangs, and this rank asks it for nothing more; "
-            "see what the kernel says of it (dmesg), or take it out of tiers"
+            f"{self.name(unit)}: no bytes for {seconds:g} s, {origin.seconds_share:.0%} of "
+            f"restore_seconds_max = {self._seconds_max:g} s: the device hangs, and this rank sends it no more "
+            "requests; check the kernel log (dmesg), or remove it from tiers"
         )
         self._broken.update((number, error) for number, of in self._origins.items() if of.tier == origin.tier)
 
@@ -316,7 +314,7 @@ class ReaderPool:
         return {tier: Use(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
 
     def read(self, unit: Unit) -> None:
-        """Read one unit into its targets; once more if it differs, as its bytes may have changed on their way only.
+        """Read one unit into its targets; retry once if its CRC differs, as a transfer may have flipped a bit.
 
         DamageError: its CRC-32 is wrong, or the origin ends within it. StoreError: store or tier failed.
         """
@@ -359,9 +357,9 @@ class ReaderPool:
     def _read(
         self, unit: Unit, origin: Origin, run: ReadRun, sums: list[Sum], section: _Section
     ) -> list[tuple[int, Sum]]:
-        """Read a run and put its parts in their places; returns the sum of each part with its place in the image.
+        """Read a run and copy its parts into their targets; return the sum of each part with its offset in the image.
 
-        All sums of its bytes go to `sums`, in order; what goes to a device is left in the section.
+        The sums of all its bytes are appended to `sums`, in order. Bytes for a device stay in the section.
         """
         first, view = section.take(run.nbytes)
         address = section.window.address + first
@@ -381,7 +379,7 @@ class ReaderPool:
         finally:
             with self._lock:
                 late = self._requests.pop(me, None) is None
-        if late:  # given up while it hung: the targets may hold other bytes by now
+        if late:  # abandoned while it hung: the targets may hold newer bytes by now
             raise self._broken[unit.number]
         reach(Point.RESTORE_READ)
         found: list[tuple[int, Sum]] = []
@@ -406,7 +404,7 @@ class ReaderPool:
             self._crossing.send(section.window, section.parts)
 
     def _window(self) -> ReadWindow | SectionWindow:
-        """This thread's window; of those through which bytes go to a device the next one."""
+        """Return this thread's window; with a device, the next of its page-locked windows."""
         if self._crossing is not None:
             return self._crossing.window(self._section_bytes)
         window: ReadWindow | None = getattr(self._local, "window", None)
@@ -416,7 +414,7 @@ class ReaderPool:
 
 
 class _Section:
-    """The bytes that a reader has put into a window since the last transfer, and those of them that go to a device."""
+    """A window that a reader fills, and the parts of it that go to a device."""
 
     def __init__(self, window: ReadWindow | SectionWindow) -> None:
         self.window = window
@@ -427,6 +425,6 @@ class _Section:
         return self._end + nbytes <= len(self.window.memory)
 
     def take(self, nbytes: int) -> tuple[int, memoryview]:
-        """The next bytes of the window, and where they begin."""
+        """Return where the next `nbytes` of the window begin, and a view of them."""
         begin, self._end = self._end, self._end + nbytes
         return begin, self.window.memory[begin : self._end]

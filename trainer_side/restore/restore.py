@@ -1,12 +1,12 @@
-"""Brings the state back from the newest good checkpoint, from the nearest place that has it, on any number of ranks.
+"""Restores the newest good checkpoint, read from the nearest copy, on any number of ranks.
 
-1. Every rank takes the same way: each stage ends with an agreement, and an error of one rank becomes an error of all.
-2. Bytes that one tier cannot give are read from another one, of any rank, or from the store (`slice_reader.py`). Damage
-   beyond that (a CRC, a size, a structure, a missing file) leads to the checkpoint before. Every other error is raised:
-   an older checkpoint would not help against a store that is down or a state of other shapes.
-3. Live tensors that torch alone loads are read into directly (`torch_loading.py`, `Structure.adopt`), so after an error
-   they may hold bytes of any checkpoint: after an exception, do not train on with this state.
-4. Each rank fills its own parts of tensors that are split among the ranks (`split_parts.py`, `scatter.py`).
+1. All ranks run the same stages. Each stage ends with an agreement, so an error of one rank is raised on all.
+2. Bytes that one tier cannot provide are read from another tier of any rank, or from the store (`slice_reader.py`). If
+   no source has them intact (a CRC, a size, a structure, a missing file), the next older checkpoint is tried. Every
+   other error is raised: an older checkpoint does not help if the store is down or the shapes differ.
+3. Objects that torch loads without custom code have their tensors read in place (`torch_loading.py`,
+   `Structure.adopt`). After an exception these may hold bytes of any checkpoint: do not train on with this state.
+4. Each rank fills its own parts of split tensors (`split_parts.py`, `scatter.py`).
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ def restore(
 ) -> Restored | None:
     """Load the newest good checkpoint into the objects of `state`. Collective; training thread.
 
-    `state`: Has the same names on every rank. `store`: The run; None if there is no store at all. `tiers`: Of this
-    rank; the ranks may have different ones. `fetch`: Asks the stager for bytes in its ring; None without a stager.
+    `state`: Has the same names on every rank. `store`: The run's store, if any. `tiers`: This rank's tiers; other
+    ranks may have others. `fetch`: Asks the stager for bytes in its ring; None without a stager.
 
     Returns:
-        None on a new run: there is no checkpoint at all, and `state` is unchanged. The same if there are only slices of
-        a step that is not known to be sealed on every rank; a log line says so.
+        None, with `state` unchanged, on a new run: no checkpoint exists, or only slices of steps that are not known to
+        be sealed on every rank (logged).
 
     Raises:
         DamageError: There are checkpoints but none is whole, or a tier cannot be listed. The message names each with
             its reason, and for a step that was once whole the places where its slices are missing.
-        StateError: The checkpoint does not fit the state: names, shapes, or a refusal of an object's `load_state_dict`;
-            or batches are to be left out, and no object of any rank can do that.
-        StoreMissing: There is no checkpoint of `options.step`, or none that has the metric of `options.best`.
-        ConfigError: Nobody says which value of that metric is best.
-        StoreError: The store failed, was too slow, or gives none of the manifests that it lists.
+        StateError: The checkpoint does not fit the state: names or shapes differ, or an object's `load_state_dict`
+            refuses it; or batches must be skipped, and no object of any rank can skip them.
+        StoreMissing: No checkpoint has the step `options.step`, or none has the metric of `options.best`.
+        ConfigError: Neither the caller nor a manifest says which value of that metric is best.
+        StoreError: The store failed, was too slow, or returned none of the manifests that it lists.
         PeerLost: A rank is gone.
     """
     begun = time.monotonic()
-    # Before the store: what becomes durable meanwhile is seen here or there.
+    # List the ring before the store, so that a step that becomes durable in between is in one of the two lists.
     held = None if peers.all_agree(fetch is None) else look(fetch, peers)
     seconds_max, step = options.seconds_max, options.step
     shelf, silent = StoreListing.look(
@@ -76,7 +76,7 @@ def restore(
     wanted = [one for one in found.holders if step in (None, one.key.step)]
     listed = InTurn(wanted, shelf, peers, options.set_aside, found.places)
     if silent is not None and options.best is not None:
-        raise silent  # metrics are in manifests alone
+        raise silent  # only manifests have metrics
     if silent is not None:
         _go_without(job, silent, listed.first(), without_store=options.without_store)
     if step is not None:
@@ -127,31 +127,31 @@ def _first_good(
 
 
 def _none_is_whole(job: RestoreJob, skipped: Sequence[str], *, damaged: bool) -> HoldfastError:
-    """Why nothing is restored. Not `damaged`: the store alone keeps what there is from being opened."""
+    """Return the error if no checkpoint can be used. Not `damaged`: only the store prevents opening them."""
     reasons = "\n".join(f"  {reason}" for reason in (*skipped, *job.found.missed))
     counted = f"; none of {len(skipped)} checkpoints can be used" if skipped else ""
     kind = DamageError if damaged else StoreError
     return kind(
-        f"{job.where}: there are checkpoints, and none is whole{counted}:\n{reasons}\nWhat is left of them stays as it "
-        "is. Bring back what is missing; or, to begin again from the start, make the Checkpointer with fresh=True, and "
-        "leave out restore()"
+        f"{job.where}: there are checkpoints, and none is whole{counted}:\n{reasons}\nTheir remaining files are kept. "
+        "Bring back the missing ones; or, to start over at step 0, make the Checkpointer with fresh=True, and do not "
+        "call restore()"
     )
 
 
 def _next_of(later: Iterator[Candidate | Passed], taken: Candidate) -> CheckpointId | None:
-    """The checkpoint that is the first if `taken` is set aside; `later` is what comes after it. Collective."""
+    """Return the checkpoint to restore if `taken` were set aside; `later` follows it in order. Collective."""
     try:
         for one in later:
             if isinstance(one, Candidate) and not one.checkpoint.is_set_aside([taken.checkpoint]):
                 return one.checkpoint
     except StoreError as error:
-        # The bytes of `taken` are all there: that is no reason to end now.
+        # All bytes of `taken` are read, so this error does not end the restore.
         _log.warning("restore: it is not known which checkpoint comes before %s: %s", taken.name, error)
     return None
 
 
 def _drifted_before(listed: Sequence[Candidate | Passed], first: Candidate) -> list[str]:
-    """The drift of checkpoints that are newer than the first candidate, and come after it."""
+    """Return the drift of checkpoints that are newer than the first candidate but ranked after it."""
     usable = [one for one in listed if isinstance(one, Candidate)]
     return [*dict.fromkeys(one.drift for one in usable if one.drift and one.checkpoint > first.checkpoint)]
 
@@ -159,23 +159,23 @@ def _drifted_before(listed: Sequence[Candidate | Passed], first: Candidate) -> l
 def _go_without(
     job: RestoreJob, silent: HoldfastError, newest: Candidate | None, *, without_store: bool
 ) -> None:
-    """The store does not answer: raise, unless the tiers have a whole checkpoint and may be believed."""
+    """Raise if the store does not answer, unless the tiers have a whole checkpoint and `without_store` is set."""
     if newest is None:
         raise silent
     if not without_store:
         raise StoreError(
             f"{silent}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
-            f"may hold a newer one. To go on from {newest.name} all the same, set restore_without_store = true"
+            f"may hold a newer one. To resume from {newest.name} all the same, set restore_without_store = true"
         ) from silent
     job.tell(
-        [f"the store does not answer: {silent}"], f"going on from {newest.name}, the newest of the tiers"
+        [f"the store does not answer: {silent}"], f"resuming from {newest.name}, the newest of the tiers"
     )
 
 
 def _see_step(
     wanted: Sequence[Candidate | Passed], step: int, newest: CheckpointId | None, where: str
 ) -> None:
-    """Raise `StoreMissing` if there is no checkpoint of the step that is wanted, or none that was ever whole."""
+    """Raise `StoreMissing` if the wanted step has no checkpoint, or none that was ever whole."""
     if not wanted:
         known = "there is no checkpoint at all" if newest is None else f"the newest is {newest.step}"
         raise StoreMissing(f"{where}: no checkpoint of step {step}; {known}")

@@ -1,8 +1,8 @@
-"""One candidate of a restore: read it, and when that went well on every rank, load it.
+"""One candidate of a restore: read on every rank, and loaded if all ranks could read it.
 
-    open      what the image is; its begin and end        slices: slice_reader.py     file: structure.py
+    open      head and tail of the image                  slices: slice_reader.py     file: structure.py
     parse     the tree
-    fit       what of it this rank takes; names and shapes fit?
+    fit       choose this rank's part of the tree; compare names and shapes with the state
     read      all bytes, straight into the tensors        slices: slice_reader.py     file: reading.py
     load      the tree into the objects
 
@@ -70,23 +70,23 @@ class Restored:
     """The checkpoint that was restored, and how.
 
     Attributes:
-        step: The saved step; the next one to run is one more.
-        attempt: The attempt that wrote it.
-        manifest: The store's; None if only local tiers have this step.
+        step: The saved step; training resumes with the step after it.
+        attempt: The attempt that wrote the checkpoint.
+        manifest: The store's manifest; None if only local tiers have this step.
         seconds: Duration of each phase on this rank: catalog, structure, read, exchange and check (several ranks),
             load.
         bytes_read: Bytes read by this rank: tensors, and padding between them.
-        sources: Bytes that this rank has read from each tier (by its name) or from the store (by its URL).
+        sources: Bytes that this rank read, by name of the tier or URL of the store.
         mended: Slices of all ranks that were damaged or missing in a tier and were read from elsewhere.
         skipped: Newer checkpoints that were not used, each with the reason.
         values: Plain values of the state by name. Lists and dictionaries have been filled in place; numbers, texts and
             tuples cannot be, so the script takes them from here.
-        whole_in: Places known to have all of it: tiers by name, the store by its URL. The same on every rank.
+        whole_in: Places known to have the whole checkpoint: tiers by name, the store by URL. The same on every rank.
         before: The checkpoint that restore would take if this one were set aside; None if no other exists.
-        proof: How the first step compares with that of the run before; None until that step.
-        rewound: How `holdfast rewind` has brought training back to this step; None otherwise, and as soon as the new
-            branch has checkpoints of its own.
-        kept_trackers: Experiment tracker → its run, as slices in tiers or in the stager's ring name them.
+        proof: Comparison of the first step with that of the previous run; None until that step.
+        rewound: The `holdfast rewind` that led to this step; None otherwise, and once the new branch has checkpoints of
+            its own.
+        kept_trackers: Experiment tracker → its run, as recorded in slices in tiers or in the stager's ring.
         kept_proofs: The proofs of this checkpoint in this rank's tiers.
     """
 
@@ -115,29 +115,29 @@ class Restored:
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """The checkpoint that is wanted, and how long and how hard to look for it."""
+    """Which checkpoint to restore, and limits on reading it."""
 
-    step: int | None = None  # restore only this step, and no other one if it is damaged
-    # Restore the best checkpoint of the store by this metric, or the next best.
+    step: int | None = None  # restore only this step, even if it is damaged
+    # Restore the best checkpoint of the store by this metric, or after damage the next best.
     best: WantedBest | None = None
-    # For reading one checkpoint, and again for its exchange. A request to a tier or the ring may take a tenth of it;
-    # then the source counts as hanging, and the next one is asked.
+    # Limit for reading one checkpoint, and again for its exchange. A tier or ring that takes more than a tenth of it
+    # for one request counts as hanging, and the next source is asked.
     seconds_max: float = 600
     # If the store does not answer, take the newest checkpoint in the tiers, although the store may have a newer one.
     without_store: bool = False
-    may_lack: frozenset[str] = frozenset()  # names that need not be saved; they then stay as they are
-    threads: int | None = None  # requests in flight from this rank; None: as many as suit what is read
+    may_lack: frozenset[str] = frozenset()  # names that may be missing; they keep the script's values
+    threads: int | None = None  # requests in flight from this rank; None: as many as suit the sources
     # Checkpoints to skip, each with all later ones of the same attempt.
     set_aside: Collection[CheckpointId] = ()
-    # An object of this rank's state can leave out batches, as `holdfast rewind` may demand.
+    # An object of this rank's state can skip batches, as `holdfast rewind` may require.
     can_skip: bool = False
-    # Makes page-locked host memory, through which bytes go to a device; None: loading brings them, tensor by tensor.
+    # Allocates page-locked host memory for transfers to a device; None: loading copies tensor by tensor.
     locked: Locked | None = None
 
 
 @dataclass(frozen=True)
 class RestoreJob:
-    """The parts of a restore that are the same for all candidates, and the tiers that `SliceReader` found hanging."""
+    """The inputs of a restore that all candidates share, and the tiers that `SliceReader` found hanging."""
 
     state: Mapping[str, Any]
     store: Store | None
@@ -155,7 +155,7 @@ class RestoreJob:
         return "the tiers" if self.store is None else self.store.url
 
     def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
-        """Name what is not used, once for all ranks in the log, and in each rank's events."""
+        """Report unused checkpoints or slices: rank 0 in the log, every rank in its events."""
         for reason in reasons:
             if self.peers.rank == 0:
                 _log.warning("restore: %s; %s", reason, instead)
@@ -190,7 +190,7 @@ class RestoreAttempt:
         self._crossing: DeviceSections | None = None
 
     def read(self) -> str | None:
-        """Read all bytes; returns why this candidate is no good, or None. Collective."""
+        """Read all bytes. Return why this candidate cannot be used, or None. Collective."""
         try:
             self._prepare()
             self._read_all()
@@ -238,7 +238,7 @@ class RestoreAttempt:
         self._job.tell(rounds.mended, "read from elsewhere", event="damaged")
 
     def _open(self) -> bytes:
-        """Find out what the image is, and get its head and tail. Collective."""
+        """Find the manifest or layout of the image, and return its head and tail. Collective."""
         job, candidate = self._job, self._candidate
         if candidate.stored != STORE:
             self._manifest = job.shelf.manifest(candidate.stored, self._peers)
@@ -282,7 +282,7 @@ class RestoreAttempt:
         return self._rounds.ends()
 
     def _read_file(self) -> None:
-        """Read it from the store alone. Collective."""
+        """Read all bytes from the store. Collective."""
         job, manifest, whole, own = self._job, self._manifest, self._plan.shared, self._plan.own
         assert manifest is not None
         assert job.store is not None
@@ -308,7 +308,7 @@ class RestoreAttempt:
         raise_agreed(self._peers, error)
 
     def load(self, skipped: list[str], before: CheckpointId | None) -> Restored:
-        """Load what was read into the objects. Collective; `skipped`, `before`: See `Restored`."""
+        """Load the tree into the objects of the state. Collective; `skipped`, `before`: See `Restored`."""
         assert self._structure is not None
         begun = time.monotonic()
         job, candidate = self._job, self._candidate
@@ -322,7 +322,7 @@ class RestoreAttempt:
                 open_own(job.state, self._live, tree, names, rank=rank)
 
         def load_all() -> None:
-            # From here on only the tree keeps what was read beside: each object's part is free when it is loaded.
+            # From here on only the tree holds bytes outside live memory, so that loading an object frees its part.
             self._structure, self._plan, self._placed = None, ReadPlan(), Placed({}, frozenset(), 0)
             in_place, on_host = self._in_place, self._offloaded
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
@@ -351,7 +351,7 @@ class RestoreAttempt:
         )
 
     def _kept_proofs(self) -> tuple[KeptProof, ...]:
-        """The proofs beside this rank's slices of the candidate, or of the same one if it was read from the store."""
+        """Return the proofs of this checkpoint in this rank's tiers, also if the store provided the bytes."""
         job, manifest, rank = self._job, self._manifest, self._peers.rank
         if not job.found.holders:
             return ()
@@ -369,10 +369,10 @@ class RestoreAttempt:
             digest, problem = None, ""
             try:
                 digest = within(look, job.options.seconds_max * HANGING_SHARE, name="holdfast-tier-proof")
-            except (HoldfastError, OSError) as error:  # a device that hangs, too
+            except (HoldfastError, OSError) as error:  # includes the TimeoutError of a hanging device
                 problem = f"rank {rank}: tier {one.tier}: {error}"
             proof = KeptProof(one.slice_rank, one.key.ranks, digest, problem)
-            if proof not in proofs:  # several tiers have the same
+            if proof not in proofs:  # several tiers may have the same
                 proofs.append(proof)
         return tuple(proofs)
 
@@ -387,7 +387,7 @@ class RestoreAttempt:
         return self._rounds.mended if self._rounds is not None else []
 
     def _report(self, skipped: list[str]) -> None:
-        """Say what came from where: rank 0 for all in the log, each rank for itself in its events. Collective."""
+        """Report the sources: rank 0 logs those of all ranks, each rank emits its own as an event. Collective."""
         uses = {tier: [use.nbytes, round(use.seconds, 6)] for tier, use in self._reading.uses.items()}
         parts, places = [], dict[str, None]()
         for rank, said in enumerate(gather(self._peers, json.dumps(uses).encode())):
@@ -405,7 +405,7 @@ class RestoreAttempt:
             )
         if self._peers.rank == 0:
             took = sum(self._seconds.values())
-            # A warning, so that a script without logging of its own shows it: a restart of the job is worth a line.
+            # A warning, so that a script that does not configure logging shows that the job resumed.
             _log.warning(
                 "resumed from step %d, attempt %d, in %.1f s%s",
                 self._candidate.step,
@@ -443,12 +443,12 @@ class RestoreAttempt:
             error = _error_of(work)
         except RecursionError as deep:
             return StateError(
-                f"step {self._candidate.step}: what is saved is nested too deep to be loaded: {deep}"
+                f"step {self._candidate.step}: the saved state is nested too deep to be loaded: {deep}"
             )
         if isinstance(error, StateError) and self._rounds is None:
             assert self._job.store is not None
             assert self._manifest is not None
-            # Parsed before its chunks were checked: a state that does not fit may be a bit that flipped.
+            # The structure was parsed before its chunks were checked, so a flipped bit may be why it does not fit.
             check = functools.partial(check_structure_chunks, self._job.store, self._manifest)
             return _error_of(check) or error
         return error
@@ -471,7 +471,7 @@ class RestoreAttempt:
         self._is_other = is_other(self._names, self._job.state, self._structure.tree)
 
     def _fit(self, ranks: Sequence[StageNames]) -> None:
-        """Check that the state fits, and lay the tree over the live tensors.
+        """Check that the state fits, and let tensors of the tree share live memory where possible.
 
         `ranks`: The names of each rank, if the ranks may be pipeline stages; else empty.
         """
@@ -492,7 +492,7 @@ class RestoreAttempt:
         self._suspects = suspects(
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
-        # While it is open whether the bytes will be taken, none of them goes into live memory.
+        # If an object may still refuse the bytes, none is read into live memory.
         is_open = bool(self._suspects) or (self._has_own and may_refuse(job.state))
         in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
@@ -511,7 +511,7 @@ def _error_of(work: Callable[[], object]) -> HoldfastError | None:
 
 
 def _has_names_only(value: Any, live: Any) -> bool:
-    """Whether a value of the state has its tensors by name, and none in a list, nor an optimizer's by number."""
+    """Whether all tensors of a value have names: none is in a list, or in an optimizer's state by number."""
     if isinstance(value, torch.nn.Module):
         return all(isinstance(one, torch.Tensor) for one in live.values())
     return isinstance(value, torch.Tensor)

@@ -1,14 +1,14 @@
-"""The bytes in the stager's ring, as slices that a rank can read: nearer than the store, farther than its own tiers.
+"""The stager's ring as a source of slices: nearer than the store, farther than a rank's own tiers.
 
-    rank 0: what is there? ─► told to all ─┐
-    the store's manifests ─────────────────┴─► checkpoints of the ring that are known to have been staged ─► slices
+    rank 0 asks for the contents ─► to all ─┐
+    the store's manifests ──────────────────┴─► checkpoints of the ring that are known to have been staged ─► slices
     a rank elsewhere: its share of their frames ─► FETCH ─► FETCHED ─┐
     a rank of the stager's machine: ──► the shared memory itself ─────┴─► CRC fields left out ─► reading.py
 
-A checkpoint counts if its file beside the ring says that it is staged, and every chunk is there; or if the store has
-published it, and then what the ring lacks comes from the store. No other one: what was never staged is nobody's. A
-stager that does not answer is no reason to fail: the store is read. Where all ranks are on the stager's machine, each
-one reads everything (`slice_reader.py`): to pass it on would be one more copy.
+A checkpoint counts if its file beside the ring says that it is staged and the ring has every chunk; or if the store has
+published it, in which case the store provides missing chunks. A step that was never staged is ignored. If the stager
+does not answer, the store is read. If all ranks are on the stager's machine, each rank reads everything itself
+(`slice_reader.py`): passing bytes on would be one more copy.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from trainer_side.restore.choice import RING, StoreCandidate
 from trainer_side.tiers.tier import Keeps, Kept, Nearness
 
 _log = logging.getLogger("holdfast.restore")
-_CHECKPOINTS_MAX = 4  # newest first; what is older comes from the store
+_CHECKPOINTS_MAX = 4  # newest first; older ones come from the store
 
 
 class Fetch(Protocol):
-    """The interface of `trainer_side.link.link.Link.fetch`: asks the stager; None if it is not there. Any thread."""
+    """Interface of `trainer_side.link.link.Link.fetch`: ask the stager; None if it lacks the bytes. Any thread."""
 
     def __call__(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
@@ -51,21 +51,21 @@ class _Known(NamedTuple):
 
 
 class RingContents:
-    """The contents of the ring that rank 0 was told; the same on every rank. `look` makes one."""
+    """The contents of the ring, as `look` got them on rank 0; the same on every rank."""
 
     def __init__(self, fetch: Fetch | None, held: list[HeldCheckpoint], place: bytes = b"") -> None:
         self._fetch, self._held, self._place = fetch, held, place
 
     @property
     def keys(self) -> list[CheckpointId]:
-        """The checkpoints of which the ring may have something."""
+        """The checkpoints of which the ring may have chunks."""
         return [CheckpointId(held.attempt, held.step) for held in self._held]
 
     def known(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
-        """The checkpoints that were staged, according to the ring or the store. Collective.
+        """Return the checkpoints that were staged, according to the ring or the store. Collective.
 
-        `stored`: The checkpoints of `keys` that the store has. It was listed after `look`, so a checkpoint that became
-        durable in between is in one of the two.
+        `stored`: The checkpoints of `keys` that the store has. The store was listed after `look`, so a checkpoint that
+        became durable in between is in one of the two.
         """
         found: list[_Known] = []
         layouts: dict[str, Layout | None] = {}
@@ -91,7 +91,7 @@ class RingContents:
             try:
                 said = self._fetch(Asked.LAYOUT, body=digest.encode()) or b""
             except HoldfastError as error:
-                _log.warning("restore: %s; what the ring has is not used", error)
+                _log.warning("restore: %s; the ring is not used", error)
         said = peers.broadcast(said if peers.rank == 0 else None)
         try:
             layout = Layout.from_bytes(said) if said else None
@@ -102,14 +102,14 @@ class RingContents:
 
 
 def look(fetch: Fetch | None, peers: Peers) -> RingContents:
-    """Ask the stager what the ring still has, if any rank has a stager to ask. Collective. PeerLost: a rank is gone."""
+    """Ask the stager, from rank 0, for the contents of the ring. Collective. PeerLost: a rank is gone."""
     said = place = b""
     if peers.rank == 0 and fetch is not None:
         try:
             said = fetch(Asked.HELD) or b""
             place = fetch(Asked.PLACE) or b""
         except HoldfastError as error:
-            _log.warning("restore: %s; what the ring has is not used", error)
+            _log.warning("restore: %s; the ring is not used", error)
     said = peers.broadcast(said if peers.rank == 0 else None)
     place = peers.broadcast(place if peers.rank == 0 else None)
     try:
@@ -120,7 +120,7 @@ def look(fetch: Fetch | None, peers: Peers) -> RingContents:
 
 
 class RingSlices(Keeps):
-    """The ring's part of each saved rank's slice, in a tier's form. `read_into` is safe for any thread."""
+    """The ring's part of each saved rank's slice, as a tier. Any thread may call `read_into`."""
 
     name = "the stager's ring"
     nearness = Nearness.RING
@@ -145,7 +145,7 @@ class RingSlices(Keeps):
         return [kept for known in self._known for kept in _slices(known)]
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        """Fill `view` with a part of one frame; CRC fields are zero in it, as the ranks had sent them.
+        """Fill `view` with a part of one frame; its CRC fields are zero, as when the ranks sent them.
 
         DamageError: the chunk has left the ring. StoreError: the stager is gone, or does not answer.
         """
@@ -166,7 +166,7 @@ class RingSlices(Keeps):
                 part[:] = data[span.offset - first : span.end - first]
 
     def _spans(self, kept: Kept, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
-        """The chunk, and the extents of the image, that lie in `nbytes` from `offset` of the slice on."""
+        """Return the chunk, and the extents of the image, in `nbytes` of the slice from `offset` on."""
         with self._lock:
             found = self._frames.get((kept.layout.digest, kept.seal.rank))
             if found is None:
@@ -194,7 +194,7 @@ class RingSlices(Keeps):
                 body=to_json({"offset": offset, "nbytes": nbytes}),
             )
         except HoldfastError as error:
-            self._gone = str(error)  # asked once: each further wait would be as long
+            self._gone = str(error)  # not asked again: each request would wait as long
             raise StoreError(f"{self.name}: {error}") from error
         if data is None:
             raise DamageError(
@@ -205,7 +205,7 @@ class RingSlices(Keeps):
         return data
 
     def _blank(self, layout: Layout, chunk: int, span: Extent, view: memoryview) -> None:
-        """The flusher puts true CRCs into the fields of a chunk that it writes; the ranks' CRCs are without."""
+        """Zero the CRC fields: the flusher fills them in when it writes a chunk, but the ranks' CRCs cover zeros."""
         with self._lock:
             index = self._indexes.get(layout.digest)
             if index is None:
@@ -241,7 +241,7 @@ def _slices(known: _Known) -> Iterator[Kept]:
 
 
 def _cut(frame: SliceFrame, offset: int, nbytes: int) -> list[Extent]:
-    """The extents of the image in a part of a frame; `offset` is one of the slice."""
+    """Return the extents of the image in a part of a frame; `offset` counts from the begin of the slice."""
     found: list[Extent] = []
     position = frame.offset
     for extent in frame.extents:
@@ -253,7 +253,7 @@ def _cut(frame: SliceFrame, offset: int, nbytes: int) -> list[Extent]:
 
 
 def _parts(spans: Sequence[Extent], view: memoryview) -> Iterator[tuple[Extent, memoryview]]:
-    """Each span, cut to what one answer can bring, with its part of the view, in which they lie back to back."""
+    """Cut the spans to the size of an answer; yield each with its part of the view, in which they lie back to back."""
     position = 0
     for span in spans:
         for offset in range(span.offset, span.end, ANSWER_BYTES_MAX):
@@ -263,7 +263,7 @@ def _parts(spans: Sequence[Extent], view: memoryview) -> Iterator[tuple[Extent, 
 
 
 def _together(parts: Sequence[tuple[Extent, memoryview]]) -> Iterator[list[tuple[Extent, memoryview]]]:
-    """Neighbours that one answer can bring, with what lies between them."""
+    """Group neighbours that fit into one answer, together with the gaps between them."""
     some: list[tuple[Extent, memoryview]] = []
     for part in parts:
         if some and part[0].end - some[0][0].offset > ANSWER_BYTES_MAX:

@@ -2,13 +2,13 @@
 
     reader   a chunk ─► its own parts                              each rank says which chunks it needs (a bit each)
                     └─► packed: a parcel for each other rank ──┐   and the regions of which it needs bytes
-    others                       straight into their memory ◄──┘   the reader is one of those who need the chunk
+    others                       straight into their memory ◄──┘   the reader is one of the ranks that need the chunk
 
 A rank holds the bytes of a region in the order of the whole tensor. A parcel therefore has one run for each region, and
-is received straight into its place. It ends with its CRC-32. Ranks with the same region get the same parcel.
+is received straight into its place. A parcel ends with its CRC-32. Ranks with the same region get the same parcel.
 
-The number of packed chunks is limited: a reader that is ahead waits until its parcels have left. Bytes for regions on a
-device are received into a page-locked window, and each message crosses from there as one section.
+The number of packed chunks is limited: a reader that is ahead waits until its parcels are sent. Bytes for regions on a
+device are received into a page-locked window, and each message is transferred from there as one section.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
 from trainer_side.restore.targets import EntryPart, RegionTarget, ScatterTarget, Sum, copy_runs
 
-_PACKED = 2  # own chunks whose parcels are under way at once
-_AHEAD = _PACKED + 2  # own chunks that are read and packed, and not yet given away
-_COMING = 16  # parcels that are awaited at once; in host memory they take none of their own
-_COMING_BYTES = 64 << 20  # of what is awaited at once for a device
+_PACKED = 2  # own chunks whose parcels are in flight at once
+_AHEAD = _PACKED + 2  # own chunks that are read and packed but not yet sent
+_COMING = 16  # receives in flight; those into host memory need no memory of their own
+_COMING_BYTES = 64 << 20  # of receives in flight for a device
 _CRC_BYTES = 4
 
 
@@ -47,7 +47,7 @@ class NeededRegion(NamedTuple):
 
 
 class _Parcel(NamedTuple):
-    """A parcel in the reader's memory: `wishes`, where each begins, and which of its bytes comes first."""
+    """A message in the reader's memory. `wishes`: Each region, where it begins, and its first byte in the message."""
 
     ranks: tuple[int, ...]
     wishes: list[tuple[NeededRegion, int, int]]
@@ -56,11 +56,11 @@ class _Parcel(NamedTuple):
 
 
 class Scatter(Exchange):
-    """Gives each rank its regions of the chunks that this rank reads, as parcels. Made by all ranks together.
+    """Sends each rank its regions of the chunks that this rank reads, as parcels. The constructor is collective.
 
-    `targets`: The regions that this rank holds, by entry; the same entries on every rank. `crossing`: The path to the
-    device that some of the regions are on; None if no region of this rank is on one. `units`: The chunks that any rank
-    needs, each with its reader: the same on every rank.
+    `targets`: The regions that this rank holds, by entry; the same entries on every rank. `crossing`: Transfers to the
+    device of some regions; None if no region of this rank is on one. `units`: The chunks that any rank needs, each with
+    its reader: the same on every rank.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Scatter(Exchange):
         self._leaving: list[int] = []
         self._coming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
         self._largest = 0 if crossing is None else max(map(self._crossing_bytes, self._mine), default=0)
-        self._section: SectionWindow | None = None  # of what is coming for a device
+        self._section: SectionWindow | None = None  # of receives in flight for a device
         self._section_end = 0
         self._parts: list[SectionPart] = []
 
@@ -98,7 +98,7 @@ class Scatter(Exchange):
         return self._turns.get(unit.chunk)
 
     def keep(self, unit: Unit, part: EntryPart, _address: int, view: memoryview) -> None:
-        """Pack what other ranks need of bytes of a chunk. Any thread."""
+        """Pack the bytes that other ranks need. Any thread."""
         source = np.frombuffer(view, np.uint8)
         for parcel in self._parcels(unit.chunk):
             for wish, place, first in parcel.wishes:
@@ -133,8 +133,8 @@ class Scatter(Exchange):
             found = combine_all(Sum.of(run.data) for run in runs)
             if found != int.from_bytes(sealed.tobytes(), "little") and self.error is None:
                 self.error = DamageError(
-                    f"chunk {chunk}: the parts of it that another rank read are not what they were after the exchange "
-                    "among the ranks, although the chunk was read whole"
+                    f"chunk {chunk}: its parts from another rank differ after the exchange among the ranks, although "
+                    "the chunk was read whole"
                 )
         self._coming.clear()
         if self._section is not None and self._crossing is not None:
@@ -151,7 +151,7 @@ class Scatter(Exchange):
         return Extent(offset, min(self._image.chunk_bytes, self._image.image_bytes - offset))
 
     def _runs(self, chunk: int) -> Iterator[tuple[RegionTarget, int, int]]:
-        """This rank's regions in a chunk, and which of their bytes lie there."""
+        """Yield this rank's regions in a chunk, each with the range of its bytes there."""
         for region in self._mine[chunk]:
             first, end = self._within(region.entry, region.base, region.comb, chunk)
             yield region, first, end
@@ -169,7 +169,7 @@ class Scatter(Exchange):
         return self._section.bytes[begin : self._section_end]
 
     def _crossing_bytes(self, chunk: int) -> int:
-        """The most room in a window that the received bytes of one chunk take."""
+        """Return the most space in a window that the received bytes of one chunk take."""
         runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
         return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
 
@@ -180,7 +180,7 @@ class Scatter(Exchange):
     def _learn(
         self, targets: Mapping[int, ScatterTarget], own: Collection[int]
     ) -> dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]]:
-        """Which ranks need which regions of the chunks that this rank reads. Collective.
+        """Return the regions that other ranks need of each chunk that this rank reads. Collective.
 
         The regions of one rank are filtered before the next rank sends its own, so only the regions in these chunks are
         kept in memory.
@@ -220,7 +220,7 @@ class Scatter(Exchange):
         return found
 
     def _parcels(self, chunk: int) -> list[_Parcel]:
-        """The parcels of a chunk that this rank reads; their memory is used again when they have left."""
+        """Return the parcels of a chunk that this rank reads; their memory is reused once they are sent."""
         turn = self._turns.get(chunk)
         if turn is None:
             return []
@@ -252,7 +252,7 @@ class Scatter(Exchange):
 
 
 def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
-    """The rank that reads each chunk, -1 where nobody needs it: in turn one of those who do. Collective."""
+    """Return the reader of each chunk: in turn one of the ranks that need it, -1 if none does. Collective."""
     mine = np.zeros(chunks, np.uint8)
     mine[list(needed)] = 1
     said = [
@@ -285,7 +285,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _pieces(memory: np.ndarray, sizes: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """`(address, nbytes)` of bytes that lie back to back."""
+    """Return `(address, nbytes)` of pieces that lie back to back; by default of all bytes as one piece."""
     address = int(memory.__array_interface__["data"][0])
     found = []
     for nbytes in sizes or (len(memory),):

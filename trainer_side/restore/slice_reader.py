@@ -1,11 +1,11 @@
-"""Reads what slices have of an image, and what one source cannot give from the next one.
+"""Reads an image from slices; bytes that one source cannot provide are read from the next.
 
-    pieces ─► divide ─► read, each rank its units ─► all whole? ─► told and checked
+    pieces ─► divide ─► read, each rank its units ─► all whole? ─► CRCs exchanged and compared
                  ▲                                      │ a frame is damaged, a tier gone
                  └── without those sources ◄── named ◄──┘
 
-The begin and the end of the image, of which the tree is made, are read like this as well: no byte is parsed whose CRC
-was not compared, also not on ranks that got it from others.
+Head and tail of the image, from which the tree is made, are read in the same way: every rank compares CRCs before it
+parses, also those of bytes from other ranks.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class SliceReader:
     manifest: Manifest | None  # the store's; None if it does not have this checkpoint
     peers: Peers
     means: Means
-    # Tiers that get no more requests, by rank and name, with the reason; the same on every rank. Added to.
+    # Tiers that get no more requests, by rank and name, with the reason; the same on every rank. Extended here.
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
-    # Every rank reads by itself what the ring has: it lies in memory that all of them see.
+    # Every rank reads the ring itself: all ranks see its shared memory.
     ring_is_near: bool = False
     # Slices of all ranks that were damaged or missing and were read from elsewhere, each with tier, place and rank.
     mended: list[str] = field(default_factory=list)
@@ -62,9 +62,9 @@ class SliceReader:
 
     @property
     def whole_in(self) -> frozenset[str]:
-        """Tiers that have every saved rank's slice, nothing of which turned out damaged. The same on every rank.
+        """Tiers that have every saved rank's slice, with no damage found. The same on every rank.
 
-        The stager's ring does not count: it keeps nothing, so no damaged slice may be given up because of it.
+        The stager's ring does not count: its chunks are soon overwritten, so no damaged slice may be dropped for it.
         """
         damaged = self._unusable | {source for _, source in self._failed}
         found: dict[str, set[int]] = {}
@@ -87,7 +87,7 @@ class SliceReader:
         return itertools.chain.from_iterable(self.candidate.slices.values())
 
     def ends(self) -> bytes:
-        """Head and tail of the image, back to back, checked. Raises as `read`; DamageError also: they are too large."""
+        """Read and check head and tail of the image, back to back. Raises as `read`; DamageError also: too large."""
         head_bytes, tail_offset = ends_of(self.layout)
         ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
         data = torch.empty(ends.nbytes, dtype=torch.uint8, device="cpu")
@@ -101,8 +101,8 @@ class SliceReader:
     def read(self, targets: Mapping[int, EntryTaker], crossing: DeviceSections | None) -> None:
         """Fill every target on every rank.
 
-        DamageError, on every rank: this candidate is no good, and the targets hold anything. StoreError: the store
-        failed, and nothing else has the bytes. PeerLost: a rank is gone.
+        DamageError, on every rank: this candidate cannot be used, and the targets are undefined. StoreError: the store
+        failed, and no other source has the bytes. PeerLost: a rank is gone.
         """
         told = self._read(self.layout, pieces_of(self.layout), targets, crossing)
         if self.manifest is not None:
@@ -164,7 +164,7 @@ class SliceReader:
     def _near(
         self, units: Sequence[Unit], pieces: Mapping[int, FramePiece]
     ) -> tuple[dict[Unit, Unit], list[Unit]]:
-        """The units that every rank reads by itself, each as this rank reads it; and all others."""
+        """Return the units that every rank reads itself, each mapped to this rank's version; and all others."""
         near: dict[Unit, Unit] = {}
         if self.ring_is_near:
             for unit in units:
@@ -185,9 +185,9 @@ class SliceReader:
         pieces: Mapping[int, FramePiece],
         mine: Sequence[Failure],
     ) -> set[int]:
-        """Tell each other what could not be read from where; returns the numbers of these units.
+        """Exchange the failures of all ranks; return the numbers of the failed units.
 
-        `near`: units that every rank reads; one that failed on one rank is nowhere read in this way again.
+        `near`: Units that every rank reads; after a failure on one rank, no rank reads the unit from the ring again.
         """
         if self.peers.all_agree(not mine):
             return set()
@@ -216,7 +216,7 @@ class SliceReader:
         return failed
 
     def _texts(self, failures: Sequence[Failure]) -> list[str]:
-        """One text for each slice, or for a tier that hangs: the first of its frames, and how many more."""
+        """Return one text per slice or hanging tier: its first failed frame, and the number of others."""
         grouped: dict[int | str, list[Failure]] = {}
         for failure in failures:
             number = failure.unit.number

@@ -4,8 +4,8 @@
     saved    {"model": {"w": a whole tensor, untouched}}
     after    {"model": {"w": the DTensor}}              `load_state_dict` then copies it onto itself
 
-The whole tensors are let go; nobody ever touches their memory. An optimizer that has not stepped yet has no moments:
-those that the checkpoint has are made like the parameter that they are of.
+The whole tensors are dropped before their memory is touched. An optimizer that has not stepped yet has no moments: the
+saved ones are split like their parameter.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ class SplitPart(NamedTuple):
     """A split tensor of this rank."""
 
     value: Any  # the DTensor or `Split` that its object takes back
-    held: Held  # what is here of it
-    live: bool = True  # the object has it already
+    held: Held  # the part on this rank
+    live: bool = True  # the object holds it already
 
 
 class Placed(NamedTuple):
     """The result of `place`."""
 
     regions: dict[int, ScatterTarget]  # entry → this rank's parts of it
-    free: frozenset[int]  # entries of which this rank takes nothing whole
+    free: frozenset[int]  # entries from which this rank needs no whole tensor
     nbytes: int  # to be read straight into live memory
 
 
 def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, SplitPart]:
-    """The split tensors in the state, by path; those whose path stands for another one too are left out.
+    """Return the split tensors of the state by path, without ambiguous paths.
 
-    `live`: Result of `live_trees`; FSDP2 reshards its parameters for that. StateError: one is not restorable in place.
+    `live`: Result of `live_trees`, for which FSDP2 has resharded its parameters. StateError: one cannot be restored in
+    place.
     """
     trees = {
         name: live.get(name, value)
@@ -59,12 +60,10 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
 
 
 def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: Any) -> dict[str, SplitPart]:
-    """The parts, with new memory for the DTensors of objects whose own code decides what becomes of what was saved.
+    """Return the parts, with new memory for the DTensors of objects with their own loading code.
 
-    Such an object gets the whole tensor where the checkpoint has another shape. A `Split` is filled where it lies: its
-    object has asked for that.
-
-    `own`: Names to the live trees of those objects.
+    Such an object gets the whole tensor if the checkpoint has another shape. A `Split` is always filled in place, as
+    its object has asked for that. `own`: Names to the live trees of those objects.
     """
     paths = {path for path, tensor in tensor_paths(own) if path in parts and is_dtensor(tensor)}
     shapes = {path: tensor.shape for path, tensor in tensor_paths(tree)} if paths else {}
@@ -78,9 +77,9 @@ def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: An
 
 
 def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, SplitPart]:
-    """Moments of split parameters, new ones, for optimizers that have none where the checkpoint has some.
+    """Allocate moments of split parameters that the checkpoint has and the optimizer lacks.
 
-    They are as the optimizer itself would make them, in the dtype that was saved. StateError: names the parameter.
+    They are as the optimizer itself would make them, in the saved dtype. StateError: names the parameter.
     """
     parts: dict[str, SplitPart] = {}
     for name, value in state.items():
@@ -102,10 +101,10 @@ def place(
 ) -> Placed:
     """Put the parts into the tree, and free memory that no tensor of the tree uses any more.
 
-    `structure`: Its tensors have the shapes of the parts at their paths. `names`: Names of the state. If it is split,
-    the memory of all other names is freed as well: no rank has room for bytes that it does not take. `left_out`:
-    Entries of tensors that other ranks take, and that are not in the tree any more. StateError: a saved tensor does not
-    lie in one piece.
+    `structure`: Its tensors have the shapes of the parts at their paths. `names`: Names of the state. If the state is
+    split, the memory of all other names is freed as well: a rank may lack room for bytes that it does not need.
+    `left_out`: Entries of tensors that other ranks need, already removed from the tree. StateError: a saved tensor does
+    not lie in one piece.
     """
     if not parts and not left_out:
         return Placed({}, frozenset(), 0)
@@ -149,7 +148,7 @@ def _like(path: str, tensor: torch.Tensor, dtype: torch.dtype) -> SplitPart:
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """All tensors of a tree and what is split by hand, as `tensor_paths` names them."""
+    """Yield all tensors and `Split`s of a tree, as `tensor_paths` names them."""
     yield from tensor_paths(tree)
     for prefix, node in containers(tree):
         for key, value in children(node):
@@ -160,7 +159,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 def _saved_moments(
     optimizer: torch.optim.Optimizer, saved: Any
 ) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
-    """Number in the checkpoint, parameter and what was saved for it, of split parameters; as torch matches them."""
+    """Yield each split parameter with its number in the checkpoint and its saved state, as torch matches them."""
     for number, parameter in matched(optimizer, saved):
         moments = saved["state"].get(number)
         if is_split(parameter) and isinstance(moments, Mapping):
@@ -172,5 +171,5 @@ def _is_moment(key: Any, saved: Any, parameter: torch.Tensor) -> bool:
 
 
 def _fits(before: Any, saved: torch.Tensor) -> bool:
-    """Whether the optimizer has it, in the dtype that was saved: that is kept, as for whole tensors."""
+    """Whether the optimizer has the moment in the saved dtype, and keeps it, as with whole tensors."""
     return is_split(before) and before.dtype == saved.dtype

@@ -1,13 +1,13 @@
-"""The tree of an image, with tensors that are allocated but not yet read.
+"""The tree of an image, with tensors allocated but not yet read.
 
     file    │ data.pkl, small entries │ storages …………………………………………… │ serialization id, directory │
               head ───────┐                                             tail ───────┐
                           └► rank 0 reads both, broadcasts ► each rank: torch.load under skip_data ► tree
                                                                        storages, in the order of the pickle ► entries
 
-Only head and tail are read for this (of slices in local tiers: by `slice_reader.py`, checked before they are
-parsed); the bytes between are read by `reading.py`, straight to where they belong. That is the tensors of
-the tree, or better, those of the live objects (`Structure.adopt`): then loading them copies nothing.
+Only head and tail are read for this (from slices by `slice_reader.py`, which checks them first). `reading.py` reads the
+bytes between straight into the tensors of the tree, or of the live objects (`Structure.adopt`): loading then copies
+nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ENDS_BYTES_MAX = 1 << 30  # about three million tensors, as for a layout
 
 @dataclass(frozen=True)
 class ImageEnds:
-    """The begin and the end of an image as its two entries: all that is needed to make the tree."""
+    """Head and tail of an image as its two entries: enough to make the tree."""
 
     image_bytes: int
     chunk_bytes: int
@@ -82,7 +82,7 @@ def is_storage(name: str) -> bool:
 
 
 def ends_of(image: ImageMap) -> tuple[int, int]:
-    """Where the head ends and the tail begins: all tensors lie between them."""
+    """Return where the head ends and the tail begins; all tensors lie between."""
     storages = [entry for entry in image.entries if is_storage(entry.name) and entry.nbytes]
     if not storages:
         return image.image_bytes, image.image_bytes
@@ -91,7 +91,7 @@ def ends_of(image: ImageMap) -> tuple[int, int]:
     return head_bytes, max(head_bytes, tail_offset)
 
 
-# The first bytes of a zip file. torch takes any other file for one of its older formats, which holdfast never writes.
+# The first bytes of a zip file. torch reads any other file as one of its older formats, which holdfast never writes.
 _ZIP_MAGIC = b"PK\x03\x04"
 _ITEMSIZES = (1, 2, 4, 8, 16)
 _SCRATCH_BYTES = 1024 * 1024
@@ -99,7 +99,7 @@ _Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 def read_structure_bytes(store: Store, manifest: Manifest) -> bytes:
-    """Head and tail of the file, back to back. Any thread. DamageError: it is short, or its pickle has changed."""
+    """Read head and tail of the file, back to back. Any thread. DamageError: it is short, or its pickle is damaged."""
     head_bytes, tail_offset = ends_of(manifest)
     data = bytearray(head_bytes + manifest.image_bytes - tail_offset)
     view = memoryview(data)
@@ -117,10 +117,10 @@ def read_structure_bytes(store: Store, manifest: Manifest) -> bytes:
 
 
 def check_structure_chunks(store: Store, manifest: Manifest) -> None:
-    """Read the chunks that head and tail lie in, whole, and compare their CRCs. DamageError: one differs.
+    """Check the CRCs of all chunks that hold head or tail. DamageError: one differs.
 
-    For when a structure does not fit: it was parsed before any chunk was checked, and only if its bytes are those that
-    were written is it the state that is wrong, and not the file.
+    Call this when a structure does not fit the state: it was parsed before any chunk was checked, so a damaged file may
+    be the cause.
     """
     head_bytes, tail_offset = ends_of(manifest)
     chunk_bytes, chunks = manifest.chunk_bytes, len(manifest.chunk_crc32s)
@@ -143,11 +143,11 @@ def check_structure_chunks(store: Store, manifest: Manifest) -> None:
 
 
 class Structure:
-    """The tree, and which storage belongs to which entry.
+    """The tree, and the storage of each entry.
 
-    `data`: Head and tail of the image, back to back. `store`: Asked for bytes that are in neither; None where there is
-    no portable file. DamageError: torch does not read the file, or it contradicts its manifest. StateError: it is
-    whole, but holds what `torch.load(weights_only=True)` does not allow.
+    `data`: Head and tail of the image, back to back. `store`: Provides bytes that are in neither; None without a
+    portable file. DamageError: torch cannot read the file, or it contradicts its manifest. StateError: the file is
+    whole, but holds a type that `torch.load(weights_only=True)` does not allow.
     """
 
     def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None = None) -> None:
@@ -155,7 +155,7 @@ class Structure:
         self._image = image
         created: list[torch.UntypedStorage] = []
         sizes = iter([image.entries[index].nbytes for index in self._numbered()])
-        sizes_are_right = _skipped_sizes_are_right()  # not in `note`: it loads something itself
+        sizes_are_right = _skipped_sizes_are_right()  # not in `note`: the function calls torch.load
 
         def note(storage: Any, _location: str) -> Any:
             if storage.nbytes() and not sizes_are_right:
@@ -184,7 +184,7 @@ class Structure:
             raise DamageError(f"{self._what}: not a file that torch reads: {error}") from error
         self.storages = self._assign(created)
         self._check_paths()
-        # Names of what the tree only numbers; paths of optimizer state that was on the host, its parameter on a device.
+        # Names of parameters that the tree numbers; paths of optimizer state on the host with a parameter on a device.
         self.names, self.on_host = self._said(data)
 
     @property
@@ -197,18 +197,18 @@ class Structure:
 
     @property
     def entries(self) -> set[int]:
-        """The entries in which a tensor of the tree lies."""
+        """The entries that hold tensors of the tree."""
         entry_of = self.entry_of
         found = {entry_at(tensor, entry_of) for _, tensor in self.tensors if not is_split(tensor)}
         return {entry for entry in found if entry is not None}
 
     def adopt(self, live: Mapping[str, Any]) -> int:
-        """Make tensors of the tree share the memory of the live tensors at the same paths, where they may.
+        """Let tensors of the tree share the memory of the live tensors at the same paths, where possible.
 
-        They may if all tensors of a storage, here and there, are at the same paths with the same dtype, shape, strides
-        and offset, and the live storage is CPU memory of exactly the entry's size. Tensors that are tied on one side
-        only therefore keep memory of their own. `live`: Names to trees, such as `{"model": model.state_dict()}`.
-        Returns how many bytes will be read straight into live memory.
+        A storage is shared if all its tensors, saved and live, have the same paths, dtypes, shapes, strides and
+        offsets, and the live storage is CPU memory of exactly the entry's size. Tensors that are tied on one side only
+        therefore keep memory of their own. `live`: Names to trees, such as `{"model": model.state_dict()}`. Returns the
+        number of bytes that will be read straight into live memory.
         """
         there, here = tensor_paths(live), self.tensors
         # Two tensors at one path (`{"a/b": …}` beside `{"a": {"b": …}}`) cannot be told apart.
@@ -233,7 +233,7 @@ class Structure:
         return adopted_bytes
 
     def _said(self, data: bytes) -> tuple[dict[str, list[list[Position]]], frozenset[str]]:
-        """The names and host paths behind the pickle."""
+        """Return the names and host paths from the record behind the pickle."""
         for entry in self._image.entries:
             if entry.name.endswith("/data.pkl") and entry.offset + entry.nbytes <= ends_of(self._image)[0]:
                 record = data[entry.offset : entry.offset + entry.nbytes]
@@ -241,10 +241,10 @@ class Structure:
         return {}, frozenset()
 
     def _assign(self, created: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
-        """Entry index → storage.
+        """Return the storage of each entry.
 
         `torch.save` numbers storages in the order in which the pickle first names them, and `torch.load` makes them
-        in that order. Empty ones are made again each time they are named: they are left out on both sides.
+        in that order. Empty storages are made once per mention, so they are left out on both sides.
         """
         filled, numbered = [storage for storage in created if storage.nbytes()], self._numbered()
         if len(numbered) != len(filled):
@@ -260,7 +260,7 @@ class Structure:
         return dict(zip(numbered, filled, strict=True))
 
     def _numbered(self) -> list[int]:
-        """The entries of storages that hold something, in the order of their numbers."""
+        """Return the entries of storages that are not empty, in the order of their numbers."""
         entries: Sequence[Entry | EntryRecord] = self._image.entries
         numbered = sorted(
             (int(entry.name.rpartition("/")[2]), index)
@@ -270,7 +270,7 @@ class Structure:
         return [index for _, index in numbered]
 
     def _check_paths(self) -> None:
-        """Check that each tensor lies in the entry that the manifest names: torch does not promise the order above."""
+        """Check that each tensor lies in the entry that the manifest names, as torch does not promise any order."""
         entry_of = self.entry_of
         stated: dict[str, set[int]] = {}
         for record in self._image.tensors:
@@ -286,7 +286,7 @@ class Structure:
 
 
 class _Nowhere:
-    """Stands in for the tensors between head and tail, where there is no portable file."""
+    """Takes the place of the store without a portable file: refuses reads between head and tail."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -298,14 +298,16 @@ class _Nowhere:
 
 
 class _StructureFile(RangedFile):
-    """The whole file, of which head and tail need no request."""
+    """The whole file, with head and tail served from memory."""
 
     def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None) -> None:
         super().__init__(cast(Store, _Nowhere(file)) if store is None else store, file, image.image_bytes)
         self._data = memoryview(data)
         self._head_bytes, self._tail_offset = ends_of(image)
         self._end = image.image_bytes
-        self.failure: HoldfastError | None = None  # the store's, which torch's reader turns into other errors
+        self.failure: HoldfastError | None = (
+            None  # the store's error, which torch's reader replaces by others
+        )
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         view = memoryview(buffer).cast("B")
@@ -313,7 +315,7 @@ class _StructureFile(RangedFile):
         end = min(begin + view.nbytes, self._end)
         if begin >= end:
             return 0
-        # A small image is nothing but ends.
+        # A small image consists of head and tail only.
         if end <= self._head_bytes or self._head_bytes == self._tail_offset:
             shift = 0
         elif begin >= self._tail_offset:
@@ -330,22 +332,22 @@ class _StructureFile(RangedFile):
 
 
 def entry_at(tensor: torch.Tensor, entry_of: Mapping[int, int]) -> int | None:
-    """Where a tensor of the file lies; None for an empty or a sparse one."""
+    """Return the entry that holds a tensor of the file; None for an empty or a sparse one."""
     if tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
         return None
     return entry_of.get(tensor.untyped_storage().data_ptr())
 
 
 def once(paths: Iterable[str]) -> set[str]:
-    """The paths that stand for one tensor only."""
+    """Return the paths that occur only once."""
     return {path for path, count in Counter(paths).items() if count == 1}
 
 
 @functools.cache
 def _skipped_sizes_are_right() -> bool:
-    """Torch before 2.11 takes the bytes of a storage that it skips for elements: such a storage is too large."""
+    """Whether skipped storages have their size. torch before 2.11 counts bytes as elements and makes them too large."""
     saved = io.BytesIO()
-    torch.save(torch.zeros(1, device="cpu"), saved)  # whatever device the script has made the default
+    torch.save(torch.zeros(1, device="cpu"), saved)  # on the CPU, regardless of the script's default device
     saved.seek(0)
     with torch.serialization.skip_data():
         read = torch.load(saved, map_location="cpu", weights_only=True)
@@ -353,9 +355,9 @@ def _skipped_sizes_are_right() -> bool:
 
 
 def _of_size(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-    """One of the size that its entry has, for a storage that is too large by the size of an element.
+    """Return a storage of the entry's size, `nbytes`, for one that is too large by a factor of the element's size.
 
-    A tensor that reaches beyond the end makes it grow when torch makes the tensor; then the sizes differ again.
+    A tensor that reaches beyond its end makes the storage grow, and `_assign` then finds that the sizes differ.
     """
     sizes = {nbytes * itemsize for itemsize in _ITEMSIZES}
     if storage.nbytes() not in sizes:
@@ -364,7 +366,7 @@ def _of_size(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage
 
 
 def _by_storage(tensors: list[Named]) -> dict[int, list[Named]]:
-    """Address of the memory → what lies in it. Only plain CPU tensors with memory."""
+    """Group plain CPU tensors that have memory by the address of their storage."""
     groups: dict[int, list[Named]] = {}
     for named in tensors:
         if refusal(named.tensor) is None and named.tensor.device.type == "cpu" and _nbytes(named.tensor):
@@ -373,7 +375,7 @@ def _by_storage(tensors: list[Named]) -> dict[int, list[Named]]:
 
 
 def _apart(groups: dict[int, list[Named]]) -> list[list[Named]]:
-    """The groups whose memory overlaps no other group's (two storages may be made over the same memory)."""
+    """Return the groups whose memory overlaps no other group's (two storages may be made over the same memory)."""
     spans = sorted((address, address + _nbytes(group[0].tensor)) for address, group in groups.items())
     result, reached = [], 0
     for (begin, end), (following, _) in itertools.pairwise([*spans, (2**64, 2**64)]):

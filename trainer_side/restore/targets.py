@@ -1,4 +1,4 @@
-"""The memory that bytes of an image are read into: windows that are used again, and what takes the bytes from there.
+"""The memory that an image is read into: reusable windows, and targets that take the bytes from there.
 
     bytes of the entry   ····│····│·xx·│·xx·│·xx·│····      as they were read, window by window
     EntryTarget          all of an entry                    in host memory
@@ -7,7 +7,7 @@
 
 If possible, a region is read straight into live memory. Otherwise (another dtype, a tensor that is stored transposed)
 it is read into memory of its own, and `settle` copies it from there. For a tensor on a device, that memory is on the
-device if there is room (`device_memory.py`): bytes then cross in sections, and the device copies.
+device if there is room (`device_memory.py`): bytes are then transferred in sections, and the device copies.
 """
 
 from __future__ import annotations
@@ -39,17 +39,15 @@ class RegionTarget:
     base: int  # where in the entry the tensor begins
     comb: Comb  # where the region's bytes lie in the tensor
     whole: tuple[tuple[int, ...], int, Region]  # what the comb is made of: shape, bytes of an element, region
-    memory: (
-        np.ndarray
-    )  # of the host, of the region's size, as bytes. Empty if the region is read into a device
+    memory: np.ndarray  # of the host, as bytes; empty if the region is read into a device
     # The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live tensor's.
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
     device: torch.Tensor | None = None  # memory of the region, as bytes
-    # The tensor itself can take the bytes on its device: it is not in use yet and has their memory order.
+    # The bytes can be read into the tensor itself on its device: it is not in use yet and has their memory order.
     is_fresh: bool = False
 
     def put(self, inside: int, source: np.ndarray) -> None:
-        """Take what belongs to the region from bytes of the entry, which begin `inside` bytes into it."""
+        """Copy the region's bytes from `source`, which begins `inside` bytes into the entry."""
         if self.device is None:
             copy_runs(self.comb, inside - self.base, source, self.memory, 0)
 
@@ -75,10 +73,10 @@ class RegionTarget:
 
 
 def copy_runs(comb: Comb, begin: int, source: np.ndarray, memory: np.ndarray, first: int) -> None:
-    """Copy what belongs to a region from bytes of its tensor.
+    """Copy a region's bytes from a part of its tensor.
 
-    `comb`: Where the region's bytes lie in the tensor. `begin`: Where the source begins in it. `first`: The number of
-    the region's byte with which the memory begins.
+    `comb`: Where the region's bytes lie in the tensor. `begin`: Where the source begins in the tensor. `first`: Where
+    the memory begins in the region.
     """
     at, end = comb.before(begin), comb.before(begin + len(source))
     if at >= end:
@@ -91,7 +89,7 @@ def copy_runs(comb: Comb, begin: int, source: np.ndarray, memory: np.ndarray, fi
 
 
 def whole_entry(entry: int, storage: torch.UntypedStorage) -> RegionTarget:
-    """All of an entry, which the storage has the size of."""
+    """Return a target for all of an entry, in a storage of the entry's size."""
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     nbytes = storage.nbytes()
     whole = ((nbytes,), 1, Region((0,), (nbytes,)))
@@ -111,21 +109,21 @@ class ScatterTarget:
         return cls([whole_entry(entry, storage)])
 
     def put(self, inside: int, _address: int, view: memoryview) -> None:
-        """Take from bytes of the entry, which begin `inside` bytes into it. Any thread."""
+        """Copy the regions' bytes from `view`, which begins `inside` bytes into the entry. Any thread."""
         source = np.frombuffer(view, np.uint8)
         for region in self.regions:
             region.put(inside, source)
 
     def parts(self, inside: int, begin: int, nbytes: int) -> list[SectionPart]:
-        """The parts that go to a device, of `nbytes` of the entry from `inside` on, at `begin` of a window."""
+        """Return the parts for a device in `nbytes` of the entry from `inside` on, read to `begin` of a window."""
         return [part for region in self.regions for part in region.parts(inside, begin, nbytes)]
 
 
 class Claims:
-    """The live memory that regions are read into: no two of them into the same.
+    """Assigns live memory to regions, so that no two are read into the same memory.
 
-    Tied tensors are one memory at several paths. If what was saved for them is one tensor as well, it is read once; if
-    not, the others are read beside it, and copied over it in their order. `live`: Whether the script has the tensors
+    Tied tensors share memory at several paths. If they were also saved as one tensor, it is read once; if not, the
+    others are read into other memory, and copied over the first in order. `live`: Whether the script uses the tensors
     already.
     """
 
@@ -136,10 +134,10 @@ class Claims:
         self.nbytes = 0
 
     def target(self, path: str, saved: torch.Tensor, entry: int, held: Held) -> RegionTarget | None:
-        """The target of one part; None if it is empty, or is filled by another one.
+        """Return the target of one part; None if the part is empty, or another target fills it.
 
-        `saved`: The whole tensor as the file describes it; its memory is not touched. `held`: What this rank has of it.
-        StateError: it does not lie in one piece in the file.
+        `saved`: The whole tensor as the file describes it; its memory is not touched. `held`: This rank's part of it.
+        StateError: the tensor does not lie in one piece in the file.
         """
         local, item_bytes = held.local, saved.element_size()
         if not local.numel():
@@ -181,7 +179,7 @@ class Claims:
 
 
 def settle(targets: Iterable[ScatterTarget]) -> None:
-    """Copy what could not be read into its place. Training thread, when all of it is there."""
+    """Copy regions that could not be read into their final place. Training thread, after all bytes arrived."""
     on_device: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
         for target in targets:
@@ -200,7 +198,7 @@ def settle(targets: Iterable[ScatterTarget]) -> None:
 
 
 def _order(path: str, saved: torch.Tensor) -> list[int]:
-    """The dimensions in the order in which they lie in the file, without those of one place."""
+    """Return the dimensions in their order in the file, without those of size 1."""
     stride = saved.stride()
     order = [dimension for dimension, size in enumerate(saved.shape) if size != 1]
     order.sort(key=lambda dimension: -stride[dimension])
@@ -224,7 +222,7 @@ def _strides(size: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor that lies in one piece, wherever it is."""
+    """Return the bytes of a tensor that lies in one piece, on its device."""
     begin = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return memory[begin : begin + tensor.numel() * tensor.element_size()]
@@ -260,8 +258,8 @@ class EntryTarget(NamedTuple):
         )
 
     def put(self, inside: int, address: int, view: memoryview) -> None:
-        """Take bytes of the entry, which begin `inside` bytes into it. Any thread."""
-        # memmove gives the GIL back, so other readers go on.
+        """Copy `view`, which begins `inside` bytes into the entry. Any thread."""
+        # memmove releases the GIL, so other readers proceed.
         ctypes.memmove(self.address + inside, address, view.nbytes)
 
     def parts(self, _inside: int, _begin: int, _nbytes: int) -> Sequence[SectionPart]:
@@ -281,7 +279,7 @@ class ReadWindow(NamedTuple):
 
     @classmethod
     def of_size(cls, nbytes: int) -> ReadWindow:
-        """Fresh memory, which is there only when it is touched."""
+        """Allocate memory, which takes space only when it is touched."""
         memory = direct_window(nbytes)
         return cls(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), memory)
 
@@ -298,7 +296,7 @@ class EntryPart(NamedTuple):
 class ReadRun(NamedTuple):
     """One request: `nbytes` from `offset` of the source on, and the parts of entries that lie in it, in order.
 
-    `begins` has for each part where it begins in what was read.
+    `begins`: Where each part begins in these bytes.
     """
 
     offset: int
@@ -308,9 +306,9 @@ class ReadRun(NamedTuple):
 
 
 class ChunkWindows:
-    """The chunks of one image. Immutable; any thread.
+    """Finds the parts of entries in extents of one image. Immutable; any thread.
 
-    `entries`: Indices of the entries that matter; all else counts as literals.
+    `entries`: Indices of the entries to find; all other bytes are ignored.
     """
 
     def __init__(self, image: ImageMap, entries: Collection[int]) -> None:
@@ -327,7 +325,7 @@ class ChunkWindows:
     def runs(
         self, lying: Sequence[Extent], offset: int, run_bytes: int, *, wanted: Sequence[Extent] | None = None
     ) -> Iterator[ReadRun]:
-        """The requests of at most `run_bytes` that read extents of the image: in order, without gaps.
+        """Yield requests of at most `run_bytes` that read extents of the image: in order, without gaps.
 
         `lying`: The extents, ascending; they lie back to back from `offset` of the source on. `wanted`: Only parts of
         entries within these extents are returned; by default all.
@@ -369,7 +367,7 @@ class ChunkWindows:
 
 
 def _positions(extents: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
-    """How many bytes lie before each extent."""
+    """Yield each extent with the number of bytes before it."""
     position = 0
     for extent in extents:
         yield position, extent

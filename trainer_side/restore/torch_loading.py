@@ -1,10 +1,10 @@
-"""Tells which objects torch loads without asking them, and where torch then puts each tensor.
+"""Tells which objects torch loads without custom code, and where torch then puts each tensor.
 
     torch alone    a module or optimizer without overrides, hooks or extra state      its tensors are read in place
-    own code       it may rename, convert, keep or refuse                             read beside, then handed over
+    own code       it may rename, convert, keep or refuse                             read elsewhere, then passed to it
 
-An object is judged by the identity of its methods: one override, hook or tensor subclass in any submodule makes it one
-with own code. Torch's own overrides and hooks that put the bytes of a complete file where plain loading does are known.
+An object is judged by the identity of its methods: one override, hook or tensor subclass in any submodule counts as own
+code. Exceptions are torch's own overrides and hooks that treat a complete file as plain loading does.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch.nn.parameter import is_lazy
 from trainer_side.state.optimizer_places import is_form
 from trainer_side.state.split_tensor import is_dtensor
 
-# They change nothing in a file that has all names of the module: they complete or refuse files of old versions.
+# Their loading only completes or refuses files of old versions, which lack names of the module.
 _NORMS = (_NormBase, _InstanceNorm)
 _CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-# They keep the wrapper out of the names; see `places_of`.
+# These hooks keep the wrapper out of the names; see `places_of`.
 _NAME_HOOKS = f"{_CHECKPOINT_WRAPPER}:ActivationWrapper."
-_SHARDING_HOOKS = "torch.distributed.fsdp._fully_shard."  # they bring the parameters of FSDP2 back into parts
-_OLD_NAME_HOOKS = "torch.nn.utils.parametrizations:weight_norm."  # they rename what an old weight_norm saved
+_SHARDING_HOOKS = "torch.distributed.fsdp._fully_shard."  # reshard the parameters of FSDP2
+_OLD_NAME_HOOKS = "torch.nn.utils.parametrizations:weight_norm."  # rename parameters of an old weight_norm
 
 
 class Loading(enum.Enum):
     """How an object of the state is loaded."""
 
     TORCH = enum.auto()
-    ADAPTED = enum.auto()  # by torch, which completes or renames what an older version of a layer has saved
+    ADAPTED = enum.auto()  # by torch, which completes or renames the state of older versions of a layer
     OWN = enum.auto()
 
 
@@ -52,7 +52,7 @@ def loading_of(value: Any) -> Loading:
 
 
 def is_loaded_by_torch(value: Any, saved: Any) -> bool:
-    """Whether torch puts the bytes of `saved` into the value as they are, without code of others that may object."""
+    """Whether torch copies `saved` into the value unchanged, without custom code that may refuse."""
     loading = loading_of(value)
     if loading is Loading.ADAPTED:
         return isinstance(saved, Mapping) and set(saved) == set(places_of(value))
@@ -60,7 +60,7 @@ def is_loaded_by_torch(value: Any, saved: Any) -> bool:
 
 
 def places_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Each parameter and buffer under the key at which torch's own `load_state_dict` looks for it in a checkpoint."""
+    """Return each parameter and buffer under the key that torch's own `load_state_dict` looks up in a checkpoint."""
     places: dict[str, torch.Tensor] = {}
 
     def visit(node: nn.Module, prefix: str) -> None:
@@ -82,7 +82,7 @@ def places_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def read_in_place(
     state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Names to the tensors that may be read into, as trees of the checkpoint's paths. `live`: from `live_trees`."""
+    """Return, by name, the tensors that may be read into, at the checkpoint's paths. `live`: from `live_trees`."""
     return {
         name: places_of(state[name]) if isinstance(state[name], nn.Module) else live[name]
         for name in live
@@ -133,18 +133,18 @@ def _is_inherited(value: Any, method: str, base: type) -> bool:
 
 
 def _is_from(hook: Callable[..., Any], *places: str) -> bool:
-    function = getattr(hook, "hook", hook)  # torch wraps those that it calls before loading
+    function = getattr(hook, "hook", hook)  # torch wraps the hooks that it calls before loading
     where = f"{function.__module__}:{function.__qualname__}" if inspect.isfunction(function) else ""
     return any(where.startswith(place) for place in places)
 
 
 def _is_activation_wrapper(module: nn.Module) -> bool:
-    file = sys.modules.get(_CHECKPOINT_WRAPPER)  # imported by whoever made one
+    file = sys.modules.get(_CHECKPOINT_WRAPPER)  # imported if a wrapper exists
     return file is not None and isinstance(module, file.ActivationWrapper)
 
 
 def _takes_bytes(tensor: torch.Tensor) -> bool:
-    """Whether `copy_` into the tensor copies bytes, and no code of a subclass is asked."""
+    """Whether `copy_` into the tensor copies bytes without running code of a subclass."""
     kind = type(tensor)
     if is_lazy(tensor):  # a hook of torch gives it a shape
         return False
@@ -175,7 +175,7 @@ WRAPPERS = {
 
 
 def rewrap(state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, Any]) -> None:
-    """Rename the saved state in `tree` of modules, and of optimizers by name, to the names of this job. In place."""
+    """Rename the saved state of modules, and of optimizers keyed by name, in `tree` to the names of this job."""
     moved: dict[str, str] = {}
     parameters: set[str] = set()
     for name, value in state.items():
@@ -193,7 +193,7 @@ def rewrap(state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, An
 
 
 def new_names(saved: Collection[str], here: Collection[str]) -> dict[str, str]:
-    """Each saved name that has another one here, and that one. Names that are not here follow their module."""
+    """Map saved names to their names here, if these differ. Names that do not exist here follow their module."""
     if set(saved) <= set(here) or set(here) <= set(saved):
         return {}
     there, own = _Tree(saved), _Tree(here)
@@ -204,7 +204,7 @@ def new_names(saved: Collection[str], here: Collection[str]) -> dict[str, str]:
 
 
 def other_wrappers(saved: Collection[str], here: Collection[str]) -> str:
-    """Which wrappers only the saved names have, or only those here, for messages; empty where they have the same."""
+    """Name the wrappers that only one of the two sides has, for messages; empty if there are none."""
     there, own = _wrappers_in(saved), _wrappers_in(here)
     said = [
         f"only the {where} has {', '.join(f'{name!r} ({WRAPPERS[name]})' for name in sorted(some))}"
@@ -215,7 +215,7 @@ def other_wrappers(saved: Collection[str], here: Collection[str]) -> str:
 
 
 class _Tree:
-    """Modules by name, with what is a wrapper among them."""
+    """Modules by name, some of which are wrappers."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._children: dict[tuple[str, ...], set[str]] = {(): set()}
@@ -225,14 +225,14 @@ class _Tree:
                 self._children.setdefault(parts[:depth], set()).add(part)
         self._here: dict[tuple[str, ...], tuple[str, ...]] = {}
         for parts in sorted([*self._children, *leaves], key=len):
-            self._here[self._bare(parts)] = parts  # of a wrapper and what is in it, the innermost
+            self._here[self._bare(parts)] = parts  # the innermost of nested wrappers
 
     def bare(self, name: str) -> tuple[str, ...]:
-        """The parts of the name that are no wrappers; of the name of the root module, which is empty, nothing."""
+        """Return the parts of the name that are no wrappers; none for the root module, whose name is empty."""
         return self._bare(tuple(name.split("."))) if name else ()
 
     def named(self, bare: tuple[str, ...]) -> str:
-        """The name that is here for it; if it is not here, that of the module in which it would be, and the rest."""
+        """Return the full name here; for an unknown name, that of its innermost known module, and the rest."""
         depth = next(depth for depth in range(len(bare), -1, -1) if bare[:depth] in self._here)
         return ".".join((*self._here[bare[:depth]], *bare[depth:]))
 
@@ -263,11 +263,11 @@ def _renamed(saved: Mapping[str, Any], here: Mapping[str, Any], new: Mapping[str
     if not isinstance(saved, OrderedDict):
         return dict(pairs)
     renamed = OrderedDict(pairs)
-    # By name of the module, with the version that its code asks for.
+    # Versions of layers, by name of the module; torch's loading code asks for them.
     metadata = getattr(saved, "_metadata", None)
     if isinstance(metadata, Mapping):
         there, own = _Tree(saved), _Tree(here)
-        # A wrapper and what is in it have one bare name: the module inside comes later, and counts.
+        # A wrapper and its content have one bare name: the inner module comes later, and wins.
         moved = OrderedDict((own.named(there.bare(key)), value) for key, value in metadata.items())
         renamed._metadata = moved  # type: ignore[attr-defined]
     return renamed

@@ -1,12 +1,12 @@
-"""Finds tensors that are one piece of memory in the script, and several in the checkpoint: which value would it get?
+"""Finds tensors that share memory in the script, but have memory and perhaps values of their own in the checkpoint.
 
     script       head.weight is embed.weight          or views that overlap, or one tensor in two objects of the state
     checkpoint   head.weight, embed.weight            each with bytes of its own
         │ same bytes     they are loaded
         └ other bytes    StateError with both names, before anything is loaded
 
-Where a manifest has the CRC-32 of each, that tells before a byte is read. Where it does not (slices of local tiers,
-views), the bytes are read beside the live tensors, and compared (`see_suspects`) before they are loaded.
+If a manifest has the CRC-32 of each, these are compared before a byte is read. Otherwise (slices of local tiers, views)
+the bytes are read outside live memory, and compared (`see_suspects`) before they are loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNED_BYTES = 16  # of the largest dtype
 
 
 class _LiveView(NamedTuple):
-    """A tensor of the script: what of it is on this rank, and the bytes between its first and its last element."""
+    """A tensor of the script: its part on this rank, and the addresses where that part begins and ends."""
 
     path: str
     local: torch.Tensor
@@ -37,11 +37,11 @@ class _LiveView(NamedTuple):
 
 
 Suspects = Sequence[Sequence[_LiveView]]
-"""Groups of tensors that share memory in the script and do not do so in the checkpoint."""
+"""Groups of tensors that share memory in the script but not in the checkpoint."""
 
 
 def see_suspects(groups: Suspects, tree: Any, step: int) -> None:
-    """Compare the bytes of each group after the reading. Training thread. StateError: two values differ; names both."""
+    """Compare the bytes of each group after the read. Training thread. StateError: two values differ; names both."""
     if not groups:
         return
     saved = {path: local_of(tensor) for path, tensor in tensor_paths(tree)}
@@ -58,11 +58,11 @@ def suspects(
     entry_of: Mapping[int, int],
     step: int,
 ) -> Suspects:
-    """Find the groups that only their bytes can show to agree, before a byte is read.
+    """Find the groups whose bytes must be compared after the read.
 
-    `live`: Result of `live_trees`. `tree`: The saved tree, as it is in the file. `image`: Has the CRC-32 of each entry,
-    if it is a manifest. `entry_of`: Address of a storage of the tree to its entry. StateError: by their CRC-32, two of
-    them have different values; names both.
+    `live`: Result of `live_trees`. `tree`: The saved tree, as it is in the file. `image`: A manifest has the CRC-32 of
+    each entry. `entry_of`: Address of a storage of the tree → its entry. StateError: the CRC-32s of two tensors of a
+    group differ; names both.
     """
     there = tensor_paths(tree)
     clear = once(path for path, _ in there)
@@ -92,21 +92,21 @@ def _refusal(step: int, one: str, other: str) -> StateError:
 def _sharing(
     state: Mapping[str, Any], live: Mapping[str, Any], saved: Mapping[str, torch.Tensor]
 ) -> Iterator[list[_LiveView]]:
-    """Groups of tensors at several paths whose bytes overlap on this rank, and into which values are copied."""
+    """Yield groups of tensors at several paths that overlap in memory on this rank, and that loading copies into."""
     pools: dict[str, list[_LiveView]] = {}
     views: dict[str, set[Any]] = {}
     for path, tensor in tensor_paths({name: live.get(name, value) for name, value in state.items()}):
         name = path.partition("/")[0]
         value = state.get(name)
         if isinstance(value, torch.optim.Optimizer) or path not in saved:
-            continue  # an optimizer takes the tensors that it is given
+            continue  # an optimizer adopts the loaded tensors
         local = local_of(tensor)
         if view_of(local) is None or not local.numel() or saved[path].shape != tensor.shape:
             continue
         if any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
             continue  # an expanded tensor, into which nothing can be copied
-        # An object of the script may replace its tensors by the loaded ones, such as the best weights so far. Tensors
-        # of a module that it holds in one dictionary are taken for the state of that module.
+        # An object of the script may replace its tensors by the loaded ones, such as the best weights so far. Module
+        # tensors that it holds in one dictionary count as the state of that module.
         is_filled = isinstance(value, torch.nn.Module | torch.Tensor | dict | list | tuple)
         if not is_filled and view_of(local) not in _module_views(name, value, views):
             continue
@@ -121,7 +121,7 @@ def _sharing(
 
 
 def _module_views(name: str, value: Any, known: dict[str, set[Any]]) -> set[Any]:
-    """Where the tensors of the modules that an object holds lie in memory; `known`: by name, what was found before."""
+    """Return the memory of the tensors of all modules that an object holds. `known`: Cache, by name of the object."""
     if name not in known:
         modules = [one for one in reachable({name: value}) if isinstance(one, torch.nn.Module)]
         tensors = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
@@ -148,7 +148,7 @@ def _place(one: _LiveView) -> tuple[Any, ...]:
 
 
 def _shares_alike(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the file has them in one storage, at the same distances, so that all get the same bytes."""
+    """Whether the file has the group in one storage, at the same distances, so that all get the same bytes."""
     places = set()
     for one in group:
         tensor = saved[one.path]
@@ -157,7 +157,7 @@ def _shares_alike(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor])
         begin = tensor.storage_offset() * tensor.element_size()
         same_form = tensor.dtype == one.local.dtype and tensor.stride() == one.local.stride()
         same_form = same_form and tensor.shape == one.local.shape
-        # Only a part of a split tensor is here: the parts are alike if the whole tensors are one.
+        # This rank has only parts of split tensors: the parts agree if the whole tensors are one.
         form = (
             (one.begin - group[0].begin - begin,)
             if same_form
@@ -170,7 +170,7 @@ def _shares_alike(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor])
 def _sum(
     one: _LiveView, saved: torch.Tensor, image: Manifest | Layout, entry_of: Mapping[int, int]
 ) -> tuple[Any, ...] | None:
-    """Equal for two whole tensors of the file that have the same bytes; None if the file has no CRC for it."""
+    """Return a key that is equal for tensors with the same bytes; None if the file has no CRC for this one."""
     entry = entry_at(saved, entry_of)
     if entry is None or not saved.is_contiguous() or saved.dtype != one.local.dtype:
         return None
@@ -180,7 +180,7 @@ def _sum(
 
 
 def _clashes(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs of which the one would overwrite the other with different bytes."""
+    """Yield the first pair of paths of which one would overwrite the other with different bytes, if any."""
     begin = group[0].begin // _ALIGNED_BYTES * _ALIGNED_BYTES
     nbytes = max(one.end for one in group) - begin
     memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()

@@ -1,8 +1,8 @@
-"""Undoes what torch's own loading of an optimizer casts: its state comes back in the dtypes in which it was saved.
+"""Undoes the casts in torch's own loading of an optimizer, so that its state keeps the saved dtypes.
 
 saved    {"master": float32, "moment": {"codes": int8, "scales": [float32]}}      of a bfloat16 parameter
 loaded   all of them bfloat16, at any depth
-after    as saved, on the device to which the optimizer has taken them, or on where `elsewhere` says that they belong
+after    as saved, on the device that the optimizer chose, or on the one that `elsewhere` names
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from trainer_side.state.tree import children, tensor_paths, with_changes
 
 _HOST = "cpu"
 Elsewhere = Mapping[int, Mapping[str, torch.device]]
-"""Number of a parameter in what was saved → path within its state → the device, where it is not the parameter's."""
+"""Saved number of a parameter → path within its state → the device, if it is not the parameter's."""
 
 
 def offloaded(structure: Structure) -> frozenset[int]:
-    """`id()` of the tensors of the tree that lay in host memory while their parameter lay on a device."""
+    """Return the `id()` of tensors of the tree that were in host memory while their parameter was on a device."""
     return frozenset(id(tensor) for path, tensor in structure.tensors if path in structure.on_host)
 
 
 def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> Elsewhere:
-    """The tensors of the saved state that do not go to the device of their parameter, with their devices."""
+    """Return the saved tensors that do not belong on the device of their parameter, with their devices."""
     found: dict[int, Mapping[str, torch.device]] = {}
     for number, parameter in matched(optimizer, saved):
         live = {path: one.device for path, one in tensor_paths(optimizer.state.get(parameter)) if one.dim()}
@@ -44,11 +44,11 @@ def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[
     return found
 
 
-_SPOILT = "<generator object"  # torch makes a new text from the letters of a text, and gets this
+_SPOILT = "<generator object"  # torch calls `str` on a generator of the letters of a text, and gets this
 
 
 class Shielded:
-    """A value that torch's loading would refuse, or warn of. It leaves objects of other classes as they are."""
+    """Hides a value that torch's loading would refuse, or warn of: torch leaves objects of unknown classes alone."""
 
     __slots__ = ("device", "value")
 
@@ -60,16 +60,16 @@ class Shielded:
 def uncasting(
     optimizers: Iterable[torch.optim.Optimizer], on_host: Collection[int] = ()
 ) -> Iterator[list[torch.optim.Optimizer]]:
-    """Inside the block, these optimizers load their state with the saved dtypes and devices. Training thread.
+    """Make these optimizers load their state with the saved dtypes and devices. Training thread.
 
-    `on_host`: Saved tensors that they keep in host memory (`uncast.offloaded`), by `id()`. The repair precedes hooks
-    that run after the loading, and all that a class does with what torch has loaded. Yields the optimizers that have
-    loaded state so far; one with a loading of its own is never among them.
+    `on_host`: Saved tensors that they keep in host memory (`uncast.offloaded`), by `id()`. The repair runs before other
+    post-hooks, and before code of a class that processes the loaded state. Yields the optimizers that have loaded state
+    so far; one that overrides `load_state_dict` is never among them.
     """
     hooks: list[Any] = []
     done: list[torch.optim.Optimizer] = []
     for optimizer in optimizers:
-        if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # not where `__init__` was left out
+        if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # missing if `__init__` was not called
             repair = _Repair(done, on_host)
             hooks.append(optimizer.register_load_state_dict_pre_hook(repair.shield))
             hooks.append(optimizer.register_load_state_dict_post_hook(repair.uncast, prepend=True))
@@ -86,7 +86,7 @@ class _Repair:
         self._done, self._on_host = done, on_host
 
     def shield(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        self._saved = dict(saved)  # torch goes on with another one, and a hook may change what it is given
+        self._saved = dict(saved)  # a copy, since other hooks may change theirs
         numbers = {*numbers_of(saved)}
         others = elsewhere(optimizer, saved, self._on_host)
         state = {
@@ -102,9 +102,9 @@ class _Repair:
 
 
 def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = False) -> None:
-    """Give the state of each parameter its dtypes back. Training thread, after `load_state_dict`.
+    """Restore the saved dtypes of each parameter's state. Training thread, after `load_state_dict`.
 
-    `only_casts`: Leave alone what is not the saved value in another dtype: the optimizer's own code has decided it.
+    `only_casts`: Change only tensors that are the saved ones in another dtype: own code has chosen all others.
     """
     for number, parameter in matched(optimizer, saved):
         if number in saved["state"] and parameter in optimizer.state:
@@ -128,7 +128,7 @@ def _shielded(value: Any, elsewhere: Mapping[str, torch.device], path: str = "")
 
 
 def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool) -> Any:
-    """`loaded` with the dtypes of `saved`, wherever both have the same form; itself where it has them already."""
+    """Return `loaded` with the dtypes of `saved`, as far as both have the same form; itself if nothing changes."""
     again = functools.partial(_restored, device=device, only_casts=only_casts)
     if isinstance(loaded, Shielded):
         return _moved(loaded.value, loaded.device or device)
@@ -140,7 +140,7 @@ def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool
         return saved if isinstance(loaded, str) and loaded.startswith(_SPOILT) else loaded
     if isinstance(saved, Mapping):
         if not isinstance(loaded, dict) or loaded.keys() != saved.keys():
-            # Keys that the optimizer has added or taken away are its own business.
+            # Keys that the optimizer has added or removed stay as they are.
             return loaded if not isinstance(loaded, dict) else _common(loaded, saved, again)
         return _like(saved, loaded, {key: again(loaded[key], saved[key]) for key in saved})
     if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(loaded) == len(saved):
@@ -149,7 +149,7 @@ def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool
 
 
 def _is_cast(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether torch has made the one of the other, and nothing else."""
+    """Whether `loaded` is nothing but `saved`, cast."""
     cast = saved.to(loaded.device, loaded.dtype)
     return cast.shape == loaded.shape and torch.equal(
         *(one.contiguous().reshape(-1).view(torch.uint8) for one in (cast, loaded))
@@ -165,7 +165,7 @@ def _common(
 
 
 def _like(saved: Any, loaded: Any, values: Mapping[Any, Any]) -> Any:
-    """These values in the container that was loaded, or in one of the kind that was saved."""
+    """Return these values in the loaded container, or in one of the saved kind if the kinds differ."""
     changed = {key: value for key, value in values.items() if value is not loaded[key]}
     if type(loaded) is type(saved) and isinstance(loaded, dict | list):
         for key, value in changed.items():
@@ -177,7 +177,7 @@ def _like(saved: Any, loaded: Any, values: Mapping[Any, Any]) -> Any:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A value that torch's loading has not seen, with its tensors where the parameter is."""
+    """Move the tensors of a value that was hidden from torch's loading to `device`."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict | list | tuple):

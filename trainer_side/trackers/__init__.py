@@ -1,15 +1,15 @@
-"""Experiment trackers: the run of this training in W&B, TensorBoard or MLflow goes on where the training does.
+"""Experiment trackers: the run in W&B, TensorBoard or MLflow resumes where the training resumes.
 
-    restore() ─► Checkpointer.track ─► StartPoint ─► the tracker's run goes on; its id is in each later checkpoint
-    events of this rank (save, staged, durable, …) ─► marking, a thread of its own ─► Mark ─► each Tracker
+    restore() ─► Checkpointer.track ─► StartPoint ─► the tracker's run resumes; each later checkpoint has its id
+    events of this rank (save, staged, durable, …) ─► marking, on its own thread ─► Mark ─► each Tracker
 
-tracker              the interface of a tracker, and the one of ranks that have none
-start_point          where training goes on
+tracker              the interface of a tracker, and the null tracker of ranks other than 0
+start_point          where training resumes
 mark                 one fact about checkpoints, at a training step
 marking              collects the marks, and sends them
 wandb_tracker        W&B.   logged_steps: the steps that an offline run has logged
 tensorboard_tracker  TensorBoard
 mlflow_tracker       MLflow
 
-No tracker is imported before a script asks for it. docs/trackers.md is the page for users.
+A tracker's library is imported only when a script asks for it. docs/trackers.md is the page for users.
 """

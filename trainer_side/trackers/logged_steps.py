@@ -1,9 +1,9 @@
-"""The files in which W&B keeps a run that is offline: the newest step that attempts before have logged.
+"""Finds the newest step that earlier attempts have logged, in the files of an offline W&B run.
 
     header, 7 bytes: ":W&B", magic, version
     blocks of 32 KiB, of pieces: CRC, length, kind ─► records: protocol buffers of wandb's own module
 
-A killed process leaves the last record cut: what comes before it counts.
+A killed process may leave the last record truncated; the records before it count.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 
 def newest_logged_step(run: wandb.Run) -> int:
-    """The newest step of `run` in the folders of earlier attempts that lie beside its own; -1 without one."""
+    """Return the newest step of `run` in the folders of earlier attempts, next to its own; -1 without one."""
     own = Path(run.dir).parent
     newest = -1
     for file in own.parent.glob(f"*run-*/run-{run.id}.wandb"):
         if file.parent.resolve() != own.resolve():
             try:
                 newest = max(newest, *_steps(file.read_bytes()), -1)
-            except Exception as error:  # noqa: BLE001 - another version may write in another way
+            except Exception as error:  # noqa: BLE001 - another version of W&B may write another format
                 _log.warning(
                     "W&B: %s cannot be read, so steps in it may be logged twice: %s: %s",
                     file,
@@ -53,7 +53,7 @@ def _steps(data: bytes) -> Iterator[int]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The whole records of a file."""
+    """Yield the complete records of a file."""
     if data[: len(_MAGIC)] != _MAGIC:
         return
     at, begun = _HEADER_BYTES, b""

@@ -1,4 +1,4 @@
-"""One fact about checkpoints, as a tracker shows it: a number at the training step that it is about."""
+"""One fact about checkpoints, as a tracker shows it: a number at a training step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Mark:
 
     Attributes:
         name: The chart: `stall_seconds`, `staged_seconds`, `durable_seconds`, `kept_seconds`, `attempt`, `lost_steps`.
-        step: The training step that it is about, which may be long past.
+        step: The training step, which may be long past.
         value: The number.
-        text: For people; empty where the number says all.
+        text: For people; empty if the number says all.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Sends marks about checkpoints to the trackers of a run, in a thread of its own. Rank 0.
+"""Sends marks about checkpoints to the trackers of a run, on its own thread. Rank 0.
 
-    events of this rank ─► heard (any thread) ─► queue ─► the thread ─► mark() of each tracker
-                                                  │          └─ one that raises: a line in the log, and no more marks
-                                                  └─ full, because a tracker hangs: the mark is dropped, said once
+    events of this rank ─► hear (any thread) ─► queue ─► the thread ─► mark() of each tracker
+                                                 │          └─ one raises: a line in the log, and no more marks for it
+                                                 └─ full, because a tracker hangs: drop the mark, and warn once
 
-Training waits for none of this, but for a moment when it ends. No part of a save knows of it: it hears the events.
+Training waits for trackers only at its end, and for a few seconds at most. The code that saves knows only the events.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _log = logging.getLogger("holdfast.trainer")
 _SECONDS = {"staged": "staged_seconds", "durable": "durable_seconds"}
 _WAITING_MAX = 1000
 _TURN_SECONDS = 1.0
-_END_SECONDS_MAX = 5.0  # so long the end of training waits for a tracker
-_SAVES_MAX = 16  # of which it is remembered when they began
+_END_SECONDS_MAX = 5.0  # limit for trackers at the end of training
+_SAVES_MAX = 16  # whose begin is remembered
 
 
 class Marking:
-    """See the module.
+    """Turns events into marks, and sends these to the trackers.
 
     Args:
-        turn_seconds: How often a tracker is asked to go on with marks that it has put off.
+        turn_seconds: Interval between calls of `Tracker.mark` without new marks, so that it can retry delayed ones.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Marking:
         self._is_full = self._flushes = False
 
     def add(self, tracker: Tracker, marks: Sequence[Mark] = ()) -> None:
-        """Send marks to this tracker, too; `marks` to this one alone. Training thread."""
+        """Add a tracker; only this one gets `marks`. Training thread."""
         self._trackers = [*self._trackers, tracker]
         for mark in marks:
             self._put(tracker, mark)
@@ -57,7 +57,7 @@ class Marking:
             self._thread.start()
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
-        """An event of this rank. Any thread."""
+        """Queue the mark of an event of this rank, if it has one. Any thread."""
         if step is None:
             return
         if event == "save":
@@ -72,7 +72,7 @@ class Marking:
             self._put(None, Mark("kept_seconds", step, self._clock() - saved_at))
 
     def close(self) -> None:
-        """Send what is waiting, for a few seconds at most. Training thread."""
+        """Send queued marks, for a few seconds at most. Training thread."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         if self._thread.ident is not None and not self._ended.wait(_END_SECONDS_MAX):
@@ -107,7 +107,7 @@ class Marking:
         self._ended.set()
 
     def _take(self) -> tuple[list[tuple[Tracker | None, Mark]], bool]:
-        """All that is waiting, and whether more may come."""
+        """Return all queued marks, and whether more may come."""
         found = []
         with contextlib.suppress(queue.Empty):
             one = self._waiting.get(timeout=self._turn_seconds)
@@ -122,7 +122,7 @@ class Marking:
             return
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a tracker is no reason to end training
+        except Exception as error:  # noqa: BLE001 - a failing tracker must not end training
             self._trackers = [one for one in self._trackers if one is not tracker]
             _log.warning(
                 "the experiment tracker %s gets no more marks about checkpoints: %s: %s",

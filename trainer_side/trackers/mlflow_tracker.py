@@ -1,7 +1,7 @@
-"""MLflow: it keeps every point that it is given, so those of steps that are trained again are not logged again.
+"""MLflow keeps every point, so points of steps that are trained again are not logged again.
 
-A run that was rewound to an older step gets a successor: MLflow removes no points, and those of the branch that was
-given up would stay between the new ones.
+A training that was rewound to an older step gets a new run: MLflow cannot remove points, and those of the abandoned
+branch would stay between the new ones.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class MlflowTracker(Tracker):
     """A run in the tracking store.
 
     Args:
-        run: As `mlflow.start_run` returned it.
+        run: Result of `mlflow.start_run`.
         client: The client of its tracking store.
-        last_steps: Metric → newest step that the run has of it.
+        last_steps: Metric → its newest step in the run.
     """
 
     kind = KIND
@@ -58,7 +58,7 @@ class MlflowTracker(Tracker):
 
 
 def begin(start: StartPoint, options: Mapping[str, Any]) -> MlflowTracker:
-    """Go on with the active run, or with the one that the checkpoint names; else start one."""
+    """Continue the active run, or the one in the checkpoint; else start one."""
     import mlflow
 
     saved, more = start.runs.get(KIND), dict(options)
@@ -68,6 +68,6 @@ def begin(start: StartPoint, options: Mapping[str, Any]) -> MlflowTracker:
         more.setdefault("run_id", saved)
     run = mlflow.active_run() or mlflow.start_run(**more)
     client = mlflow.MlflowClient()
-    # `RunData.metrics` has the values alone; its protocol buffer has the newest step of each, in one request.
+    # `RunData.metrics` has only values; its protocol buffer also has the newest step of each, in one request.
     newest = client.get_run(run.info.run_id).data.to_proto().metrics
     return MlflowTracker(run, client, {one.key: one.step for one in newest})

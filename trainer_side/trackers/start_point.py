@@ -1,4 +1,4 @@
-"""Where a training goes on, as an experiment tracker needs to know it."""
+"""Where a training resumes, for an experiment tracker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StartPoint:
         attempt: Number of this attempt of the job, from 1.
         runs: Tracker → its run, from the checkpoint; empty on a new run.
         text: For people; empty on a new run.
-        branched: Whether an older step was chosen on purpose: points of later steps belong to a training that was given
-            up, and another one takes their place.
+        branched: Whether an older step was chosen on purpose: points of later steps then belong to an abandoned branch,
+            and new ones replace them.
     """
 
     first_step: int
@@ -28,10 +28,10 @@ class StartPoint:
     branched: bool = False
 
     def marks(self, last_step: int) -> list[Mark]:
-        """The marks of this start.
+        """Return the marks of this start.
 
         Args:
-            last_step: The newest step of which the tracker has points; -1: none, or not known.
+            last_step: The newest step of which the tracker has points; -1: none, or unknown.
         """
         found = [Mark("attempt", self.first_step, self.attempt, self.text)]
         if self.text and last_step >= 0:

@@ -1,6 +1,6 @@
 """TensorBoard: event files in one folder, in which a resumed training hides the points that it logs again.
 
-attempt 1: 0 … 29 … 37, killed      attempt 2, from step 29: "from step 30 on, what came before is void", 30 …
+attempt 1: 0 … 29 … 37, killed      attempt 2, from step 29: "older points from step 30 on are void", 30 …
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TensorboardTracker(Tracker):
     """A folder of event files, and the `SummaryWriter` that writes into it.
 
     Args:
-        writer: That already hides what is logged again.
+        writer: Its folder already hides the points that are logged again.
     """
 
     kind = KIND
@@ -47,7 +47,7 @@ class TensorboardTracker(Tracker):
 
 
 def begin(start: StartPoint, log_dir: str | None, options: Mapping[str, Any]) -> TensorboardTracker:
-    """Write into the folder that the checkpoint names, if it is there; else into `log_dir`."""
+    """Write into the folder in the checkpoint, if it exists; else into `log_dir`."""
     from torch.utils.tensorboard import SummaryWriter
 
     saved = start.runs.get(KIND)
@@ -57,7 +57,7 @@ def begin(start: StartPoint, log_dir: str | None, options: Mapping[str, Any]) ->
 
 
 def go_on(start: StartPoint, writer: SummaryWriter) -> TensorboardTracker:
-    """Hide, in the folder of `writer`, what was logged of the steps that come now."""
+    """Hide, in the folder of `writer`, the points of steps that are trained again."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     tracker, first = TensorboardTracker(writer), start.first_step

@@ -1,4 +1,4 @@
-"""The interface of an experiment tracker, as holdfast uses it, and as a script logs through it."""
+"""The interface of an experiment tracker, for holdfast and for logging from a script."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trainer_side.trackers.mark import Mark
 
 
 class Tracker(ABC):
-    """A run of an experiment tracker, which goes on where the training goes on.
+    """A run of an experiment tracker, which resumes where the training resumes.
 
-    A class of your own makes holdfast work with another tracker: give `Checkpointer.track` a function that makes it.
+    To support another tracker, write a subclass, and pass a function that makes it to `Checkpointer.track`.
 
     Attributes:
-        kind: Name under which checkpoints have the run.
+        kind: Name of the tracker in checkpoints.
         run: The library's own object; None on ranks other than 0.
-        run_id: The run, as the library finds it again. At most 1024 characters.
-        last_step: Newest step of which the run already has points, which `log` therefore leaves out; -1: none, or the
-            library itself hides the points that are logged twice.
+        run_id: Id by which the library finds the run again. At most 1024 characters.
+        last_step: Newest step of which the run already has points, up to which `log` skips; -1: none, or the library
+            itself hides points that are logged twice.
     """
 
     kind: ClassVar[str]
@@ -29,30 +29,30 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of one training step, unless the run has them already. Training thread.
+        """Log the metrics of one training step, unless the run already has them. Training thread.
 
         Args:
             metrics: Name → number.
-            step: The training step, from 0, as `Checkpointer.step` takes it.
+            step: The training step, from 0, as in `Checkpointer.step`.
         """
 
     @abstractmethod
     def mark(self, marks: Sequence[Mark]) -> None:
-        """Show marks, the oldest first. Holdfast calls it in a thread of its own, every second or so, also without any.
+        """Show marks, oldest first. Called on a thread of holdfast, about every second, also without marks.
 
-        An exception is logged, and this tracker gets no more marks.
+        After an exception, which is logged, this tracker gets no more marks.
         """
 
     def flush(self) -> None:  # noqa: B027 - most libraries need nothing
-        """Write what was logged: a restart from the checkpoint that is being taken logs none of it again. As `mark`."""
+        """Write buffered points: a resume from the checkpoint now being taken does not log them again. As `mark`."""
 
     def end(self) -> None:
-        """No more marks follow. The run itself stays open. As `mark`."""
+        """Finish after the last mark. The run itself stays open. As `mark`."""
         self.flush()
 
 
 class NoTracker(Tracker):
-    """In the place of a tracker on ranks other than 0."""
+    """Null tracker of ranks other than 0."""
 
     kind = "none"
 

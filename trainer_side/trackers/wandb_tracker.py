@@ -1,10 +1,10 @@
 """W&B: one run for all attempts, whose steps only grow.
 
-    online   the server knows the last step; W&B itself drops what is logged of older ones
-    offline  each attempt has a folder of its own; the folders of attempts before say what was logged (logged_steps.py)
+    online   the server knows the last step; W&B itself drops points of older steps
+    offline  each attempt has its own folder; folders of earlier attempts have the logged steps (logged_steps.py)
 
-Marks are about steps that are past, so they have an axis of their own. They join the row of metrics that is open, and
-never close it: what the script logs of the same step next would be dropped.
+Marks are about past steps, so they have their own axis. They join the open row of metrics and never close it, because
+W&B would drop the next metrics that the script logs for the same step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KIND = "wandb"
 _AXIS = f"{PREFIX}_step"
-# How much of an offline run is lost with its process; W&B writes every 15 s otherwise.
+# Limits how much of an offline run is lost with its process; W&B's default is 15 s.
 _FLUSH, _FLUSH_SECONDS = "x_transaction_log_flush_interval", 1.0
 
 _log = logging.getLogger("holdfast.trainer")
@@ -33,9 +33,9 @@ class WandbTracker(Tracker):
     """A run of W&B.
 
     Args:
-        run: As `wandb.init` returned it.
-        last_step: The newest step that it has.
-        first_step: The step to run first, where W&B does not know it: an offline run counts from 0 again.
+        run: Result of `wandb.init`.
+        last_step: Its newest step.
+        first_step: The step to run first, for an offline run, which W&B counts from 0 again.
     """
 
     kind = KIND
@@ -45,8 +45,8 @@ class WandbTracker(Tracker):
         self.run_id, self.last_step, self._first_step = run.id, last_step, first_step
         self._put_off: list[Mark] = []
         self._defined: set[str] = set()
-        self._row = -1  # the last one that got marks
-        self._in_row: set[str] = set()  # their names
+        self._row = -1  # the last row that got marks
+        self._in_row: set[str] = set()  # names of its marks
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if step > self.last_step:
@@ -56,7 +56,7 @@ class WandbTracker(Tracker):
         self._put_off += marks
         if not self._put_off:
             return
-        # A row has one number of each name, and whether it has been closed since only W&B knows.
+        # A row has one number for each name, and only W&B knows whether the row was closed since.
         if (row := self._run.step) != self._row:
             self._row, self._in_row = row, set()
         now = {mark.name: mark for mark in reversed(self._put_off) if mark.name not in self._in_row}
@@ -65,7 +65,7 @@ class WandbTracker(Tracker):
         self._show(now.values())
 
     def end(self) -> None:
-        # No row comes after this one for certain: of each name, the newest is shown.
+        # Another row may not follow: show the newest mark of each name.
         self._show({mark.name: mark for mark in self._put_off}.values())
 
     def _show(self, marks: Any) -> None:
@@ -85,12 +85,12 @@ class WandbTracker(Tracker):
 
 
 def begin(start: StartPoint, options: Mapping[str, Any]) -> WandbTracker:
-    """Go on with the active run, or with the one that the checkpoint names; else begin one."""
+    """Continue the active run, or the one in the checkpoint; else start one."""
     import wandb
 
     saved, more = start.runs.get(KIND), dict(options)
     if saved is not None and start.branched:
-        # W&B truncates a run on its server alone, where that feature is switched on.
+        # W&B can truncate a run only on its server, and only if that feature is enabled.
         more["config"] = {**(more.get("config") or {}), f"{PREFIX}/rewound_from": saved}
     elif saved is not None:
         more = {"id": saved, "resume": "allow", **more}
@@ -99,8 +99,8 @@ def begin(start: StartPoint, options: Mapping[str, Any]) -> WandbTracker:
     run = wandb.run or wandb.init(**more)
     if saved is not None and not start.branched and run.id != saved:
         _log.warning(
-            "W&B: the checkpoint belongs to run %s, and this training goes on in run %s, which was begun first; begin "
-            "it after restore(), by start_wandb(), or give each attempt the same id",
+            "W&B: the checkpoint belongs to run %s, but this training continues in run %s, which was started first; "
+            "start it after restore(), by start_wandb(), or give each attempt the same id",
             saved,
             run.id,
         )

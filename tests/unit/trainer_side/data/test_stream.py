@@ -134,5 +134,5 @@ def test_a_stream_that_cannot_go_on_is_refused() -> None:
         ResumableStream(_Counting(), rank=1, ranks=1)
     with pytest.raises(StateError, match="stream: batch_size: expected a whole number of at least 1"):
         next(ResumableStream(_Counting(), rank=0, ranks=1).batches(0))
-    with pytest.raises(StateError, match="_Counting gives no samples"):
+    with pytest.raises(StateError, match="_Counting gave no samples"):
         next(ResumableStream(_Counting(0), rank=0, ranks=1).batches(1))

@@ -381,7 +381,7 @@ def test_other_ranks_are_compared_with_one_that_kept_something(store: Path) -> N
 def test_places_that_do_not_agree_prove_nothing(store: Path) -> None:
     record = recorded(store, 2)
     other = record._replace(digests=(record.digests[0], {**record.digests[1], "batch": 1}))
-    said = "resume not proven: what was recorded of rank 1 is not the same in each place that has it"
+    said = "resume not proven: the records of rank 1 differ between the places that have one"
     for kept, stored in (
         ([kept_by(record, 0, 1), []], other),
         ([kept_by(record, 0, 1), kept_by(other, 1)], None),

@@ -74,7 +74,7 @@ def test_an_emptied_tier_of_two_stops_the_restart(machines: _Machines, emptied: 
     with pytest.raises(DamageError, match=_NONE_IS_WHOLE) as caught:
         bring_back(CountingStore(Path(machines.run)) if store else None, machines.tiers())
     said = str(caught.value)
-    assert f"nobody has those of ranks {emptied}" in said
+    assert f"those of ranks {emptied} are missing" in said
     place = f"file:{machines.places[emptied]}/tier"
     assert f"rank {emptied} on host {socket.gethostname()} has no slice of it in {place}" in said
     assert "fresh=True" in said
@@ -103,7 +103,7 @@ def test_a_newer_step_that_was_never_complete_changes_nothing(machines: _Machine
 
 def test_a_job_that_lacks_the_machine_is_told_so(machines: _Machines) -> None:
     machines.save(5)
-    with pytest.raises(DamageError, match="they lay on a machine that is not in it"):
+    with pytest.raises(DamageError, match="the missing ones were on a machine that is not in this job"):
         bring_back(None, machines.tiers()[:1])
 
 

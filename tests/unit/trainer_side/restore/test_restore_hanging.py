@@ -100,7 +100,7 @@ def test_the_next_source_has_it(store: CountingStore, hanging: Hanging, after: s
         assert re.match(
             r"rank 0: nvme:/dead: rank 0's slice of step 5 \(attempt 1\) in dict slot 0: frame \d+ ", named
         )
-        assert "nothing has come for 0.5 s, 10% of restore_seconds_max = 5 s: the device hangs" in named
+        assert "no bytes for 0.5 s, 10% of restore_seconds_max = 5 s: the device hangs" in named
         assert "nvme:/dead" not in result.sources
     assert (store.bytes_read > 0) == (after == "store")
     assert hanging.asked <= THREADS, "it was asked again, though it hangs"
@@ -150,7 +150,7 @@ def test_a_tier_that_does_not_say_what_it_keeps_is_left_out(
     results, targets = bring_back(store, tiers, seconds_max=SECONDS_MAX)
     assert_step(results, targets, 5)
     assert (
-        "rank 0: nvme:/dead cannot say what it keeps: nvme:/dead hangs: it has not listed its slices within 0.5 s"
+        "rank 0: nvme:/dead cannot list its slices: nvme:/dead hangs: it has not listed its slices within 0.5 s"
         in caplog.text
     )
 

@@ -234,7 +234,7 @@ def test_a_tier_that_cannot_say_what_it_keeps_is_lost_and_named(
     lost = DictTier().put(made, 1)
     lost.kept_fails = StoreError("memory:test: no such device")
     assert_step(*bring_back(store, [[DictTier().put(made, 0)], [lost]]), 5)
-    assert "rank 1: memory:test cannot say what it keeps: memory:test: no such device" in caplog.text
+    assert "rank 1: memory:test cannot list its slices: memory:test: no such device" in caplog.text
     # Only the other slice comes from the store.
     assert 0 < store.bytes_read < made.layout.image_bytes
 

@@ -237,7 +237,7 @@ def test_a_byte_that_changes_on_its_way_to_another_rank_is_damage(tmp_path: Path
         if rank == 1 and len(memory) > 1000:
             memory[999] ^= 1
 
-    with pytest.raises(DamageError, match=r"not what they were after the exchange among the ranks"):
+    with pytest.raises(DamageError, match=r"differ after the exchange among the ranks"):
         bring_back(tmp_path, states, flip=flip)
 
 
