@@ -56,12 +56,10 @@ class CopyJob:
     fingerprints: Fingerprints | None  # None if they are not wanted
     keeping: TierWrite | None = None  # None without local tiers
     instant: SavedInstant | None = None  # None if nothing is copied behind the gate
-    abandoned: threading.Event = field(
-        default_factory=threading.Event
-    )  # an update has stopped waiting, or the copy is torn
-    updating: threading.Event = field(
-        default_factory=threading.Event
-    )  # an update has begun: released tensors may change
+    # An update has stopped waiting, or the copy is torn.
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    # An update has begun, so released tensors may change.
+    updating: threading.Event = field(default_factory=threading.Event)
     whole: threading.Event = field(default_factory=threading.Event)  # every live tensor has been copied
     inside: bool = False  # `save()` waits for the whole copy
     compares: bool = False  # the next update or save first compares the copy with the live bytes
@@ -103,13 +101,9 @@ class Copier:
         self._proof, self._quietness = HookCoverage(gated), quietness
         self.update_streams: list[Any] = []  # streams of the device on which updates were queued recently
         self.updates = 0  # steps of optimizers that have begun
-        self.on_update: Callable[[], None] = lambda: (
-            None
-        )  # called on the training thread when an update begins
+        self.on_update: Callable[[], None] = lambda: None  # called when one begins, on the training thread
         self._by_hand = 0  # nesting depth of `with checkpointer.changing()` on the training thread
-        self._job: CopyJob | None = (
-            None  # in flight; cleared at once, since it holds a staging area and tensors
-        )
+        self._job: CopyJob | None = None  # in flight; then None, since it holds a staging area and tensors
         self._stuck: CopyJob | None = None  # the job whose deadline has passed
         self._idle = threading.Event()  # set while the thread touches no area and no tensor
         self._idle.set()

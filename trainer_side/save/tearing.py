@@ -96,7 +96,7 @@ class TearCheck:
         self.tensors_of: Mapping[int, list[int]] = {}  # entry → places among the checked tensors
 
     def take(self, taken: Capture, step: int) -> SavedInstant | None:
-        """Note the tensors' counters and words in `save()`, on the training's stream; None if nothing is left to copy."""
+        """Note counters and words of the tensors in `save()`, on the training's stream; None without any to copy."""
         if not self.pieces:
             return None
         if taken.tensor_entries is not self._tensor_entries:
