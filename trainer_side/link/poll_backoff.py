@@ -33,8 +33,8 @@ _CROWD = 2.0  # processes per core, above which the pauses grow
 class PollBackoff:
     """The pauses of the link's thread, which alone uses this.
 
-    `outbox`: What is in flight; replaced together with the stager. `crowding`: Processes of the job on this machine
-    per core.
+    `outbox`: The checkpoints in flight; replaced together with the stager. `crowding`: Processes of the job on this
+    machine per core.
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], float], crowding: float) -> None:
