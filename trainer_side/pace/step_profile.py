@@ -32,7 +32,7 @@ class StepProfile:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # Of the whole checkpoint, and of this rank's part; 0: not known yet.
+        # The whole checkpoint's, and those of this rank's part; 0: not known yet.
         self.image_bytes = self.slice_bytes = 0
         self.in_flight_max = 1  # checkpoints that may be in flight at once
         self._begun_at: float | None = None
@@ -49,7 +49,7 @@ class StepProfile:
         self._on_way: dict[int, float] = {}  # step → when its save ended
         self._asked: dict[int, float] = {}  # step → begin of its iteration
         self._stored_at = -math.inf  # when the last one became durable
-        # Of the newest step: how much longer its iteration was, and its wait for room. None: not known yet.
+        # The newest step's extra iteration time, and its wait for room. None: not known yet.
         self._newest = -1
         self._lasted: float | None = None
         self._waited: float | None = None
