@@ -15,9 +15,9 @@
         [1] list the checkpoints in local tiers, the stager's ring and the store                     restore/
         [2] take the newest one that is whole, from the nearest place that has it
         [3] read this rank's share, check its CRCs, exchange the rest with the other ranks
-        [4] load tensors in place, then plain values; a damaged checkpoint leads to the one before
+        [4] load tensors in place, then plain values; if the checkpoint is damaged, try the one before
 
-Not guaranteed: that each step asked for is saved (a full ring or area skips one), that a step survives the death of its
+Not guaranteed: that every step asked for is saved (a full ring or area skips one), that a step survives the loss of its
 ranks before STAGED, and that training is bit-identical with another number of ranks.
 
 checkpointer   start here: the class that a script uses
@@ -30,18 +30,18 @@ restore/       from the nearest good checkpoint into live tensors
 tiers/         local tiers in memory, persistent memory, files and the store
 ranks/         the other ranks: MPI, torch.distributed, TCP to the stager, deadlines
 notice/        preemption notices of this machine, and the step at which all ranks save after one
-proof/         whether the first step after a resume is as it was in the run before
+proof/         compares the first step after a resume with that of the run before
 pace/          `every="auto"`: measures the cost of checkpoints, and asks for another interval
 convert/        the parts of `holdfast export` and `holdfast import` that need torch
 frameworks/    Lightning, Trainer, Accelerate, torchtitan; experiment trackers
 trackers/      the runs of experiment trackers, and marks about checkpoints in them
 
-joining, leaving     a rank's start in its job, and its end, with an exception or without
+joining, leaving     a rank's start in its job, and its end, with or without an exception
 ledger, transfer     the counts of this rank's checkpoints, and the state of one step in flight
 start_line           how often and where this job saves, in one line
-seat                 one Checkpointer in a process, and none in its forked children
+seat                 allows one Checkpointer per process, and none in forked children
 checks               the trainers' part of `holdfast doctor`
-opaque               keeps torch.compile out of all of this
+opaque               keeps torch.compile out of holdfast's code
 background_thread    runs a thread of this rank, and reports its death
 whole_number         checks a step, a rank or a seed that a script passes
 """

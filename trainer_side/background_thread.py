@@ -1,9 +1,9 @@
-"""The one way in which a training rank runs a thread of its own: an exception that nobody expects is said, once.
+"""Runs a background thread of a training rank: an unexpected exception is logged once, and ends waits for the thread.
 
     work() returns ─► the thread ends
-    work() raises ──► ERROR with its cause ─► died(error): what waits for this thread is told, and waits no longer
+    work() raises ──► ERROR with its cause ─► died(error): releases the threads that wait for this one
 
-Calls that are made in another thread and waited for (ranks/deadlines.py) hand their exceptions to the waiting thread.
+Calls with a deadline (ranks/deadlines.py) run in other threads, and raise in the waiting thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ThreadDied(PeerLost):
 
 
 class BackgroundThread:
-    """See the module. Begin it by `start`.
+    """A daemon thread, begun by `start`.
 
-    `task` is its purpose, in words that follow `which`. `died` is called in the dying thread.
+    `task`: Its purpose, in words that follow `which`. `died`: Called in the dying thread.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class BackgroundThread:
         return self._thread.is_alive()
 
     def join(self, seconds_max: float) -> None:
-        """Wait for its end, but no longer."""
+        """Wait until the thread ends, at most `seconds_max`."""
         self._thread.join(seconds_max)
 
     def _run(self) -> None:
         try:
             self._work()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the thread must not end unseen, whatever ends it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the thread must not end unnoticed
             self._died(thread_died(error, rank=self._rank, name=self.name, task=self._task))
 
 
 def thread_died(error: BaseException, *, rank: int, name: str, task: str) -> ThreadDied:
-    """Say what has ended a thread of this rank, with the traceback, and make the error of it. The dying thread."""
+    """Log what has ended a thread of this rank, with the traceback, and return it as an error. Dying thread."""
     found = ThreadDied(
         f"rank {rank}: the thread {name}, which {task}, has ended by {type(error).__name__}: {error}. This is a bug, "
         "or the process is short of memory: start the job again, and report the traceback in the log of this rank"

@@ -1,4 +1,4 @@
-"""Joins the job and puts the parts of a `Checkpointer` together. Each part gets the others that it calls, and no more.
+"""Joins the job and puts the parts of a `Checkpointer` together. Each part gets only the parts that it calls.
 
 settings, state ─► world ─► link, local tiers ─► copier, staging areas ─► planner, saver ─► notices ─► CheckpointerParts
 """
@@ -53,7 +53,7 @@ _log = logging.getLogger("holdfast.trainer")
 class CheckpointerParts:
     """The parts of one `Checkpointer`, in the order in which they are made."""
 
-    peers: Peers  # until the first step after a resume
+    peers: Peers  # used until the first step after a resume
     events: EventLog
     agreed_steps: AgreedSteps
     link: ToStager
@@ -71,13 +71,14 @@ class CheckpointerParts:
     leaving: Leaving
     notices: PreemptionNotices
     resume_check: ResumeCheck
-    not_at_exit: Callable[[], None]  # once the tiers are closed; otherwise they are closed at exit
+    not_at_exit: Callable[[], None]  # to call once the tiers are closed; otherwise they are closed at exit
 
 
 def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) -> CheckpointerParts:
     """Join the job, with its stager and local tiers, and make all parts. Collective; main thread.
 
-    With `auto` holdfast chooses the interval. With `fresh` the run may begin although it has checkpoints.
+    With `auto` holdfast chooses the interval. With `fresh` training may start from scratch although the run has
+    checkpoints.
 
     Raises:
         ConfigError: A setting is wrong, or is not the same on all ranks; or the job has neither a stager nor tiers.
@@ -174,7 +175,7 @@ def _pacer(
     optimizers: Sequence[torch.optim.Optimizer],
     world: World,
 ) -> Pacer:
-    """The pacer of this rank. ConfigError: the job has no stager."""
+    """Make the pacer of this rank. ConfigError: the job has no stager."""
     if not link.job.has_stager:
         raise ConfigError(
             'every="auto" needs a stager, which brings all ranks to the same steps, and this job has none; '

@@ -9,8 +9,8 @@
     step(step) ─► the interval, and AgreedSteps after a preemption notice: whether a checkpoint is due
     track(…) ─► Marking   tells experiment trackers about the checkpoints, on a thread of its own
 
-After start-up, restore and the first step after it the training thread takes part in no collective operation. Every
-wait has a deadline.
+After start-up, restore and the first step after it, the training thread runs no collective operation. Every wait has a
+deadline.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ report_end()  # an error of joining the job is reported, too
 
 @opaque_methods
 class Checkpointer:
-    """Takes checkpoints of a training run, and brings the newest one back.
+    """Saves checkpoints of a training run, and restores the newest one.
 
     Every training rank of the job makes one Checkpointer, with the same names and tensors. Making it is collective:
     each rank waits for all the others. All methods must be called on the training thread.
@@ -81,17 +81,17 @@ class Checkpointer:
             `"auto"`: chosen from what checkpoints cost (docs/interval.md). None: the setting `every`. Must be the same
             on every rank.
         fresh: Whether to start from scratch although the run may have checkpoints, and without `restore()`. Steps may
-            then be numbered from 0 again: a checkpoint of a later job counts as newer whatever its step, and the older
-            ones stay until retention removes them. A script that is restarted with `fresh=True` starts from scratch
-            each time.
+            then be numbered from 0 again: a checkpoint of a later job counts as newer regardless of its step, and the
+            older ones stay until retention removes them. A script that is restarted with `fresh=True` starts from
+            scratch each time.
 
     Attributes:
-        restored: The checkpoint that `restore()` has brought back, and where each part of it came from. None before
-            `restore()`, and on a new run.
+        restored: The checkpoint that `restore()` has restored, and the source of each part. None before `restore()`,
+            and on a new run.
 
     Raises:
-        ConfigError: A setting is wrong; the job has neither a stager nor local tiers; or this process has another
-            Checkpointer, which is open, or is a forked child of a process that has one.
+        ConfigError: A setting is wrong; the job has neither a stager nor local tiers; or this process has another open
+            Checkpointer, or is a forked child of a process that has one.
         StoreError: The stager, or rank 0 of a job without one, cannot use the store; training has not begun.
         FencedError: Another stager writes this run.
         PeerLost: A rank or the stager did not come within `start_seconds_max`.
@@ -142,7 +142,7 @@ class Checkpointer:
         diary.note("begins", True)
         self._seat.take(self, self._copier.gate.remove)
         if self.rank == 0:
-            # A warning, as the line of a restore is: a script without logging of its own shows it.
+            # A warning, as for a restore, so that a script without its own logging setup shows the line.
             _log.warning("%s", self._start_line(fixed, fresh=fresh))
 
     def _start_line(self, every: int | None, *, fresh: bool) -> str:
@@ -169,12 +169,12 @@ class Checkpointer:
 
     @property
     def staged_step(self) -> int:
-        """Newest step that is known to survive the death of every training rank; -1 before the first."""
+        """Newest step known to survive the death of every training rank; -1 before the first."""
         return self._link.job.staged_step
 
     @property
     def durable_step(self) -> int:
-        """Newest step that is known to be published in the store; -1 before the first."""
+        """Newest step known to be published in the store; -1 before the first."""
         return self._link.job.durable_step
 
     @property
@@ -206,19 +206,19 @@ class Checkpointer:
         mode: Literal["min", "max"] | None = None,
         may_lack: Collection[str] = (),
     ) -> int:
-        """Bring the state back from the newest good checkpoint. Collective: every rank calls it before its first step.
+        """Restore the state from the newest good checkpoint. Collective: every rank calls it before its first step.
 
-        After `holdfast rewind` that is the newest one of the new branch, or the one that was gone back to; then
-        `restored.rewound` says so, and samplers in the state leave out the batches that are to be left out.
+        After `holdfast rewind` this is the newest checkpoint of the new branch, or the one that the run was rewound to;
+        then `restored.rewound` says so, and samplers in the state skip the batches that are to be skipped.
 
         Args:
             step: The step to restore, of the current branch. None: the newest step that is good.
-            best: Name of a metric: restore the best good checkpoint of the store by it, wherever its bytes are nearest.
-                Training then goes on from there, and what it saves is newer than all that the run has.
+            best: Name of a metric: restore the best good checkpoint of the store by it, from the nearest copy. Training
+                continues from there, and its new checkpoints count as newer than all others of the run.
             mode: Whether the lowest (`"min"`) or highest (`"max"`) value of that metric is best. None: as the setting
                 `best_mode` was when the checkpoints were written.
-            may_lack: Names of the state that the checkpoint need not have, because it was imported or the script is
-                newer. Their values stay as they are, and a warning names them; the next save includes them.
+            may_lack: Names of the state that the checkpoint may lack, because it was imported or the script is newer.
+                Their values stay unchanged, and a warning names them; the next save includes them.
 
         Returns:
             The number of the step to run next: 0 on a new run, otherwise one more than the saved step.
@@ -226,9 +226,9 @@ class Checkpointer:
         Raises:
             ConfigError: `step` is no whole number from 0 on, `best` or `mode` does not fit, `may_lack` has a name that
                 is not in the state, or the Checkpointer has `fresh=True`.
-            DamageError: There are checkpoints, and none is good; the message names each with its reason.
-            StateError: The checkpoint holds other names or shapes than this state; or batches are to be left out after
-                `holdfast rewind`, and nothing in the state can do it.
+            DamageError: The run has checkpoints, but no good one; the message names each with its reason.
+            StateError: The checkpoint holds other names or shapes than this state; or batches are to be skipped after
+                `holdfast rewind`, and nothing in the state can skip them.
             StoreMissing: There is no checkpoint of `step`, or no good one with the metric `best`.
         """
         self._check_call("restore()")
@@ -298,28 +298,28 @@ class Checkpointer:
         grad_norm: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.
+        """Tell holdfast that training step `step` (counted from 0) is done; begin a save if one is due.
 
         A save is due after `every` steps. After a preemption notice another save is due at the step that the stager
         has named for all ranks; in a job without a stager rank 0 names it (docs/spot.md).
 
-        The first step after a resume is compared with the one that the run before had made, on all ranks: every rank
-        calls it then, and waits for the others (docs/trainer.md). `Restored.proof` has the result.
+        In the first step after a resume, the call is collective: all ranks compare the step with the one that the run
+        had made before (docs/trainer.md). `Restored.proof` has the result.
 
         Args:
             step: The step.
             batch: The data of this rank in the step: tensors, or lists and dictionaries of them. They are read
                 only in the first step after a checkpoint and after a resume.
             loss: This rank's loss of the step: a number, or a tensor of one element.
-            grad_norm: The same of the norm of the gradient.
-            metrics: As for `save()`, if a save begins. They make no save due.
+            grad_norm: The norm of the gradient, given like `loss`.
+            metrics: As for `save()`, if a save begins. Metrics alone make no save due.
 
         Returns:
             Whether a save was begun.
 
         Raises:
             ConfigError: `step` is no whole number from 0 on; and as `save()`.
-            ResumeDiffers: It is the first step after a resume and differs, and `on_unproven` is `stop`; on every rank.
+            ResumeDiffers: The first step after a resume differs, and `on_unproven` is `stop`; raised on every rank.
             PeerLost: The stager is lost, and `on_stager_lost` is `end`; and as `save()`.
         """
         step = self._checked_step(step, "step()")
@@ -344,7 +344,7 @@ class Checkpointer:
         if due is not None:
             self._events.emit("appointed", {"save": due.save, "reason": due.reason}, step=step)
             if due.notice.kind is NoticeKind.TERMINATE:
-                report("noticed")  # by now all ranks may leave their loops, wherever the notice came from
+                report("noticed")  # by now all ranks may leave their loops, whichever received the notice
         proof = self._resume_check.step(step, StepInput(batch, loss, grad_norm), self._leaving.newest_step)
         if proof is not None and self.restored is not None:
             self.restored = replace(self.restored, proof=proof)
@@ -358,10 +358,10 @@ class Checkpointer:
         return saved
 
     def save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
-        """Take a checkpoint of the state as it is now, after step `step`. Returns as soon as training may go on.
+        """Save a checkpoint of the current state, after step `step`. Returns as soon as training may continue.
 
         With `on_full="skip"` the call never waits for room. With `"wait"` it waits until fewer than `in_flight_max`
-        steps are on their way to the ring, and then until each local tier has a free slot; each wait takes at most
+        steps are in flight to the ring, and then until each local tier has a free slot; each wait takes at most
         `full_seconds_max`.
 
         Args:
@@ -372,17 +372,17 @@ class Checkpointer:
 
         Returns:
             False if this rank declines the step: all staging areas are still being sent, or the stager is lost and
-            there are no local tiers. If training goes no further, a step for which there was no room is not declined:
-            the end of the `with` block waits until it can be saved. True if this rank has begun the step, for the
-            stager or for a tier. The step may still fail: another rank may decline it, this rank's copy may fail, or
-            plain values may outgrow the room that is reserved for them. `stats` counts each of these.
+            there are no local tiers. If training ends here, a step for which there was no room is not declined: the end
+            of the `with` block waits until it can be saved. True if this rank has begun the step, for the stager or for
+            a tier. The step may still fail: another rank may decline it, this rank's copy may fail, or plain values may
+            outgrow the space that is reserved for them. `stats` counts each of these.
 
         Raises:
             StateError: The state cannot be saved, or the ranks' states differ; the message names the place.
             ConfigError: `step` is no whole number from 0 on; `metrics` has a wrong name or value; `host_bytes_max` is
                 less than one staging area takes; or, at the first save, the run has checkpoints, and the script has
                 neither called `restore()` nor set `fresh=True`.
-            StoreError: At the first save without either, the store does not tell whether the run has checkpoints.
+            StoreError: At the first save without either, the store cannot be asked whether the run has checkpoints.
             PeerLost: A rank did not answer while the ranks agreed on a new layout; or the stager is lost, and
                 `on_stager_lost` is `end`.
         """
@@ -391,7 +391,7 @@ class Checkpointer:
         self._end_without_stager()
         self._asked = True
         if self._finished is not None and step != self._finished.step:
-            self._finished.note(step)  # of a script that does not call step()
+            self._finished.note(step)  # for a script that does not call step()
         self._tell_samplers(step)
         self._report_progress()
         saved = self._saver.save(step, metrics=values or None)
@@ -422,26 +422,26 @@ class Checkpointer:
         return OpaqueContext(self._copier.changing())
 
     def track(self, begin: Callable[[StartPoint], Tracker]) -> Tracker:
-        """Show checkpoints in an experiment tracker, whose run goes into each of them. Every rank, after `restore()`.
+        """Mark checkpoints in an experiment tracker, and record its run in each. Every rank, after `restore()`.
 
         Scripts call `start_wandb`, `start_tensorboard` or `start_mlflow` of `holdfast.integrations.trackers`; this is
         for trackers of another kind.
 
         Args:
-            begin: Makes the tracker, in the run that the start point names, if it does. Called on rank 0.
+            begin: Makes the tracker, in the run that the start point names, if any. Called on rank 0.
 
         Returns:
             The tracker that `begin` has made; on other ranks one that does nothing.
 
         Raises:
-            ConfigError: `restore()` was not called, so the run that goes on is not known yet, and the Checkpointer does
+            ConfigError: `restore()` was not called, so the run to continue is not known yet, and the Checkpointer does
                 not have `fresh=True`; or the tracker's `kind` or `run_id` is longer than 1024 characters.
         """
         self._check_call("track()")
         if not self._parts.fresh_run.is_known:
             raise ConfigError(
-                "an experiment tracker was started before restore(), so the run that it goes on with is not known yet; "
-                "call restore() of the Checkpointer first, or say Checkpointer(..., fresh=True)"
+                "an experiment tracker was started before restore(), so the run to continue is not known yet; call "
+                "restore() of the Checkpointer first, or say Checkpointer(..., fresh=True)"
             )
         if self.rank:
             return NoTracker()
@@ -472,9 +472,9 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
 
-        A second call does nothing, and neither does one in a forked child. Leaving the `with` block calls it. Where an
-        exception ends the block, or this is called in a `finally` or `except` clause because of one, the exception is
-        logged first, and what was begun is only waited for until it is staged, at most 10 s.
+        A second call does nothing, and neither does one in a forked child. Leaving the `with` block calls it. If an
+        exception ends the block, or `close()` is called in a `finally` or `except` clause because of one, the exception
+        is logged first, and the call waits only until all steps in flight are staged, at most 10 s.
 
         Raises:
             PeerLost: A thread of this rank had died, so that checkpoints are missing.
@@ -484,11 +484,11 @@ class Checkpointer:
         self._leave(None if error is self._handled_before else error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Leave the job, once. `error`: what has ended the training."""
+        """Leave the job, once. `error`: The exception that has ended the training, if any."""
         if self._closed or os.getpid() != self._seat.process:
             return
         if isinstance(error, SystemExit) and not error.code:
-            error = None  # sys.exit() and sys.exit(0) are how scripts end that have done their work
+            error = None  # a finished script may end by sys.exit() or sys.exit(0)
         self._closed = True
         self._seat.give_up()
         failed = self._save_late() if error is None else None
@@ -529,16 +529,16 @@ class Checkpointer:
             raise failed
 
     def _save_late(self) -> BaseException | None:
-        """Save the last step if it found no room before; what has gone wrong with that."""
+        """Save the last step if it found no room before; return the error of that, if any."""
         try:
             saved = self._saver.save_late(self._config.close_seconds_max)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised when all is ended
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised at the end of `_leave`
             return error
         self._leaving.newest_step = max(self._leaving.newest_step, saved)
         return None
 
     def _checked_step(self, step: int, call: str) -> int:
-        """The step that a script passes to `call`. Raises `ConfigError` as `step_number` and `_check_call` do."""
+        """Check a step that a script passes to `call`. Raises `ConfigError` as `step_number` and `_check_call` do."""
         self._check_call(call)
         return step if type(step) is int and 0 <= step <= STEP_MAX else step_number(step, call)
 
@@ -553,7 +553,7 @@ class Checkpointer:
             stepped(step)
 
     def _end_without_stager(self) -> None:
-        """End the training where the stager is lost and `on_stager_lost` is `end`."""
+        """End the training if the stager is lost and `on_stager_lost` is `end`."""
         problem = self._link.job.problem
         if problem is not None and self._config.on_stager_lost == "end":
             _log.error("rank %d: the training ends, because on_stager_lost is end", self.rank)

@@ -19,18 +19,18 @@ from trainer_side.tiers.first_touch import huge_buffer
 from trainer_side.tiers.open_tiers import memory_directory
 from trainer_side.tiers.tier_directory import why_not_memory, why_small_pages
 
-_SECONDS_MAX = 1.0  # it is on the machine itself, or next to it
+_SECONDS_MAX = 1.0  # the server is on this machine, or next to it
 _CHECK = "metadata service"
 
 
 def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Which cloud's metadata server answers, and whether notices can be heard; at most a few seconds."""
+    """Check which cloud's metadata server answers, and whether it gives notices, within a few seconds."""
     environ = os.environ if environ is None else environ
     try:
         aws = Aws(environ, seconds_max=_SECONDS_MAX)
         others = (Gcp(environ, seconds_max=_SECONDS_MAX), Azure(environ, seconds_max=_SECONDS_MAX))
     except SourceError as error:
-        yield Finding(_CHECK, CheckState.FAIL, str(error), "mend or unset the variable that moves the server")
+        yield Finding(_CHECK, CheckState.FAIL, str(error), "fix or unset the variable that moves the server")
         return
     if aws.present():
         yield _heard(aws)
@@ -38,8 +38,8 @@ def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator
         yield Finding(
             _CHECK,
             CheckState.WARN,
-            "AWS answers, and gives no session token: no notice of an interruption will be heard, and no credentials "
-            "of the instance's role come",
+            "AWS answers, but gives no session token: the job will receive neither interruption notices nor the "
+            "credentials of the instance's role",
             "in a container the hop limit must be 2 (imds_hop_limit of infra/modules; `aws ec2 "
             "modify-instance-metadata-options --http-put-response-hop-limit 2`); elsewhere see whether a firewall "
             "lets PUT through to 169.254.169.254",
@@ -79,14 +79,14 @@ _PINNED_BYTES = 64 << 20
 
 
 def trainer(plan: CheckPlan) -> Iterator[Finding]:
-    """All that a training rank needs of its machine."""
+    """Run all checks of a training rank's machine."""
     yield from devices(plan)
     yield from metadata(plan)
     yield from tiers(plan)
 
 
 def devices(_: CheckPlan) -> Iterator[Finding]:
-    """Version of torch, the devices it sees, and whether host memory can be pinned for them."""
+    """Report the version of torch, the devices it sees, and whether host memory can be pinned for them."""
     yield Finding("torch", CheckState.OK, f"torch {torch.__version__}")
     if not torch.cuda.is_available():
         wanted = torch.version.cuda is not None
@@ -115,7 +115,7 @@ def devices(_: CheckPlan) -> Iterator[Finding]:
 
 
 def tiers(_: CheckPlan) -> Iterator[Finding]:
-    """Whether each memory tier that is set lies in memory, where a device can copy into it."""
+    """Check whether each configured memory tier lies in memory, where a device can copy into it."""
     for spec in TrainerConfig.from_sources().tiers:
         if (directory := memory_directory(spec)) is None:
             continue

@@ -3,7 +3,7 @@
 a stager in the job ─► Link      HELLO ─► WELCOME: its attempt, its store
 several             ─► StagerGroup  a link to each; the lead first, whose attempt the others are told
 none, but tiers     ─► NoStager  attempt: one more than any tier or the store knows of
-tiers               ─► LocalTiers  over both; a plain TierSet where none are set
+tiers               ─► LocalTiers  beside either; a plain TierSet without tiers
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from trainer_side.tiers.tier_set import StagerCouncil, TierSet
 _log = logging.getLogger("holdfast.trainer")
 
 _LEAVE_SECONDS_MAX = 5.0
-# A lost lead is waited for: the pause between two tries grows, and this one would come late.
+# A member waits this long for a lost lead: its own next try comes after a pause that may be longer.
 _LEAD_SECONDS_MAX = 5.0
 _LOOK_SECONDS = 0.05
 
 
 def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> ToStager:
-    """Compare settings with the other ranks, and meet the stager if the job has one. Collective; main thread.
+    """Compare settings with the other ranks, and connect to the stager if there is one. Collective; main thread.
 
     Raises:
-        ConfigError: There is no stager, and no local tiers are set either; or not the same ones on all ranks; or
+        ConfigError: The job has neither a stager nor local tiers, or not the same ones on all ranks; or
             `torch.distributed` has other ranks than the job.
-        PeerLost: Somebody did not come.
+        PeerLost: A rank or the stager did not come.
         HoldfastError: The stager could not start.
     """
     alone = world.stagers == 0
@@ -65,7 +65,7 @@ def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventL
 
 
 def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
-    """Say HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`; raises as `greet`. Main thread.
+    """Send HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`; raises as `greet`. Main thread.
 
     ConfigError also: there is no stager in this job, this process has met it before, or it is one of several.
     """
@@ -124,14 +124,14 @@ def _meet_member(
         )
     again = None
     if config.on_stager_lost == "train" and world.again is not None:
-        # The lead looks whether another start of the job has gone on.
+        # The lead checks whether another start of the job has continued the run.
         again = Reconnect(lambda generation: world.member(index, _attempt_of(lead), generation), lambda: 0)
     own = ShareInbox(world.rank, lambda: inbox.last_step)
     return Link(config, greeted, own, events, rank=world.rank, again=again)
 
 
 def _attempt_of(lead: Link) -> int:
-    """The attempt of the lead, once it is reached. PeerLost: it is not reached for long; try again."""
+    """Return the attempt of the lead once it is reached. PeerLost: it is still lost; try again."""
     deadline = time.monotonic() + _LEAD_SECONDS_MAX
     while lead.job.problem is not None:
         if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ def _greet(config: TrainerConfig, world: World, port: StagerPort, index: int) ->
 
 
 def _name(config: TrainerConfig, world: World, index: int) -> str:
-    """The name of a stager in messages; of an MPI job none has an address."""
+    """Return a stager's name for messages; in an MPI job stagers have no address."""
     if world.stagers == 1:
         return "the stager"
     place = f" at {config.stagers[index]}" if config.stagers else ""
@@ -167,11 +167,11 @@ def _newest_published(store_url: str) -> int:
 
 
 def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
-    """See that all ranks have the same stager, tiers and checkpoints set aside, and with `alone` what else a stager
-    would tell them. Collective.
+    """Check that all ranks have the same stager, tiers and checkpoints set aside, and with `alone` the same settings
+    that a stager would otherwise tell them. Collective.
 
     A rank without tiers would skip collective calls in which the others wait for it; ranks that set other checkpoints
-    aside would restore different ones. ConfigError, on every rank: which rank has which setting otherwise than rank 0.
+    aside would restore different ones. ConfigError, on every rank: names the rank and the setting that differ.
     """
     if peers.all_agree(config.stager is None and not config.tiers and not config.restore_set_aside):
         return
@@ -207,13 +207,13 @@ def open_tier_set(
     """Open the local tiers, if any are set. Collective; main thread.
 
     Raises:
-        ConfigError: A tier is not what it should be, or not the same on all ranks.
+        ConfigError: A tier is unusable, or not the same on all ranks.
         StoreError: In a job without a stager the store does not answer, so that the attempt is not known.
         PeerLost: A rank is gone.
     """
     if not config.tiers:
         return TierSet(StagerCouncil(link.agree))
-    # Here: all that keeps slices is loaded where there are tiers, and nowhere else.
+    # Imported here, so that only jobs with tiers load this code.
     from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
     from trainer_side.tiers.open_tiers import open_tiers
 
@@ -224,10 +224,10 @@ def open_tier_set(
         tiers = open_tiers(config, store_url)
     except ConfigError as refused:
         error = refused
-    # A tier that hangs now is refused, as one that is too small: it would hold up the first save as well.
+    # A tier that hangs now is refused, like one that is too small: it would delay the first save as well.
     limit = min(config.start_seconds_max, config.tier_seconds_max)
     inventory = take_inventory(peers, tiers, error, seconds_max=limit)
-    appointments = None if attempt else agreed_steps  # with a stager the link hears of them
+    appointments = None if attempt else agreed_steps  # with a stager, the link receives them
     attempt = (
         _beside(attempt, inventory, rank=world.rank) if attempt else _alone(config, store_url, tiers, peers)
     )
@@ -244,7 +244,7 @@ def open_tier_set(
 
 
 def _beside(attempt: int, inventory: TierInventory, *, rank: int) -> int:
-    """The stager's attempt, unless a job without a stager has gone further and the store does not know of it."""
+    """Return the stager's attempt, or a higher one if a job without a stager got further, unknown to the store."""
     if inventory.newest_attempt < attempt:
         return attempt
     if rank == 0:
@@ -258,7 +258,7 @@ def _beside(attempt: int, inventory: TierInventory, *, rank: int) -> int:
 
 
 def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers) -> int:
-    """One more than any tier of any rank, or the store, knows of; the store is told."""
+    """Return one more than the newest attempt in the store and in any rank's tiers; record it in the store."""
     agree(peers, _missing_parent(config, store_url))
     store = open_store(store_url)
     attempt = 1 + newest_attempt(

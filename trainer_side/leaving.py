@@ -1,12 +1,12 @@
-"""How a rank leaves its job: with its last checkpoint durable, or soon where the script has failed.
+"""How a rank leaves its job: with its last checkpoint durable, or quickly if the script has failed.
 
     the block ends, close() ─► waits until all is durable, at most close_seconds_max ─► NotDurable if the newest is not
-    an exception ends it ────► says it ─► waits until all is staged, at most EXIT_SECONDS_MAX ─► says what is safe
-    after a preemption notice ► saves the last finished step first, or says why it cannot
+    an exception ends it ────► logs it ─► waits until all is staged, at most EXIT_SECONDS_MAX ─► logs what is safe
+    after a preemption notice ► saves the last finished step first, or logs why it cannot
     Ctrl-C meanwhile ────────► waits for nothing more; the flusher makes durable what is staged
     a thread of this rank has died ─► as with an exception; then ThreadDied ends the block
 
-Whatever happens, the stager gets this rank's good-bye, and the threads end before the interpreter does.
+In every case the stager gets this rank's good-bye, and the threads end before the interpreter does.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from trainer_side.transfer import TransferState
 
 _log = logging.getLogger("holdfast.trainer")
 
-# so long an exception waits until what was begun is staged; the good-byes take some more
+# after an exception, for the steps in flight to be staged; the good-byes take some more
 EXIT_SECONDS_MAX = 10.0
-_NO_DEADLINE_SECONDS = 30.0  # for the last step, after a notice that has none
+_NO_DEADLINE_SECONDS = 30.0  # for the last step, after a notice without a deadline
 _SAFETY_SECONDS = 1.0
 _LOOK_SECONDS = 5e-3
 
 
 class Leaving:
-    """See the module. Training thread. The last steps may take `seconds_max` to become durable."""
+    """The end of a rank's job. Training thread. The last steps may take `seconds_max` to become durable."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Leaving:
     ) -> None:
         self._copier, self._tiers, self._link, self._ledger = copier, tiers, link, ledger
         self._seconds_max, self._on_not_durable = seconds_max, on_not_durable
-        self.newest_step = -1  # of which a save was begun; -1: none
-        self.wanted_step = -1  # that was to be saved, whatever became of that; -1: none
+        self.newest_step = -1  # newest step whose save was begun; -1: none
+        self.wanted_step = -1  # newest step that was to be saved, whether it was or not; -1: none
 
     @property
     def died(self) -> ThreadDied | None:
@@ -67,7 +67,7 @@ class Leaving:
         )
 
     def at_the_end(self) -> None:
-        """Wait until all is durable, and leave.
+        """Wait until all steps are durable, and leave.
 
         ThreadDied: a thread of this rank has died. NotDurable: the newest step that was to be saved is not durable.
         """
@@ -98,7 +98,7 @@ class Leaving:
         if problem is not None:
             said.append(f"the stager is lost ({problem})")
         elif self._link.job.staged_step >= step:
-            said.append("it is staged, and the flusher goes on with it alone")
+            said.append("it is staged, and the flusher finishes it alone")
         else:
             said.append(f"{self._ledger.summary() or 'it was given up'}")
         return "; ".join(said)
@@ -113,7 +113,7 @@ class Leaving:
         return True
 
     def save_last(self, finished: FinishedStep, save: Callable[[int], bool], notice: Notice) -> None:
-        """Save the last finished step because of `notice`, before the block ends by an exception; or say why not.
+        """Save the last finished step because of `notice`, before the block ends by an exception; or log why not.
 
         Every rank that leaves this way does the same. The step is whole only if all of them do, before the deadline.
         """
@@ -122,13 +122,13 @@ class Leaving:
             _log.error("rank %d: nothing is saved after the notice: no step was finished", rank)
             return
         if threading.current_thread() is threading.main_thread():
-            # Loaders raise for each worker that dies, wherever this thread is.
+            # Otherwise loaders raise in this thread for each worker that dies.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         left = notice.seconds_left()
         deadline = time.monotonic() + (_NO_DEADLINE_SECONDS if left is None else left - _SAFETY_SECONDS)
         try:
             why = self._try_last(finished, save, deadline)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the script's own goes on its way
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the script's own exception is raised
             why = f"{type(error).__name__}: {error}"
         if why:
             reason = DeclineCause.LATE.because(f"it was to be saved after the notice, but {why}")
@@ -151,7 +151,7 @@ class Leaving:
             return ""
         if seconds <= 0:
             return "its deadline has passed"
-        if step != self.newest_step:  # else it was begun before, and is on its way
+        if step != self.newest_step:  # otherwise its save has begun already
             if why := finished.why_not():
                 return f"the exception came in the middle of the next one, and {why}"
             finished.put_back()
@@ -159,8 +159,7 @@ class Leaving:
             if not save(step):
                 return "save() declined it, see above"
         _log.warning(
-            "rank %d: step %d, the last finished one, is on its way because of the notice; it is waited for at most "
-            "%.1f s",
+            "rank %d: step %d, the last finished one, is in flight because of the notice; waiting at most %.1f s",
             self._link.job.rank,
             step,
             seconds,
@@ -174,32 +173,31 @@ class Leaving:
         return ""
 
     def _causes(self) -> dict[str, int]:
-        """Why steps were not taken so far."""
+        """Return the causes of steps that were not saved so far."""
         return dict(self._ledger.stats.causes)
 
     def _is_safe(self, step: int) -> bool:
         return max(self._link.job.staged_step, self._tiers.complete_step) >= step
 
     def with_an_error(self, error: BaseException) -> None:
-        """An exception of the script has ended the block: leave soon, and say how to go on."""
+        """Leave quickly after an exception of the script, and log how to continue."""
         try:
             self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
         except KeyboardInterrupt:
             if not isinstance(error, KeyboardInterrupt):
-                raise  # else the first one goes on its way
+                raise  # otherwise the first one is raised
         finally:
             self.say_what_is_safe()
 
     def say(self, error: BaseException) -> None:
-        """Say the exception that ends the block, before anything is waited for."""
+        """Log the exception that ends the block, before any wait."""
         if isinstance(error, HoldfastError):
-            return  # said once for all ranks, by the lowest that has it (ranks/uncaught.py)
+            return  # logged once for all ranks, by the lowest that has it (ranks/uncaught.py)
         said = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         called = traceback.extract_tb(error.__traceback__)[-1:]
         place = f" (at {called[0].filename}:{called[0].lineno})" if called else ""
         _log.error(
-            "rank %d: %s%s ends the training; checkpoints on their way are waited for until they are staged, at most "
-            "%g s",
+            "rank %d: %s%s ends the training; waiting until checkpoints in flight are staged, at most %g s",
             self._link.job.rank,
             said,
             place,
@@ -218,14 +216,14 @@ class Leaving:
         if kept > max(durable, staged):
             safe.append(f"step {kept} is kept in {self._tiers.names}")
         _log.warning(
-            "%s; to go on from there, start the same command again"
+            "%s; to continue from there, start the same command again"
             if safe
-            else "%s; started again, training goes back to where this job began",
+            else "%s; a restart resumes from where this job began",
             ", ".join(safe) or "no checkpoint of this job is staged",
         )
 
     def _leave(self, wait_for: TransferState, seconds_max: float, *, together: bool = False) -> None:
-        """`together`: `seconds_max` is for all parts together, and not for each."""
+        """Close all parts. `together`: `seconds_max` limits their sum, not each wait."""
         deadline = time.monotonic() + seconds_max
 
         def left() -> float:
@@ -238,8 +236,7 @@ class Leaving:
         except BaseException as error:
             if not isinstance(error, HoldfastError):
                 _log.warning(
-                    "rank %d: %s ends the wait for checkpoints on their way; what is staged is safe, the rest is given "
-                    "up",
+                    "rank %d: %s ends the wait for checkpoints in flight; staged ones are safe, the rest is given up",
                     self._link.job.rank,
                     type(error).__name__,
                 )

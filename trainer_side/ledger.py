@@ -19,7 +19,7 @@ from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer, TransferState
 
-_REFUSABLE_MAX = 64  # steps without a stager, of which the ranks may still hear that none is kept
+_REFUSABLE_MAX = 64  # remembered steps without a stager, which the ranks may still refuse together
 
 
 @dataclass
@@ -27,18 +27,18 @@ class Stats:
     """Counts and times of the checkpoints that this rank has begun, ended and declined so far.
 
     Attributes:
-        saved: Steps that were taken, as far as this rank knows by now.
-        declined: Steps that were not, because this rank, another one or the stager had no room, or could not.
-        failed: Steps that were begun, and given up on their way; also those of which a rank's copy was torn.
+        saved: Steps that were saved, as far as this rank knows.
+        declined: Steps that this rank, another rank or the stager declined, for lack of room or another cause.
+        failed: Steps that were begun, and given up in flight; also those of which a rank's copy was torn.
         causes: Why steps were declined or failed: cause → how many.
         cst_seconds: Checkpoint stall time of each save that was begun: the time in `save()` and at the gate.
-        wait_seconds: How long of it was spent waiting for room, with `on_full="wait"`.
+        wait_seconds: How much of it was spent waiting for room, with `on_full="wait"`.
         compared: Saves after which the whole state was compared with its copy, before the next update.
-        compare_seconds: How long training stood still for these comparisons, all together.
+        compare_seconds: How long these comparisons stalled training, in total.
         stager_losses: How often this rank has lost its stager.
-        stager_lost_seconds: How long it was without one, until now where it still is.
+        stager_lost_seconds: How long it has been without one, including a current loss.
         kept: Local tier → how many slices this rank has sealed in it.
-        skipped: `TIER: CAUSE` → how many steps were not kept in a tier, and why.
+        skipped: `TIER: CAUSE` → how many steps the tier did not keep for this cause.
     """
 
     saved: int = 0
@@ -56,7 +56,7 @@ class Stats:
 
 
 class Ledger:
-    """The books of one rank. Training thread, except `stalled`, `kept` and `skipped`."""
+    """Counts of one rank. Training thread, except `stalled`, `kept`, `skipped` and `refused`."""
 
     def __init__(self) -> None:
         self._stats = Stats()
@@ -77,7 +77,7 @@ class Ledger:
         return self._stats
 
     def _settle(self) -> None:
-        """Enter what became of the steps that were begun, and forget those that have ended."""
+        """Count the outcomes of steps that were begun and have ended, and forget these steps."""
         with self._guard:
             refused = set(self._refused)
         pending = []
@@ -103,47 +103,47 @@ class Ledger:
             self._refuse(step)
 
     def begun(self, transfer: Transfer, keeping: TierWrite | None = None) -> None:
-        """A step is on its way to the stager, into local tiers, or both."""
-        self._settle()  # here too: a training need not ask for its stats
+        """Count a step that was begun, to the stager, into local tiers, or both."""
+        self._settle()  # here too: the script may never read `stats`
         self._stats.saved += 1
         self._pending.append((transfer, keeping))
 
     def kept(self, tier: str) -> None:
-        """A slice is sealed in a local tier. Any thread."""
+        """Count a slice that is sealed in a local tier. Any thread."""
         with self._guard:
             self._kept[tier] += 1
 
     def skipped(self, tier: str, cause: str) -> None:
-        """A step is not kept in a local tier. Any thread."""
+        """Count a step that a local tier does not keep. Any thread."""
         with self._guard:
             self._skipped[f"{tier}: {cause}"] += 1
 
     def refused(self, step: int, reason: Reason) -> None:
-        """A step that was begun is kept in no local tier, whatever was sealed of it. Any thread."""
+        """Note that no local tier keeps a step that was begun, even if slices of it were sealed. Any thread."""
         with self._guard:
             self._refused[step] = reason
             if len(self._refused) > _REFUSABLE_MAX:
                 del self._refused[next(iter(self._refused))]
 
     def declined(self, cause: str) -> None:
-        """A step was declined before it was begun."""
+        """Count a step that was declined before it was begun."""
         self._leave_out(cause, TransferState.DECLINED)
 
     def waited(self, seconds: float) -> None:
-        """`save()` has waited for room."""
+        """Add time that `save()` has waited for room."""
         self._stats.wait_seconds += seconds
 
     def compared(self, seconds: float) -> None:
-        """The whole state was compared with a copy of it."""
+        """Count a comparison of the whole state with its copy."""
         self._stats.compared += 1
         self._stats.compare_seconds += seconds
 
     def stalled(self, cst_seconds: float) -> None:
-        """How long training stood still for a step that was begun. Copy thread."""
+        """Add the stall time of a step that was begun. Copy thread."""
         self._stats.cst_seconds.append(cst_seconds)
 
     def summary(self) -> str:
-        """How many steps were not checkpointed, and why; empty if all were."""
+        """Say how many steps were not checkpointed, and why; empty if all were."""
         stats = self.stats
         missing = stats.declined + stats.failed
         if not missing:
@@ -159,7 +159,7 @@ class Ledger:
 
     def _leave_out(self, cause: str, state: TransferState) -> None:
         self._causes[cause] += 1
-        # A torn copy was begun by every rank, and is withdrawn by a DECLINE: the stager has no other word for it.
+        # Every rank has begun a torn step, yet DECLINE withdraws it: there is no other message for that.
         if state is TransferState.FAILED or cause == DeclineCause.TORN:
             self._stats.failed += 1
         else:

@@ -2,8 +2,8 @@
 
     compiled code ─► graph break ─► opaque(call) ─► runs as plain Python, with all that it calls ─► compiled code again
 
-Traced, a wait would be done once, at compile time, and the state of the training would be a constant. The compiler
-takes seconds to load, so it is asked for nothing as long as nobody else has loaded it.
+If traced, a wait would run only once, at compile time, and the state of the training would be a constant. The compiler
+takes seconds to load, so this module uses it only after other code has loaded it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Class = TypeVar("_Class", bound=type)
 _REASON = (
     "holdfast runs between compiled graphs; with fullgraph=True, call it outside of the compiled function"
 )
-# With these a class takes part in the syntax of Python.
+# Special methods that Python's syntax calls.
 _SPECIAL = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__", "__len__", "__getitem__")
 
 _uncompiled: Callable[..., Any] | None = None  # `_run` with the compiler off
@@ -46,7 +46,7 @@ def opaque(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def opaque_hook(hook: Callable[..., _R]) -> Callable[..., _R]:
-    """An opaque function that is given `compiled=`: whether the code that calls it is being compiled, or was."""
+    """Return an opaque hook that also gets `compiled=`: whether the code that calls it is being compiled, or was."""
 
     def outside(*args: Any) -> _R:
         compiled = get_eval_frame_callback() is not None
@@ -68,7 +68,7 @@ def only_shapes() -> bool:
 
 
 def opaque_methods(found: _Class) -> _Class:
-    """Make all methods and properties that others call opaque. A generator among them is a TypeError."""
+    """Make all public methods and properties opaque. A generator among them is a TypeError."""
     for name, member in list(vars(found).items()):
         if name.startswith("_") and name not in _SPECIAL:
             continue
@@ -93,11 +93,11 @@ def _run(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _runner() -> Callable[..., Any]:
-    """`_run`: with the compiler off, and for good, if anybody has loaded the compiler."""
+    """Return `_run`; once the compiler is loaded, keep and return a version that runs with the compiler off."""
     global _uncompiled  # noqa: PLW0603 - one for the process, as the compiler is
     if "torch._dynamo" not in sys.modules:
         return _run
-    # Compiled code calls them as frames of their own, which are compiled as well unless they are marked.
+    # Compiled code calls them as frames of their own, which would be compiled as well without this mark.
     skip_code: Callable[[CodeType], object] = getattr(
         sys.modules.get("torch._dynamo.eval_frame"), "skip_code", lambda _: None
     )
@@ -108,7 +108,7 @@ def _runner() -> Callable[..., Any]:
 
 
 class OpaqueIterator(Iterator[_Item]):
-    """Gives the items of another iterator; compiled code breaks its graph at each."""
+    """Yields the items of another iterator; compiled code breaks its graph at each."""
 
     def __init__(self, items: Iterator[_Item]) -> None:
         self._items = items

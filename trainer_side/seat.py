@@ -4,7 +4,8 @@
                         ├─ a second Checkpointer beside it ───────────► ConfigError, which names the first
                         └─ a forked child: step(), save(), restore() ─► ConfigError; close() does nothing there
 
-A job with a stager is joined once: the stager was told that the rank has left, so no Checkpointer comes after that one.
+A process joins a job with a stager once: after `close()` the stager knows that the rank has left, so another
+Checkpointer is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _PACKAGE = Path(__file__).parent
 
 
 class Seat:
-    """See the module. Training thread. `names` are those of the state, for messages.
+    """The seat of one Checkpointer. Training thread. `names`: Those of the state, for messages.
 
     Attributes:
-        process: Number of the process that made the Checkpointer; another one is a forked child of it.
+        process: Id of the process that made the Checkpointer; another process is a forked child.
 
     Raises:
         ConfigError: Another Checkpointer of this process is open; or the process is a forked child of one that has one.
@@ -52,32 +53,32 @@ class Seat:
         return f"the Checkpointer of {', '.join(self._names) or 'an empty state'} (made at {self._place})"
 
     def take(self, owner: object, in_child: Callable[[], object]) -> None:
-        """The Checkpointer `owner` is open. If nothing refers to it any more, it counts as closed.
+        """Note that the Checkpointer `owner` is open. Once garbage-collected, it counts as closed.
 
-        `in_child` is called in each forked child, which has one thread and may hold any lock.
+        `in_child`: Called in each forked child, which has one thread and may hold any lock.
         """
         self._owner, self._let_go = weakref.ref(owner), in_child
         _seats.append(self)
 
     def give_up(self) -> None:
-        """The Checkpointer is closed."""
+        """Note that the Checkpointer is closed."""
         if self in _seats:
             _seats.remove(self)
 
     def refusal(self, call: str) -> ConfigError:
-        """The error of `call` in a forked child, where no thread of the Checkpointer lives."""
+        """Return the error of `call` in a forked child, where no thread of the Checkpointer lives."""
         return ConfigError(
             f"{call} in process {os.getpid()}, a forked child of training process {self.process}: {self} works in "
             "that process alone; call it there, and not in a loader's worker or another child"
         )
 
 
-_seats: list[Seat] = []  # that are open
+_seats: list[Seat] = []  # open ones
 _met: weakref.WeakKeyDictionary[StagerPort, str] = weakref.WeakKeyDictionary()
 
 
 def meet_once(port: StagerPort) -> None:
-    """Note that this process now says HELLO to the stager by `port`. ConfigError: it has done that before."""
+    """Note that this process now sends HELLO to the stager by `port`. ConfigError: it has done so before."""
     if port in _met:
         raise ConfigError(
             f"Checkpointer(...): this process has joined its job before (at {_met[port]}), and the stager was told "
@@ -87,7 +88,7 @@ def meet_once(port: StagerPort) -> None:
 
 
 def _line_of_the_script() -> str:
-    """Where the script has called: `train.py:45`."""
+    """Return the place of the script's call, such as `train.py:45`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_between(Path(frame.f_code.co_filename)):
         frame = frame.f_back
@@ -95,7 +96,7 @@ def _line_of_the_script() -> str:
 
 
 def _is_between(file: Path) -> bool:
-    """Whether it belongs to holdfast, or to the compiler that is kept out of it (opaque.py)."""
+    """Whether the file belongs to holdfast, or to the compiler that is kept out of it (opaque.py)."""
     return file.is_relative_to(_PACKAGE) or file.parent.name == "_dynamo"
 
 

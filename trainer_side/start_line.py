@@ -1,4 +1,4 @@
-"""The line that rank 0 says once, when it has joined its job: how often it saves, where, and what it watches. Pure.
+"""The line that rank 0 logs once it has joined its job: how often it saves, where, and what it watches. Pure.
 
 holdfast saves every 100 steps to s3://bucket/run through the stager node-0:29411 (attempt 1); watches SIGTERM for …
 """
@@ -13,7 +13,7 @@ _SIGNALS = ("sigterm", "sigusr1")
 def start_line(
     config: TrainerConfig, *, every: int | None, store_url: str, attempt: int, stagers: int, fresh: bool
 ) -> str:
-    """The line. `every` is the number of steps between two checkpoints; None: `auto`; 0: only `save()` takes any."""
+    """Return the line. `every`: Steps between two checkpoints; None: `auto`; 0: only `save()` takes any."""
     where = _through_stagers(config, store_url, stagers) if stagers else _in_tiers(config, store_url)
     begins = "; starts from scratch, because the script says fresh=True" if fresh else ""
     return (

@@ -1,4 +1,4 @@
-"""One checkpoint of this rank on its way to the stager: its state, and what it has taken so far.
+"""One checkpoint of this rank in flight to the stager: its state, and its times.
 
     OFFERED ─► SENDING ─► SENT ─► STAGED ─► DURABLE
        └───────────┴────────┴── DECLINED (never begun, or given up by agreement) or FAILED
@@ -30,13 +30,13 @@ class TransferState(Enum):
 
     @property
     def final(self) -> bool:
-        """Nothing more happens to it."""
+        """Whether no other state follows."""
         # A tuple: the hash of an enum is Python code, and this is asked at each turn.
         return self in (TransferState.DURABLE, TransferState.DECLINED, TransferState.FAILED)
 
 
 class SliceSource(Protocol):
-    """The memory of this rank's bytes: each of `frames_of(layout, rank)` at its offset, in one piece."""
+    """The memory of this rank's bytes: each of `frames_of(layout, rank)` at its offset, contiguous."""
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the buffer; read by the link's thread until the transfer is released."""
@@ -74,7 +74,7 @@ class Transfer:
         return transfer
 
     def reach(self, state: TransferState, reason: Reason | None = None) -> None:
-        """Note that it is in `state` now. Called by the link's thread, or before the transfer is handed over."""
+        """Note that the transfer is in `state`. Link's thread, or before the transfer is handed over."""
         if self.state.final:
             return
         self.reason = reason
@@ -87,11 +87,11 @@ class Transfer:
             self.ended.set()
 
     def release(self) -> None:
-        """Note that the source is not read any more. Called as `reach`."""
+        """Note that the source is not read any more. Threads as for `reach`."""
         self.released.set()
 
     def last_words(self) -> dict[str, Any]:
-        """The message to the stager after the last frame."""
+        """Return the body of the message to the stager after the last frame."""
         body = self.record.to_json()
         if self.fingerprints:
             body[FIELD] = self.fingerprints

@@ -1,9 +1,9 @@
-"""Whole numbers that a script hands over: steps, counts, ranks, seeds.
+"""Whole numbers that a script passes: steps, counts, ranks, seeds.
 
 int, a NumPy integer, a 0-dim integer tensor ─► int within its bounds
 a float, a bool, a text, a tensor of more dimensions, a number out of bounds ─► refused at the call
 
-A wrong number that is not refused here meets a thread or another process later, which cannot tell whose it was.
+Without this check, a wrong number would fail later, in a thread or another process that cannot tell its origin.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def whole_number(
     advice: str = "",
     error: type[HoldfastError] = ConfigError,
 ) -> int:
-    """`value`, as the script gave it, as an int. A tensor of a device is waited for.
+    """Convert `value` to an int. Waits for a tensor on a device.
 
-    The message of the error has the argument's `name`, and `advice` about what to do instead.
+    The error's message has the argument's `name`, and `advice` about what to do instead.
 
     Raises:
-        HoldfastError: `error`: it is no whole number, or below `least`, or above `most`.
+        HoldfastError: The class `error`: `value` is no whole number, or below `least`, or above `most`.
     """
     found = _index(value)
     if found is not None and (least is None or found >= least) and (most is None or found <= most):
@@ -48,7 +48,7 @@ def whole_number(
 
 
 def step_number(value: Any, call: str) -> int:
-    """The number of a training step that a script gives to `call`. ConfigError: it is not one."""
+    """Convert the number of a training step that a script passes to `call`. ConfigError: it is no such number."""
     return whole_number(
         value,
         f"{call}: step",
@@ -58,10 +58,10 @@ def step_number(value: Any, call: str) -> int:
 
 
 def shown(value: Any) -> str:
-    """A short text for messages: the type, and the value as far as it can be printed."""
+    """Return a short text for messages: the type, and the value as far as it can be printed."""
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001 - a stranger's __repr__ must not take the place of our message
+    except Exception as error:  # noqa: BLE001 - an error of __repr__ must not hide the actual message
         text = f"(its repr() raises {type(error).__name__})"
     return f"{type(value).__name__} {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'}"
 
@@ -73,5 +73,5 @@ def _index(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except Exception:  # noqa: BLE001 - whatever a stranger's __index__ raises, it is no whole number
+    except Exception:  # noqa: BLE001 - a value whose __index__ raises is no whole number
         return None

@@ -154,15 +154,12 @@ def check_exception(tmp_path: Path, how: str) -> None:
     lines = said.splitlines()
     for rank in ranks:
         (first,) = [line for line in lines if f"rank {rank}: {said_by}" in line]
-        assert (
-            "ends the training; checkpoints on their way are waited for until they are staged, at most 10 s"
-            in first
-        )
+        assert "ends the training; waiting until checkpoints in flight are staged, at most 10 s" in first
         assert json.loads((out / f"met-{rank}").read_text())["error"]
     if 0 in ranks:
         assert (
             f"step {breaking.BREAKS_AT - 1} is durable, step {breaking.BREAKS_AT} is staged, and the flusher makes it "
-            "durable; to go on from there, start the same command again" in said
+            "durable; to continue from there, start the same command again" in said
         ), said
     cluster.wait_for_flusher()
 
@@ -215,6 +212,6 @@ def test_ctrl_c_twice_ends_the_wait_and_says_which_step_is_durable(tmp_path: Pat
             child.kill()
             stager.process.send_signal(signal.SIGCONT)
     assert child.returncode == -signal.SIGINT, rest
-    assert "KeyboardInterrupt ends the wait for checkpoints on their way" in rest
-    assert "step 0 is durable; to go on from there, start the same command again" in rest
+    assert "KeyboardInterrupt ends the wait for checkpoints in flight" in rest
+    assert "step 0 is durable; to continue from there, start the same command again" in rest
     assert "IndexError" not in rest

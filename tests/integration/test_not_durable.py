@@ -68,7 +68,7 @@ def test_a_store_that_is_full_at_the_end_does_not_end_with_0(tmp_path: Path) -> 
         with cluster.start(RANKS, "3") as job:
             wait_for_training(cluster, job)
             assert job.wait(60) == 11, job.output()
-        assert "it is staged, and the flusher goes on with it alone" in job.output()
+        assert "it is staged, and the flusher finishes it alone" in job.output()
         disk.make_room()
         cluster.wait_for_flusher()
         manifest = json.loads((disk.place / "run" / "step-000000002.json").read_text())

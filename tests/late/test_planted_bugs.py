@@ -64,7 +64,7 @@ BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
                 "                mirror.make(self._stream, slice_)\n",
                 "                self._stream.go_on()\n                mirror.make(self._stream, slice_)\n",
             ),
-            ("self._stream.go_on()  # whatever", "pass  # whatever"),
+            ("self._stream.go_on()  # even", "pass  # even"),
         ]
     },
     "a mirror is given to the training before it is read": {

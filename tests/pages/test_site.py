@@ -105,4 +105,4 @@ def test_no_page_has_what_makes_the_scripts_of_the_theme_ask_another_host(site: 
 def test_the_interface_is_there_with_what_its_docstrings_say(site: Path, seen: dict[str, Seen]) -> None:
     assert "trainer_side.Checkpointer.restore" in seen["api/trainer_side/index.html"].names
     page = (site / "api/trainer_side/index.html").read_text(encoding="utf-8")
-    assert "Bring the state back from the newest good checkpoint" in page
+    assert "Restore the state from the newest good checkpoint" in page

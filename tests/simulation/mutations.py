@@ -317,7 +317,7 @@ MUTATIONS = {
             "torn_is_staged",
             "a rank finds its copy torn, and gives it away all the same",
             "trainer_side.save.copier",
-            '        """The copy is torn. Any thread."""\n',
+            '        """Withdraw a torn copy. Any thread."""\n',
             "        return\n",
         ),
         # -- the flusher's side

@@ -23,7 +23,7 @@ _QUIET_SECONDS = 10.0  # first log line about the wait after this long
 
 
 class Greeted(NamedTuple):
-    """A stager that has taken this rank: the way to it, what it said, and its name in the log."""
+    """A stager that has admitted this rank: its port, its WELCOME, and its name in the log."""
 
     port: StagerPort
     welcome: Welcome
@@ -38,14 +38,14 @@ def greet(
     pause_seconds: float = _PAUSE_SECONDS,
     given_up: Callable[[], bool] = lambda: False,
 ) -> Greeted:
-    """Say HELLO, and wait for the stager's WELCOME. If that fails, the port is left.
+    """Send HELLO, and wait for the stager's WELCOME. If that fails, leave the port.
 
-    Nobody else may use the port meanwhile. `given_up` says whether nobody wants the answer any more.
+    No other thread may use the port meanwhile. `given_up`: Whether the answer is no longer wanted.
 
     Raises:
         PeerLost: The stager did not answer, or is lost.
-        ProtocolError: It counts other ranks, or answers something else.
-        HoldfastError: It could not start; its error, of its class.
+        ProtocolError: The stager counts another number of ranks, or answers something else.
+        HoldfastError: The stager could not start; its own error, of the same class.
     """
     hello = {"version": wire.VERSION, "pid": os.getpid(), "host": platform.node()}
     try:

@@ -31,7 +31,7 @@ _log = logging.getLogger("holdfast.trainer.link")
 class StagerSession:
     """The parts of the link that belong to one stager, from its WELCOME until that stager is lost.
 
-    For the link's thread, except where its parts say otherwise. `command` runs a function there.
+    Link's thread, unless a part says otherwise. `command`: Runs a function in that thread.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class ShareInbox:
         return self._last_step()
 
     def take(self, session: StagerSession, frame: Frame) -> None:
-        """Act on one message. ProtocolError: the stager may not send this. Others: it drops this rank, and says why."""
+        """Act on one message. ProtocolError: the stager may not send it. Other errors: the stager drops this rank."""
         match frame.kind:
             case Kind.BEAT:
-                # An answer, so that the stager knows that this rank is alive, too.
+                # Answer, so that the stager knows that this rank is alive.
                 session.port.send(wire.encode(Kind.BEAT, attempt=session.welcome.attempt))
             case Kind.CREDIT:
                 session.outbox.credited(frame)
@@ -87,7 +87,7 @@ class ShareInbox:
                 )
 
     def end(self) -> None:
-        """The stager is lost: training waits for none of its messages."""
+        """Note that the stager is lost: training waits for no message of it."""
 
     def _refused(self, session: StagerSession, frame: Frame) -> None:
         body = wire.json_body(frame, code=str, message=str)
@@ -96,12 +96,12 @@ class ShareInbox:
             return
         if not isinstance(error, PeerLost):
             raise error
-        # Other ranks asked, and this one was missing: its link is as good as before.
+        # Other ranks asked, and this one was missing. Its link still works.
         _log.error("rank %d did not join a save() started by other ranks: %s", self._rank, error)
 
 
 class StagerInbox(ShareInbox):
-    """See the module. For the link's thread."""
+    """Messages of the only stager, or of the lead of several. Link's thread."""
 
     def __init__(self, rank: int, agreed_steps: AgreedSteps, schedule: Schedule) -> None:
         super().__init__(rank, lambda: agreed_steps.promises.last_step)

@@ -1,4 +1,4 @@
-"""The job as this rank knows it: who the rank is, and how it stands with its stager."""
+"""The job as this rank knows it: the rank's number, and the state of its connection to the stager."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from holdfast.wire.failure_count import NONE_SEEN, FailureCount
 
 
 class TimesLost(NamedTuple):
-    """How often the stager was lost, and for how many seconds in all, including a loss that lasts."""
+    """How often the stager was lost, and for how many seconds in total, including a current loss."""
 
     losses: int = 0
     seconds: float = 0.0
 
 
 class JobState:
-    """See the module. The link's thread writes it, any thread reads it.
+    """State of the job. The link's thread writes it, any thread reads it.
 
-    `attempt` is assigned by the stager; None: the job has no stager. `seen`: the failures of the run before this job.
+    `attempt`: Assigned by the stager; None: the job has no stager. `seen`: The failures of the run before this job.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class JobState:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.ranks, self.store_url, self.chunk_bytes = rank, ranks, store_url, chunk_bytes
-        # One for each time that a stager welcomed this rank, oldest first.
+        # One for each WELCOME of a stager, oldest first.
         self.attempts: tuple[int, ...] = () if attempt is None else (attempt,)
         self.attempt = attempt or 0  # the newest of them; 0 without a stager
-        self.problem: HoldfastError | None = None  # why the stager is lost now
+        self.problem: HoldfastError | None = None  # why the stager is lost; None while it is not
         self.staged_step = self.durable_step = -1  # the newest ones; -1 before the first
-        self.new_pickle_reserve_bytes = 0  # for rank 0's pickle, once it has outgrown its reserve
+        self.new_pickle_reserve_bytes = 0  # granted to rank 0's pickle after it has outgrown its reserve
         self.group: JobState | None = None  # of all stagers, if there are several
         self.seen, self._clock = seen, clock
         self._last_problem: HoldfastError | None = None
@@ -74,7 +74,7 @@ class JobState:
             self.group.has_outgrown(new_reserve_bytes)
 
     def has_lost(self, error: HoldfastError) -> bool:
-        """Whether `error` is the last loss of the stager, even if it is reached again."""
+        """Whether `error` is the last loss of the stager, even if the stager is back."""
         return error is self._last_problem
 
     def lose(self, error: HoldfastError) -> None:
@@ -82,10 +82,10 @@ class JobState:
         self.problem = self._last_problem = error
 
     def join_again(self, attempt: int) -> None:
-        """A stager has welcomed this rank as `attempt`; `problem` stays until the link uses it."""
+        """Note the WELCOME of a stager as `attempt`; `problem` stays until the link uses that stager."""
         self.attempt, self.attempts = attempt, (*self.attempts, attempt)
-        self.staged_step = self.durable_step  # the rest may be gone with the machine of the lost stager
+        self.staged_step = self.durable_step  # newer staged steps may be gone with the lost stager's machine
 
     def recover(self) -> None:
-        """The link uses the stager again."""
+        """Note that the link uses the stager again."""
         self._lost_before, self.problem = self.times_lost, None

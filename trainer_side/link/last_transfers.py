@@ -1,4 +1,4 @@
-"""The checkpoints that are still on their way when a rank leaves its job, and how long it waits for them."""
+"""The checkpoints still in flight when a rank leaves its job, and the wait for them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from trainer_side.transfer import Transfer, TransferState
 
 _log = logging.getLogger("holdfast.trainer.link")
 
-_QUIET_SECONDS = 10.0  # until the log says what the end waits for
+_QUIET_SECONDS = 10.0  # until a log line says what the rank waits for
 
 
 class LastTransfers:
-    """See the module. Training thread."""
+    """The transfers still in flight. Training thread."""
 
     def __init__(self, job: JobState, transfers: Sequence[Transfer], clock: Callable[[], float]) -> None:
         self._job, self._transfers, self._clock = job, transfers, clock
 
     def wait(self, wait_for: TransferState, seconds_max: float) -> None:
-        """Wait until each is durable (or staged), or has failed, at most `seconds_max` in all. One that is late is
-        logged.
-        """
+        """Wait until each is durable (or staged), or has failed, at most `seconds_max` in all. Log late ones."""
         deadline = self._clock() + seconds_max
-        is_said = self._job.rank != 0  # all of them wait: one says so
+        is_said = self._job.rank != 0  # all ranks wait, and rank 0 says so
         for transfer in self._transfers:
             event = transfer.ended if wait_for is TransferState.DURABLE else transfer.settled
             quiet_seconds = min(_QUIET_SECONDS, max(0.0, deadline - self._clock()))

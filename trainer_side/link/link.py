@@ -1,14 +1,13 @@
-"""The link to the stager: one thread of a training rank that exchanges messages with it after start-up.
+"""The link to the stager: the thread of a training rank that exchanges messages with the stager after start-up.
 
     training thread      agree, offer, decline, tell, close ──► commands ─┐
     copy thread          SliceSource.is_ready(frame) ─────────────────────┤
                                                                           ▼
-    this thread          commands · messages · send what is credited and copied · deadlines · rest
+    this thread          commands · messages · send frames that are credited and copied · deadlines · rest
 
-`StagerSession` holds the checkpoints that are in flight, and the open requests. Trouble with the stager never stops the
-training: it becomes `JobState.problem`, is logged once as an error, and every later offer is declined at once. If the
-stager can be reached again (`Rejoining`), a new session replaces the lost one. `problem` is cleared, and the next save
-is offered as usual.
+`StagerSession` holds the checkpoints in flight and the open requests. Losing the stager never stops the training: the
+link sets `JobState.problem`, logs one error, and declines every later offer at once. If `Rejoining` reaches a stager
+again, a new session replaces the lost one, the link clears `problem`, and the next save is offered as usual.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ _log = logging.getLogger("holdfast.trainer.link")
 
 _LEAVE_SECONDS_MAX = 5.0
 _EXIT_SECONDS_MAX = 10.0
-_TASK = "sends checkpoints to the stager and hears from it"
+_TASK = "exchanges messages with the stager"
 
 
 class Link:
-    """See the module; a `ToStager`. Its methods belong to the training thread unless they say otherwise.
+    """A `ToStager` for one stager. Methods belong to the training thread unless they say otherwise.
 
-    `again` says how to reach a lost stager again; None: it stays lost.
+    `again`: How to reach a lost stager again; None: it stays lost.
 
     Attributes:
-        on_lost, on_back: Called in this link's thread, right after `job` says that the stager is lost, or there again.
-        name: The stager's, in the log.
+        on_lost, on_back: Called in the link's thread, right after `job` notes that the stager is lost, or back.
+        name: The stager's name in the log.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Link:
             self._config, greeted, self.job, self._events, command=self._command, clock=self._clock
         )
 
-    # -- what the training thread asks for -----------------------------------------------------------------------
+    # -- commands of the training thread -------------------------------------------------------------------------
 
     def agree(self, proposal: Proposal, *, seconds_max: float | None = None) -> Agreement:
         return self._session.requests.agree(proposal, seconds_max)
@@ -135,7 +134,7 @@ class Link:
     def send(
         self, transfer: Transfer, source: SliceSource, layout: Layout, chunks: range | None = None
     ) -> None:
-        """Offer a checkpoint, of which the stager receives `chunks`, the same of each layout; None: all."""
+        """Offer a checkpoint, of which the stager receives `chunks`; None: all. They stay the same for a layout."""
         step, problem = transfer.step, self.job.problem
         refusal = None if problem is None else Reason.of_error(problem)
         if problem is not None:
@@ -143,7 +142,7 @@ class Link:
             # The link thread may have reached the stager, and read the newest step, since `problem` was read here.
             self._command_if_alive(lambda: self._decline_passed(step))
         elif step <= self._newest_step:
-            # By the same rule on each rank, so that all leave it out.
+            # Every rank applies this rule, so all ranks skip the step.
             refusal = DeclineCause.NOT_NEW.because(
                 f"step {step} is not above step {self._newest_step}, which was saved or declined before"
             )
@@ -192,15 +191,15 @@ class Link:
         self._command(tell)
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
-        """Wait until what was offered is durable (or staged), say good-bye, end the thread. Safe to call twice.
+        """Wait until all offered steps are durable (or staged), say good-bye, end the thread. Safe to call twice.
 
-        With `wait_for=STAGED` the rest is left to the flusher. A step that is late is logged, not lost.
+        With `wait_for=STAGED` the flusher finishes the rest alone. A late step is logged, not lost.
         """
         if not self._closed:
             self._closed = True
             last_transfers = LastTransfers(self.job, self._accepted, self._clock)
             last_transfers.wait(wait_for, seconds_max)
-        # Again after a close() that an exception has ended: nobody else may use the port yet.
+        # Also in a second close() after an exception: until the thread ends, the port is the thread's alone.
         self.leave()
         self._thread.join(2 * _LEAVE_SECONDS_MAX)
         self._not_at_exit()
@@ -220,23 +219,23 @@ class Link:
         self._command(leave)
 
     def lose(self, error: HoldfastError) -> None:
-        """Leave the stager, and act as if it were lost; one that comes again is searched as ever. Any thread."""
+        """Leave the stager, and treat it as lost; then try to reach it again as usual. Any thread."""
 
         def lose() -> None:
             if self.job.problem is None:
-                # It lives, and would take this rank for silent.
+                # The stager is alive, and would wait for this rank.
                 self._session.port.leave(0.0, lost=True)
             self._lose(error)
 
         self._command(lose)
 
     def close_at_exit(self) -> None:
-        """A script that ends without `close` must not leave the stager waiting for this rank."""
+        """Close the link at exit: a script without `close` must not leave the stager waiting for this rank."""
         close = partial(self.close, wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
         self._not_at_exit = at_exit(close)
 
     def _command_if_alive(self, command: Callable[[], None]) -> None:
-        """Run `command` in the link's thread, unless the stager is lost by then."""
+        """Queue `command` for the link's thread, which drops it if the stager is lost by then."""
         if self.job.problem is None:
             self._command(lambda: command() if self.job.problem is None else None)
 
@@ -252,7 +251,7 @@ class Link:
         while not self._leaving:
             try:
                 busy = self._turn()
-            except ThreadDied as error:  # one of the port's
+            except ThreadDied as error:  # of a thread of the port
                 self._break(error)
                 busy = True
             except HoldfastError as error:
@@ -273,9 +272,9 @@ class Link:
         self._session.port.leave(0.0 if self.job.problem else _LEAVE_SECONDS_MAX, lost=lost)
 
     def _turn(self) -> bool:
-        """Look at everything once; whether anything had happened."""
+        """Poll everything once; return whether anything had happened."""
         busy = self._obey()
-        if self.job.problem is not None:  # nothing of the session is touched any more
+        if self.job.problem is not None:  # the session is not used any more
             return self._look_for_stager() or busy
         messages = self._session.port.poll()
         self._session.silence.note(bool(messages))
@@ -285,26 +284,26 @@ class Link:
         return busy or bool(messages)
 
     def _obey(self) -> bool:
-        """Do what the training thread has asked for; whether there was anything."""
+        """Run the queued commands; return whether there were any."""
         busy = False
         while self._commands:
             try:
                 command = self._commands.popleft()
-            except IndexError:  # where this thread is dead, two others may be here
+            except IndexError:  # once this thread is dead, two others may run this
                 break
             busy = True
             command()
         return busy
 
     def _break(self, error: ThreadDied) -> None:
-        """A bug, in this thread: the stager hears that this rank has left, and tells the others."""
+        """Leave the stager after a bug in this thread; the stager tells the other ranks."""
         if self.job.problem is None:
             with contextlib.suppress(Exception):  # the port itself may be what is broken
                 self._session.port.leave(0.0)
         self._give_up(error)
 
     def _died(self, error: ThreadDied) -> None:
-        """The thread itself has ended by an exception."""
+        """Give up after an exception has ended the thread."""
         self._is_dead = True
         try:
             self._break(error)
@@ -320,7 +319,7 @@ class Link:
         active.release()
 
     def _lose(self, error: HoldfastError) -> None:
-        """The stager is lost. Try to reach its next process, unless the error asks for a person."""
+        """Give the stager up. Try to reach its next process, unless the error needs a person."""
         is_gone = isinstance(error, PeerLost) and not isinstance(error, (ThreadDied, StartReplaced))
         if self.job.problem is None and is_gone and self._rejoining is not None:
             self._session.port.leave(0.0, lost=True)
@@ -345,7 +344,7 @@ class Link:
             means = "no more checkpoints are taken in this job; training goes on"
         _log.error("rank %d: %s, and %s: %s", self.job.rank, what, means, error)
         self._events.emit("stager_lost", {"code": error.code, "message": str(error)})
-        # After log and event: another thread that sees the one finds the other.
+        # After log and event: a thread that sees the stager lost finds both.
         self.job.lose(error)
         self.on_lost(error)
         self._inbox.end()
@@ -353,7 +352,7 @@ class Link:
         self._session.requests.end(error)
 
     def _look_for_stager(self) -> bool:
-        """Go on with the stager, once it is reached again; whether it is."""
+        """Open a session once the stager is reached again; return whether it is."""
         try:
             found = None if self._rejoining is None else self._rejoining.look()
         except ThreadDied as died:
@@ -378,9 +377,9 @@ class Link:
             attempt,
         )
         passed = self._newest_step  # the training thread offers the next one as soon as `problem` is cleared
-        # After log and event: another thread that sees the link alive finds both.
+        # After log and event: a thread that sees the link alive finds both.
         self.job.recover()
-        # Ranks come one after the other: a step of others that this one has passed without a stager ends at once.
+        # Ranks reconnect one by one: end at once a step of the others that this rank has passed without a stager.
         if passed > self.job.durable_step:
             self._decline_passed(passed)
         self.on_back()

@@ -1,4 +1,4 @@
-"""The replacement of the link in a job with local tiers and no stager, where no step goes further than the tiers."""
+"""The replacement of the link in a job without a stager, whose steps go to local tiers alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 
 class NoStager:
-    """A `ToStager` that leads to no stager: the council of the local tiers takes its place. Training thread.
+    """A `ToStager` for a job without a stager; the council of the local tiers does its work. Training thread.
 
     ConfigError: `store` is not set.
     """
@@ -45,18 +45,18 @@ class NoStager:
         return Transfer.none(step, record)
 
     def answer(self, step: int) -> None:
-        """No other rank declines it here."""
+        """Return None: the council of the local tiers tells which rank has declined a step."""
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
-        """No other rank waits for it here."""
+        """Do nothing: the council of the local tiers tells the other ranks."""
 
     def tell(self, message: StagerMessage) -> None:
-        """The council of the local tiers is told instead."""
+        """Do nothing: the council of the local tiers is told instead."""
 
     def fetch(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> None:
-        """There is no ring."""
+        """Return None: there is no ring."""
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: no step is in flight to a stager."""

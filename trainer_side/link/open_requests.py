@@ -1,9 +1,9 @@
-"""Open requests of this rank to the stager: do all ranks have the same tensors, and what does the ring still have?
+"""Pending requests of this rank to the stager: compare the tensors of all ranks; read bytes that the ring still has.
 
-    asking thread   agree ─► PROPOSE      fetch ─► FETCH       each waits until it is answered, or for so long
+    asking thread   agree ─► PROPOSE      fetch ─► FETCH       each waits for its answer, until a deadline
     link's thread   RESERVED, REFUSED ─► agreed       FETCHED ─► fetched       the stager is lost ─► end
 
-One proposal is open at a time; fetches are answered in the order in which they were asked.
+One proposal is open at a time; the stager answers fetches in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from holdfast.wire.welcome import Welcome
 from trainer_side.ranks.ports import StagerPort
 
 _FETCH_SECONDS_MAX = 30.0  # other ranks wait for the answer, too
-_SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at the stager
+_SLACK_SECONDS = 10.0  # beyond the stager's own deadline for an answer
 
 
 class OpenRequests:
-    """See the module. `agree` and `fetch` belong to any thread, the rest to the link's.
+    """Requests to one stager. `agree` and `fetch` belong to any thread, the rest to the link's.
 
-    `command` runs a function in the link's thread.
+    `command`: Runs a function in the link's thread.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OpenRequests:
         self._agree_seconds_max = max(config.start_seconds_max, welcome.offer_seconds_max + _SLACK_SECONDS)
         self._fetch_seconds_max = min(config.stager_seconds_max, _FETCH_SECONDS_MAX)
         self._proposed: Future[Agreement] | None = None
-        self._fetches: deque[Future[Frame]] = deque()  # asked and not answered, in this order
+        self._fetches: deque[Future[Frame]] = deque()  # not answered yet, in the order of the questions
         self._problem: HoldfastError | None = None
 
     @property
@@ -114,7 +114,7 @@ class OpenRequests:
     # -- the link's thread ---------------------------------------------------------------------------------------
 
     def agreed(self, answer: Agreement | HoldfastError) -> bool:
-        """Take the answer to this rank's proposal. False if none is open."""
+        """Hand over the answer to this rank's proposal. False if no proposal is open."""
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return False
@@ -125,7 +125,7 @@ class OpenRequests:
         return True
 
     def fetched(self, frame: Frame) -> None:
-        """The stager has answered the oldest fetch. ProtocolError: this rank had asked for nothing."""
+        """Hand over the answer to the oldest fetch. ProtocolError: this rank had asked for nothing."""
         if not self._fetches:
             raise ProtocolError(
                 f"rank {self._rank}: the stager sent FETCHED, but this rank had asked for nothing; "
@@ -134,7 +134,7 @@ class OpenRequests:
         self._fetches.popleft().set_result(frame)
 
     def end(self, problem: HoldfastError) -> None:
-        """Nothing is answered any more."""
+        """Raise `problem` in all who wait, and in later requests."""
         self._problem = problem
         self.agreed(problem)
         while self._fetches:

@@ -1,10 +1,10 @@
-"""This rank's checkpoints on their way to the stager, all of them: what is offered, credited, sent, and judged.
+"""All checkpoints of this rank in flight to the stager: offered, credited, sent, and judged.
 
     begin ─► OFFER ── CREDIT ─► pump: payloads ── STAGED, DURABLE ─► forgotten, once its memory is released
                │         └─ for a step that has ended: RETURN
-               └── DECLINED, FAILED, the stager is lost, the link is closed ─► ended: credits go back
+               └── DECLINED, FAILED, the stager is lost, the link is closed ─► ended: credits are returned
 
-`Outgoing` is one of them. A verdict on a step that is not offered yet is kept, and holds once it is.
+Each is an `Outgoing`. A verdict that arrives before the offer of its step is kept, and applied to the offer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from trainer_side.ranks.ports import StagerPort
 from trainer_side.transfer import Transfer, TransferState
 
 _KEPT = 256
-_STALL_SECONDS_MAX = 1.0  # of silence counted for one turn: a process that was stopped has not listened
+_STALL_SECONDS_MAX = 1.0  # of silence counted per turn, since a stopped process does not listen
 
 
 class StagerSilence:
-    """The time for which the stager was silent, counting only time in which this process has listened."""
+    """How long the stager has been silent, counting only time in which this process has listened."""
 
     def __init__(self, rank: int, seconds_max: float, clock: Callable[[], float]) -> None:
         self._rank, self._seconds_max, self._clock = rank, seconds_max, clock
@@ -37,7 +37,7 @@ class StagerSilence:
         self.seconds = 0.0
 
     def note(self, heard: bool) -> None:
-        """Once per turn: whether anything has come. PeerLost: the limit is reached."""
+        """Note once per turn whether a message has come. PeerLost: the limit is reached."""
         now = self._clock()
         self.seconds = 0.0 if heard else self.seconds + min(_STALL_SECONDS_MAX, now - self.looked_at)
         self.looked_at = now
@@ -49,29 +49,29 @@ class StagerSilence:
 
 
 class Outbox:
-    """See the module. For the link's thread, except `verdict`."""
+    """The checkpoints in flight to one stager. Link's thread, except `verdict`."""
 
     def __init__(self, port: StagerPort, job: JobState, events: EventLog) -> None:
         self._port, self._job, self._events = port, job, events
         self._attempt = job.attempt
-        self._layout: Layout | None = None  # the one that the stager has; rank 0 sends it
+        self._layout: Layout | None = None  # the stager has it; rank 0 sends it
         self._active: OrderedDict[int, Outgoing] = OrderedDict()
-        self._lost = False  # the stager: nothing is sent to it any more
-        self._verdicts: OrderedDict[int, Frame] = OrderedDict()  # newest ones, on steps that were not offered
+        self._lost = False  # the stager is lost: nothing is sent any more
+        self._verdicts: OrderedDict[int, Frame] = OrderedDict()  # newest ones, on steps not offered here
 
-    # -- how it stands -------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
-        """Whether anything is on its way, or still waits for its verdict."""
+        """Whether a checkpoint is in flight, or waits for its verdict."""
         return bool(self._active)
 
     def verdict(self, step: int) -> Frame | None:
-        """The stager's answer about a step that was not offered, if there was one. Any thread."""
+        """Return the stager's verdict on a step that was not offered, if there is one. Any thread."""
         return self._verdicts.get(step)
 
     @property
     def staged(self) -> bool:
-        """Whether all that is left is the stager's word that they are durable."""
+        """Whether every checkpoint is staged, and waits at most for DURABLE."""
         return all(active.transfer.settled.is_set() for active in self._active.values())
 
     @property
@@ -80,14 +80,15 @@ class Outbox:
         return any(active.streaming(self._port) for active in self._active.values())
 
     def notice_stall(self, now: float) -> bool:
-        """Find out whether payloads move only while the transport is polled; True when that is news."""
-        stalled = [active.notice_stall(now) for active in self._active.values()]  # each of them looks
+        """Check whether payloads move only while the transport is polled; True when this is new."""
+        # A list, because each one must check.
+        stalled = [active.notice_stall(now) for active in self._active.values()]
         return any(stalled)
 
-    # -- what this rank does -------------------------------------------------------------------------------------
+    # -- actions of this rank ------------------------------------------------------------------------------------
 
     def begin(self, active: Outgoing) -> None:
-        """Offer it, unless all were told already how it ends."""
+        """Offer a checkpoint, unless the verdict on its step is known already."""
         step = active.transfer.step
         self._active[step] = active
         verdict = self.verdict(step)
@@ -101,10 +102,10 @@ class Outbox:
         active.offer(self._port, self._attempt)
 
     def decline(self, step: int, message: bytes, reason: Reason) -> None:
-        """Send `message`, which declines `step`, unless that has ended; give up what was offered of it."""
+        """Send `message`, which declines `step`, unless the step has ended; give up its checkpoint, if offered."""
         active = self._active.get(step)
         if active is None and self.verdict(step) is not None:
-            return  # declined by somebody else already
+            return  # another rank has declined it
         if active is not None and active.transfer.state.final:
             return
         self._port.send(message)
@@ -112,7 +113,7 @@ class Outbox:
             self._end(active, TransferState.DECLINED, reason)
 
     def pump(self) -> bool:
-        """Send what is credited and copied; whether anything moved."""
+        """Send frames that are credited and copied; return whether anything moved."""
         moved = False
         for active in list(self._active.values()):
             moved |= active.pump(self._port, self._attempt)
@@ -120,7 +121,7 @@ class Outbox:
         return moved
 
     def lose(self, error: HoldfastError) -> None:
-        """The stager is lost: all transfers fail, and their memory is read no more."""
+        """Fail all transfers, since the stager is lost; their memory is not read any more."""
         self._lost = True
         for active in list(self._active.values()):
             active.forget_sending()
@@ -129,23 +130,23 @@ class Outbox:
             self._forget_if_over(active)
 
     def close(self) -> None:
-        """The link is closed: what became of the rest is not heard any more."""
+        """Fail the transfers whose outcome is still unknown when the link is closed."""
         unknown = DeclineCause.UNKNOWN.because("the link was closed before the stager had said how it ended")
         for active in list(self._active.values()):
-            if active.transfer.state is not TransferState.STAGED:  # else the flusher goes on with it
+            if active.transfer.state is not TransferState.STAGED:  # the flusher finishes a staged one
                 self._end(active, TransferState.FAILED, unknown)
             active.release()
 
-    # -- what the stager says ------------------------------------------------------------------------------------
+    # -- messages of the stager ----------------------------------------------------------------------------------
 
     def credited(self, frame: Frame) -> None:
-        """CREDIT: a slot is free for a chunk of this rank."""
+        """Take a CREDIT: a slot is free for a chunk of this rank."""
         active = self._active.get(frame.step)
         if active is None or not active.credit(frame.chunk, frame.arg):
             self._return(frame.step, frame.chunk)
 
     def judged(self, frame: Frame) -> None:
-        """STAGED, DURABLE, DECLINED or FAILED."""
+        """Take a verdict: STAGED, DURABLE, DECLINED or FAILED."""
         body = wire.json_body(frame)
         reserve_bytes = body.get("new_pickle_reserve_bytes")
         if type(reserve_bytes) is int:
@@ -176,7 +177,7 @@ class Outbox:
                 self._end(active, TransferState.FAILED, Reason.of_body(body))
 
     def _end(self, active: Outgoing, state: TransferState, reason: Reason) -> None:
-        """Give a transfer up; credits go back, payloads under way come to their end."""
+        """Give a transfer up and return its credits; payloads in flight are completed."""
         transfer = active.transfer
         if transfer.state.final:
             return

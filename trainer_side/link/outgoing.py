@@ -1,12 +1,12 @@
-"""One checkpoint of this rank on its way out: credits in, frames out.
+"""One checkpoint of this rank in flight to the stager: credits in, frames out.
 
     credit(chunk, slot) ────────► credits ──┐
     source.is_ready(frame) ──► CRC ─────────┴─► pump: payload, SENT … all sent: DONE ─► released
-    give_up ──► RETURN for each credit that is left; payloads under way come to their end ─► released
+    unused ───► RETURN for each unused credit; payloads in flight are completed ─► released
 
 Rules: a frame is sent only under a credit, and only when its bytes are copied. Its CRC is computed as soon as they are,
-mostly before the credit comes: the stager, who waits for nothing but payloads, then gets one at once. Every credit is
-answered, by a payload and SENT or by RETURN. The source is read until `released`, and not after.
+mostly before the credit comes, so the stager gets the payload at once. Every credit is answered, by a payload and SENT
+or by RETURN. The source is read until `released`, and not after.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from trainer_side.ranks.ports import StagerPort
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 _FRAMES_IN_FLIGHT_MAX = 4
-_STALL_SECONDS = 0.1  # much longer than a busy stager takes until it comes to a payload
-# whose CRCs wait for credits: as many as come at once; more would only take time from the copy
+_STALL_SECONDS = 0.1  # much longer than a busy stager takes to begin a payload
+# frames whose CRCs wait for credits: as many as come at once; more would only slow the copy
 _FRAMES_AHEAD_MAX = 4
-_FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get ready in about this order
+_FRAMES_LOOKED_AT_MAX = 16  # for a ready frame without a CRC; frames become ready in about this order
 
 
 @dataclass(frozen=True)
 class SendPlan:
-    """A layout, as this rank sends it."""
+    """The frames of a layout that this rank sends."""
 
     layout: Layout
     frames: dict[int, tuple[int, int]]  # chunk → (offset in the source, bytes)
-    pieces: dict[int, tuple[int, ...]]  # chunk → sizes of its pieces, where there is more than one
+    pieces: dict[int, tuple[int, ...]]  # chunk → sizes of its pieces, if there are several
 
     def pieces_of(self, chunk: int) -> tuple[int, ...]:
         """Sizes of the pieces of this rank's frame in `chunk`."""
@@ -49,7 +49,7 @@ class SendPlan:
 
     @classmethod
     def of(cls, layout: Layout, rank: int, chunks: range | None = None) -> SendPlan:
-        """The plan for the frames that `rank` sends into `chunks`; None: into all."""
+        """Plan the frames that `rank` sends into `chunks`; None: into all."""
         frames = [frame for frame in frames_of(layout, rank) if chunks is None or frame.chunk in chunks]
         return cls(
             layout,
@@ -67,16 +67,16 @@ class Outgoing:
 
     def __init__(self, transfer: Transfer, source: SliceSource, plan: SendPlan) -> None:
         self.transfer, self.plan = transfer, plan
-        self._source: SliceSource | None = source  # a staging buffer is not kept longer than it is read
+        self._source: SliceSource | None = source  # None once released, so that its memory can be freed
         self._unsent = set(plan.frames)
         self._unsummed = list(plan.frames)
         self._crcs: dict[int, int] = {}  # of frames that are ready and not sent
         self._credits: dict[int, int] = {}  # chunk → slot
-        self._sending: dict[int, int] = {}  # handles of payloads that the transport still reads → chunk
+        self._sending: dict[int, int] = {}  # handle of a payload that the transport still reads → chunk
         self._done_said = False
         self._sent_frames = 0
-        self._seen = (-1, 0.0)  # sent frames, and since when that many
-        self._polls = False  # nothing moved until it was asked for
+        self._seen = (-1, 0.0)  # number of sent frames, and since when
+        self._polls = False  # payloads move only while the transport is polled
         transfer.frames, transfer.frames_left = len(plan.frames), len(plan.frames)
 
     @property
@@ -87,8 +87,8 @@ class Outgoing:
     def streaming(self, port: StagerPort) -> bool:
         """Whether a payload is in flight that moves only while the transport is polled.
 
-        On one machine the stager reads others out of this process's memory in one go, whatever that does; where the
-        system does not let it, `notice_stall` finds out.
+        On one machine the stager reads other payloads straight from this process's memory; if the system forbids that,
+        `notice_stall` finds out.
         """
         if not self._sending or port.has_threads:
             return False
@@ -108,7 +108,7 @@ class Outgoing:
 
     @property
     def over(self) -> bool:
-        """Nothing more happens to it."""
+        """Whether its outcome is final and its memory is released."""
         return self.transfer.state.final and self.transfer.released.is_set()
 
     def offer(self, port: StagerPort, attempt: int) -> None:
@@ -116,7 +116,7 @@ class Outgoing:
         port.send(wire.encode(Kind.OFFER, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))
 
     def credit(self, chunk: int, slot: int) -> bool:
-        """Take a credit; False if there is no use for it, and it must be returned."""
+        """Take a credit; return False if it has no use and must be returned."""
         if self.transfer.state.final or chunk not in self._unsent:
             return False
         self._credits[chunk] = slot
@@ -125,7 +125,7 @@ class Outgoing:
         return True
 
     def pump(self, port: StagerPort, attempt: int) -> bool:
-        """Send what is credited and ready; note what has left. Whether anything moved."""
+        """Send frames that are credited and ready, and note payloads that were read; return whether anything moved."""
         moved = False
         for handle in [handle for handle in self._sending if port.sent(handle)]:
             del self._sending[handle]
@@ -174,18 +174,18 @@ class Outgoing:
         return crc
 
     def unused(self) -> list[int]:
-        """The chunks whose credits are to be returned, now that it was given up."""
+        """Hand out the chunks whose credits must be returned, after this checkpoint is given up."""
         chunks = sorted(self._credits)
         self._credits.clear()
         return chunks
 
     def release(self) -> None:
-        """The source's memory is not read any more."""
+        """Note that the source's memory is not read any more."""
         self._source = None
         self.transfer.release()
 
     def forget_sending(self) -> None:
-        """The reader of the payloads is gone."""
+        """Forget payloads in flight, since their reader is gone."""
         self._sending.clear()
 
     def _send(self, port: StagerPort, attempt: int, chunk: int, slot: int) -> None:

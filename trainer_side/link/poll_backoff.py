@@ -1,14 +1,14 @@
-"""How long the link's thread pauses between polls: each poll costs time that training could use.
+"""How long the link's thread pauses between polls, since each poll takes time from the training.
 
-busy ─► a short pause, and a longer one each time, up to what the link waits for:
-credits and answers ─ 0.5 ms      only the word that all is durable ─ 2 ms      nothing ─ 10 ms
-a payload that moves only while both sides poll ─► no pause, as long as something moves now and then
+busy ─► a short pause, then longer ones, up to a limit that depends on what the link waits for:
+credits and answers ─ 0.5 ms      only DURABLE ─ 2 ms      nothing ─ 10 ms
+a payload that moves only while both sides poll ─► no pause, as long as it moves now and then
 
-After a long wait the pause is a fiftieth of the wait so far, at most 20 ms. Polling the ring every half millisecond
-does not make a slow store faster, and nothing is delayed by more than that.
+After a long wait the pause is a fiftieth of the wait so far, at most 20 ms: polling every half millisecond does not
+make a slow store faster, and the pause delays no message by more than that.
 
-With more than two processes for each core, all pauses but the longest grow with their number: ranks that look and
-find nothing would leave the stager no time to take what the others send.
+With more than two processes per core, the limits grow with the number of processes: otherwise ranks that poll without
+result would leave the stager no time to receive what the others send.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trainer_side.link.outbox import Outbox
 
 _SECONDS_MIN = 0.2e-3  # the stager takes ten times as long for a payload
 _SENDING_SECONDS_MAX = 0.5e-3
-_STAGED_SECONDS_MAX = 2e-3  # what is left of it is the stager's word that it is durable
-_IDLE_SECONDS_MAX = 10e-3  # an offer wakes the thread at once; only the stager's news wait so long
+_STAGED_SECONDS_MAX = 2e-3  # only DURABLE is still to come
+_IDLE_SECONDS_MAX = 10e-3  # delays only messages of the stager: an offer wakes the thread at once
 _SECONDS_MAX = 20e-3
 _PER_SECOND_WAITED = 0.02
-_STREAMING_SECONDS = 0.02  # what goes over a network, or in many pieces, moves only while both sides poll
+_STREAMING_SECONDS = 0.02  # payloads over a network, or in many pieces, move only while both sides poll
 _GROWTH = 1.3
-_CROWD = 2.0  # processes for each core; with more the pauses grow
+_CROWD = 2.0  # processes per core, above which the pauses grow
 
 
 class PollBackoff:
-    """See the module. For the link's thread.
+    """The pauses of the link's thread, which alone uses this.
 
-    `outbox` says what is under way; it is replaced with the stager. `crowding` is the number of processes of the job on
-    this machine for each of its cores.
+    `outbox`: The checkpoints in flight; replaced together with the stager. `crowding`: Processes of the job on this
+    machine per core.
     """
 
     def __init__(self, outbox: Outbox, clock: Callable[[], float], crowding: float) -> None:
@@ -44,16 +44,16 @@ class PollBackoff:
         self._seconds = _SECONDS_MIN
 
     def wake(self) -> None:
-        """There is something to do. Any thread."""
+        """End the current pause. Any thread."""
         self._wake.set()
 
     def busy(self) -> None:
-        """Something has happened: the next pause is short."""
+        """Make the next pause short, since something has happened."""
         self._active_at = self._clock()
         self._seconds = _SECONDS_MIN
 
     def rest(self, *, fetching: bool) -> None:
-        """Give the core away. `fetching`: an answer to a fetch is waited for."""
+        """Pause. `fetching`: An answer to a fetch is pending."""
         now = self._clock()
         if self.outbox.notice_stall(now):
             self._active_at = now

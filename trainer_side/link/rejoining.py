@@ -2,13 +2,12 @@
 
     begin ─► a thread: connect ─ HELLO ─ WELCOME ─► found: the link's thread takes port and welcome
                ▲          ├── refused, unreachable, or the stager of another run ── pause: 1, 2, 4 … 30 s ┐
-               │          └── the launcher has started the job again ── the end     (at once: next generation)
+               │          └── the launcher has restarted the job ── the end         (at once: next generation)
                └──────────────────────────────────────────────────────────────────────────────────────────┘
 
 All ranks must reach the new stager as the same start of the job, without messages among them. Each start has a number,
-its generation; the first is 0. A rank tries the generation after the one that it has lost. It goes on to the next one
-if a stager that admitted a generation is lost, or says that the generation is over. All ranks therefore end at the
-highest one.
+its generation; the first is 0. A rank tries the generation after the one that it has lost, and the next one if a stager
+that admitted a generation is lost, or says that the generation is over. All ranks therefore end at the highest one.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ _log = logging.getLogger("holdfast.trainer.link")
 
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1.0, 30.0
 _WARNING_SECONDS = 300.0
-_GENERATIONS_AT_ONCE_MAX = 64  # tried without a pause: a stager remembers which ones are over
+_GENERATIONS_AT_ONCE_MAX = 64  # without a pause: a stager remembers which ones are over
 _LOOK_SECONDS = 0.01
 _LEAVE_SECONDS_MAX = 1.0
 
 
 class Reconnect(NamedTuple):
-    """How a rank reaches a stager again that it has lost."""
+    """How a rank reconnects to its stager."""
 
     connect: Callable[[int], StagerPort]  # as this generation of the job's start (`World.again`)
-    # The newest attempt with a checkpoint in the run, 0 without one. Called by rank 0 alone, in the thread of the
-    # search; raises `StoreError`.
+    # Returns the newest attempt with a checkpoint in the run, 0 without one. Called in the search thread of rank 0
+    # alone; raises `StoreError`.
     newest_attempt: Callable[[], int]
 
 
 class Reached(NamedTuple):
-    """A stager that has welcomed this rank again, and how long and how often the rank had tried."""
+    """A stager that has admitted this rank again, and how long and how often the rank had tried."""
 
     greeted: Greeted
     seconds: float
@@ -54,11 +53,11 @@ class Reached(NamedTuple):
 
 
 class Rejoining:
-    """See the module. `begin`, `look` and `end` belong to the link's thread.
+    """The search for a stager. `begin`, `look` and `end` belong to the link's thread.
 
     Args:
-        start_seconds_max: How long a stager that was reached may take to welcome this rank.
-        last_step: The last step that training has done; -1: none. For warnings.
+        start_seconds_max: Limit for the WELCOME of a stager that was reached.
+        last_step: Returns the last step that training has done; -1: none. For warnings.
         kept_there: Where checkpoints are kept meanwhile, as a sentence; empty: nowhere.
     """
 
@@ -80,7 +79,7 @@ class Rejoining:
         self._said = ""
 
     def begin(self, before: Welcome) -> None:
-        """Search from now on. `before`: what the lost stager had said."""
+        """Start the search. `before`: The WELCOME of the lost stager."""
         self._before, self._said = before, ""
         self._generation += 1
         task = "tries to reach the stager again"
@@ -89,7 +88,7 @@ class Rejoining:
         ).start()
 
     def look(self) -> Reached | None:
-        """The stager, once it is found. Never waits. ThreadDied: the search has ended by a bug."""
+        """Return the stager once it is found; never waits. ThreadDied: a bug has ended the search."""
         try:
             found = self._found.get_nowait()
         except queue.Empty:
@@ -99,7 +98,7 @@ class Rejoining:
         return found
 
     def end(self) -> None:
-        """Search no longer; a stager that was found and not taken hears a good-bye."""
+        """End the search; leave a stager that was found and not used."""
         self._ended.set()
         self._leave_what_was_found()
 
@@ -128,7 +127,7 @@ class Rejoining:
                 self._say(error)
             else:
                 self._found.put(Reached(greeted, time.monotonic() - begun, tries))
-                if self._ended.is_set():  # nobody looks any more
+                if self._ended.is_set():  # `look` is not called any more
                     self._leave_what_was_found()
                 return
             at_once = 0
@@ -149,7 +148,7 @@ class Rejoining:
         try:
             return self._greet(port)
         except HoldfastError:
-            self._generation += 1  # this one was admitted, and its messages are counted
+            self._generation += 1  # this one was admitted, and the stager counts its messages
             port.leave(_LEAVE_SECONDS_MAX)
             raise
 
@@ -169,7 +168,7 @@ class Rejoining:
                 "that this job has lost; start the stager with the same settings, or start the job again"
             )
         if self._rank == 0 and (newest := self._again.newest_attempt()) > before.attempt:
-            # No stager may be left that knows both starts, but the run does.
+            # Perhaps no stager is left that knows both starts, but the run knows them.
             raise StartReplaced(
                 f"{before.store_url} has a checkpoint of attempt {newest}, and this job was attempt {before.attempt} "
                 "until it lost its stager: another start of it has gone on since"
@@ -177,13 +176,13 @@ class Rejoining:
         return greeted
 
     def _say(self, error: HoldfastError) -> None:
-        """Once for each cause; rank 0 of a job would else say it for hours."""
+        """Log each cause once; rank 0 would otherwise repeat it for hours."""
         if str(error) != self._said:
             self._said = str(error)
             _log.info("rank %d does not reach the stager yet: %s", self._rank, error)
 
     def _at_risk(self) -> str:
-        """The loss if the job ended now."""
+        """Say which training would be lost if the job ended now."""
         if self._kept_there:
             return self._kept_there
         done, durable, staged = self._last_step(), self._job.durable_step, self._job.staged_step

@@ -1,9 +1,9 @@
-"""The rings of several stagers, asked as if they were one: each has the chunks of its share.
+"""The rings of several stagers as one: each has the chunks of its share.
 
-what is there?   every ring ─► one list: the chunks of all; staged only where every ring with a part of it says so
-bytes            the ring that had the neighbouring chunk, then the others in turn
-a layout         the first ring that has it        a proof   the lead's ring, where proofs are
-where it lies    nobody's: each rank reads through the stagers, although one may be on its machine
+HELD      every ring ─► one list with the chunks of all; staged only if every ring with a part of it says so
+bytes     the ring that had the neighbouring chunk, then the others in turn
+layout    the first ring that has it        PROOF   the lead's ring, which has the proofs
+PLACE     none: each rank reads through the stagers, although one may be on its machine
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class _Fetch(Protocol):
 
 
 class RingGroup:
-    """See the module. Any thread. `fetches` ask one stager each, the lead first."""
+    """Fetches from all rings. Any thread. `fetches`: Each asks one stager; the lead's comes first."""
 
     def __init__(self, fetches: Sequence[_Fetch]) -> None:
         self._fetches = list(fetches)
-        self._had: dict[tuple[int, int], int] = {}  # attempt, step → the ring that had the last chunk of it
+        self._had: dict[tuple[int, int], int] = {}  # attempt, step → the ring that had its last fetched chunk
 
     def fetch(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
-        """As `ToStager.fetch`. A stager that is lost is an error for what only it may have."""
+        """As `ToStager.fetch`. A lost stager raises, unless a ring asked before it has the bytes."""
         match asked:
             case Asked.HELD:
                 return self._held()
@@ -59,12 +59,12 @@ class RingGroup:
 
 
 def _together(parts: Sequence[HeldCheckpoint]) -> HeldCheckpoint:
-    """The chunks of one checkpoint that the rings have together."""
+    """Combine the parts of one checkpoint that the rings have."""
     digests = {part.staged_digest for part in parts}
     return HeldCheckpoint(
         parts[0].attempt,
         parts[0].step,
-        # One of them may have been given up although the others were staged.
+        # One part may have been given up although the others were staged.
         digests.pop() if len(digests) == 1 else "",
         {chunk: record for part in parts for chunk, record in part.chunks.items()},
         next((part.drift for part in parts if part.drift), ""),

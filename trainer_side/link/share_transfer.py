@@ -1,4 +1,4 @@
-"""One checkpoint of this rank on its way to several stagers, each of which receives a share of it.
+"""One checkpoint of this rank in flight to several stagers, each of which receives a share.
 
     stager 1/3   SENDING ─► SENT ─► STAGED ─► DURABLE ─┐
     stager 2/3   SENDING ─► FAILED ────────────────────┼─► one transfer, as the rest of the rank sees it
@@ -6,7 +6,7 @@
 
     STAGED, and the memory is free     when every share is staged: until then any of them may fail
     DURABLE                            when the lead says so: its flusher publishes the file
-    DECLINED, FAILED                   when one share is; the other stagers are told, because no checkpoint can be whole
+    DECLINED, FAILED                   when one share is; the other stagers are told, since no checkpoint can be whole
 
 Each stager's link changes its share in a thread of its own.
 """
@@ -31,12 +31,12 @@ _PROGRESS = (
 
 
 class ShareTransfer(Transfer):
-    """The share of one stager. `was_sent`: the stager has been sent all of it."""
+    """The share of one stager. `was_sent`: The whole share was sent."""
 
     is_share: ClassVar[bool] = True
 
     def __init__(self, whole: WholeTransfer, index: int) -> None:
-        # The lead writes the manifest, so it is told the times of this save, and its replicas' fingerprints.
+        # The lead writes the manifest, so only the lead gets the times and the fingerprints of this save.
         own = SaveRecord(saved_at_unix=whole.transfer.record.saved_at_unix)
         super().__init__(whole.transfer.step, whole.transfer.record if index == 0 else own)
         self.index, self.was_sent, self._whole = index, False, whole
@@ -55,16 +55,16 @@ class ShareTransfer(Transfer):
 
 
 class WholeTransfer:
-    """See the module.
+    """Combines the shares of one checkpoint into one transfer.
 
     Args:
         transfer: The transfer as the rest of the rank sees it.
         count: How many stagers have a share.
-        changed: Called in a link's thread with this object when a share has changed, and the state that `transfer` has
-            reached by that, if any.
+        changed: Called in a link's thread when a share has changed, with this object and the state that `transfer` has
+            thereby reached, if any.
 
     Attributes:
-        shares: That of each stager, the lead's first.
+        shares: One per stager, the lead's first.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class WholeTransfer:
 
     @property
     def given_up(self) -> ShareTransfer | None:
-        """The share for which the whole is declined, or has failed."""
+        """The share because of which the whole is declined, or has failed."""
         ended = (TransferState.DECLINED, TransferState.FAILED)
         return next((share for share in self.shares if share.state in ended), None)
 
     @property
     def is_durable(self) -> bool:
-        """Whether the lead has said so, whatever became of the other shares."""
+        """Whether the lead has reported DURABLE, regardless of the other shares."""
         return self.shares[0].state is TransferState.DURABLE
 
     def share_changed(self) -> None:
-        """A share has reached another state, or its memory is not read any more."""
+        """Update the whole, after a share has reached another state or released its memory."""
         with self._lock:
             transfer, before = self.transfer, self.transfer.state
             transfer.frames = sum(share.frames for share in self.shares)
@@ -98,7 +98,7 @@ class WholeTransfer:
             self._tell(self, transfer.state if transfer.state is not before else None)
 
     def told(self) -> None:
-        """Return once `changed` has been called for all states that were reached so far. Any thread."""
+        """Wait until `changed` has been called for all states reached so far. Any thread."""
         with self._lock:
             pass
 

@@ -1,11 +1,11 @@
-"""Several stagers, each with a share of every checkpoint, as one: the links of a rank to them, the lead's first.
+"""Several stagers as one, each with a share of every checkpoint: the links of a rank to them, the lead's first.
 
     offer, decline ──► every stager with a share        agree, tell ──► the lead alone
-    a share is declined, fails, or its stager is lost ──► the step is given up, and the other stagers hear why
-    a stager is lost ──► no checkpoint is taken until it is reached again; training goes on
-    the lead is lost ──► the others are left, because the lead's next attempt is theirs, too
+    a share is declined, fails, or its stager is lost ──► give up the step, and tell the other stagers why
+    a stager is lost ──► no checkpoint is taken until it is reached again; training continues
+    the lead is lost ──► leave the others, because the lead's next attempt is theirs, too
 
-A rank that loses a stager after it had sent everything to it tells the others nothing: the share may be staged there.
+A rank that loses a stager after sending it the whole share tells the others nothing: the share may be staged there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EXIT_SECONDS_MAX = 10.0
 
 
 class GroupState(JobState):
-    """The job as this rank knows it, with several stagers: its stager counts as lost while one of them is."""
+    """State of a job with several stagers; `problem` is set while one of them is lost."""
 
     def __init__(self, links: Sequence[Link], clock: Callable[[], float]) -> None:
         lead = links[0].job
@@ -67,9 +67,9 @@ class GroupState(JobState):
 
 
 class StagerGroup:
-    """See the module; a `ToStager`. Its methods belong to the training thread unless they say otherwise.
+    """A `ToStager` for several stagers. Methods belong to the training thread unless they say otherwise.
 
-    `links` are those to all stagers, in the order of their shares.
+    `links`: One per stager, in the order of their shares.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StagerGroup:
         self._lead, *self._members = links
         self.job = GroupState(links, clock)
         self._rings = RingGroup([link.fetch for link in links])
-        self._lock = threading.Lock()  # of `job`, which the threads of all links change
+        self._lock = threading.Lock()  # for `job`, which the threads of all links change
         self._newest_step = -1
         self._accepted: list[WholeTransfer] = []
         self._shares: tuple[Layout, Shares] | None = None
@@ -103,7 +103,7 @@ class StagerGroup:
         problem = self.job.problem
         reason = None if problem is None else Reason.of_error(problem)
         if problem is None and step <= self._newest_step:
-            # By the same rule on each rank, so that all leave it out.
+            # Every rank applies this rule, so all ranks skip the step.
             reason = DeclineCause.NOT_NEW.because(
                 f"step {step} is not above step {self._newest_step}, which was saved or declined before"
             )
@@ -139,24 +139,23 @@ class StagerGroup:
         return self._rings.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
-        """Wait until what was offered is durable (or staged), say good-bye to all. Safe to call twice."""
+        """Wait until all offered steps are durable (or staged), say good-bye to all stagers. Safe to call twice."""
         if not self._closed:
             self._closed = True
             transfers = [whole.transfer for whole in self._accepted]
             LastTransfers(self.job, transfers, self._clock).wait(wait_for, seconds_max)
-            for whole in (
-                self._accepted
-            ):  # a step that failed is declined at the other stagers before this rank leaves
+            # A failed step is declined at the other stagers before this rank leaves.
+            for whole in self._accepted:
                 whole.told()
             self._leaving = True
-        for link in self._links:  # first: none of them waits for another one's good-bye
+        for link in self._links:  # all first, so that no link waits for the good-bye of another
             link.leave()
         for link in self._links:
             link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
         self._not_at_exit()
 
     def close_at_exit(self) -> None:
-        """A script that ends without `close` must not leave the stagers waiting for this rank."""
+        """Close the links at exit: a script without `close` must not leave the stagers waiting for this rank."""
         close = partial(self.close, wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
         self._not_at_exit = at_exit(close)
 
@@ -174,7 +173,7 @@ class StagerGroup:
             if whole.is_durable:
                 self.job.durable_step = max(self.job.durable_step, step)
             elif transfer.state is TransferState.STAGED and transfer.released.is_set():
-                # Not before the memory is free: who waits for a staged step then saves the next one.
+                # Not before the memory is free: the next save may follow as soon as a step is staged.
                 self.job.staged_step = max(self.job.staged_step, step)
         if reached in (TransferState.STAGED, TransferState.DURABLE):
             self._events.emit(reached.value, transfer.record.to_json(), step=step)
@@ -191,7 +190,7 @@ class StagerGroup:
         name = self._links[cause.index].name
         if cause.was_sent and self._links[cause.index].job.problem is not None:
             _log.warning(
-                "rank %d: step %d was sent to %s, which is lost: whether it becomes durable, the others find out",
+                "rank %d: step %d was sent to %s, which is lost: the other stagers find out whether it becomes durable",
                 self.job.rank,
                 transfer.step,
                 name,
@@ -205,7 +204,7 @@ class StagerGroup:
     def _lost(self, index: int, error: HoldfastError) -> None:
         with self._lock:
             if self.job.problem is None:
-                # The lead's own error comes out of `agree`, too, and is known by its identity.
+                # `agree` raises the lead's own error, too, and `has_lost` compares by identity.
                 is_own = index == 0 or isinstance(error, ThreadDied)
                 self.job.lose(error if is_own else type(error)(f"{self._links[index].name}: {error}"))
             elif isinstance(error, ThreadDied):
@@ -227,7 +226,6 @@ class StagerGroup:
             if attempt != self.job.attempt:
                 self.job.join_again(attempt)
             else:
-                self.job.staged_step = (
-                    self.job.durable_step
-                )  # the rest may be gone with the stager that was lost
+                # Newer staged steps may be gone with the lost stager.
+                self.job.staged_step = self.job.durable_step
             self.job.recover()

@@ -1,4 +1,4 @@
-"""Messages to the stager that nobody answers. Each is encoded when it is sent, for the attempt of that moment."""
+"""Messages to the stager that need no answer. Each is encoded when it is sent, for the attempt of that moment."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class StagerMessage(NamedTuple):
     """One message for `ToStager.tell`."""
 
     encode: Callable[[Sequence[int]], bytes]  # the frame, from all attempts of the job, the current one last
-    keep_until_unix: float = 0.0  # while the stager is lost, it is kept for the next one; 0: it is dropped
+    keep_until_unix: float = 0.0  # until when to keep it while the stager is lost; 0: drop it
 
     @classmethod
     def fits(cls, step: int) -> StagerMessage:
-        """This rank's state fits the layout at `step`, which it does not offer now."""
+        """Say that this rank's state fits the layout at `step`, which this rank does not offer now."""
         return cls(lambda attempts: wire.encode(Kind.FITS, attempt=attempts[-1], step=step))
 
     @classmethod
     def doubt(cls, doubt: Doubt) -> StagerMessage:
-        """Steps of this rank may be torn; the stager tells all ranks and the flusher."""
+        """Say that steps of this rank may be torn; the stager tells all ranks and the flusher."""
 
         def encode(attempts: Sequence[int]) -> bytes:
             earlier = tuple(attempts[:-1][-EARLIER_ATTEMPTS_MAX:])
@@ -39,17 +39,17 @@ class StagerMessage(NamedTuple):
 
     @classmethod
     def proof(cls, key: CheckpointId, digest: Digest) -> StagerMessage:
-        """The digest of this rank's first step after checkpoint `key`."""
+        """Send the digest of this rank's first step after checkpoint `key`."""
         return cls(lambda attempts: proof_frame(key, digest, attempt=attempts[-1]))
 
     @classmethod
     def verdict(cls, key: CheckpointId, proof: ResumeProof) -> StagerMessage:
-        """How the resume from `key` went; rank 0 only."""
+        """Send the result of the comparison after a resume from `key`; rank 0 only."""
         return cls(lambda attempts: proof_frame(key, proof, attempt=attempts[-1]))
 
     @classmethod
     def notice(cls, notice: Notice) -> StagerMessage:
-        """This rank's machine will be taken away."""
+        """Say that this rank's machine will be preempted."""
 
         def encode(attempts: Sequence[int]) -> bytes:
             return wire.encode(Kind.NOTICE, attempt=attempts[-1], body=wire.to_json(notice.to_json()))
@@ -58,6 +58,6 @@ class StagerMessage(NamedTuple):
 
     @classmethod
     def wish(cls, wish: Wish) -> StagerMessage:
-        """Rank 0 asks for another interval."""
+        """Ask for another interval; rank 0 only."""
         body = wire.to_json(wish.to_json())
         return cls(lambda attempts: wire.encode(Kind.WISH, attempt=attempts[-1], body=body))

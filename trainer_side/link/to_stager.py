@@ -1,4 +1,4 @@
-"""The interface that a training rank has to the stager, whether the job has a stager (`Link`) or none (`NoStager`)."""
+"""The interface of a training rank to the stager: `Link`, `StagerGroup`, or `NoStager` in a job without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 
 class ToStager(Protocol):
-    """The way of this rank's checkpoints to the stager. Training thread, unless a member says otherwise."""
+    """Sends this rank's checkpoints and messages to the stager. Training thread, unless a member says otherwise."""
 
     @property
     def job(self) -> JobState:
@@ -37,27 +37,30 @@ class ToStager(Protocol):
         """Offer the checkpoint of `step`; returns at once.
 
         Args:
-            step: Higher than every step before, otherwise it is declined at once.
-            source: This rank's bytes. They must stay as they are until the transfer is released.
+            step: Higher than every step before; otherwise it is declined at once.
+            source: This rank's bytes, which must not change until the transfer is released.
             record: Facts about the step so far, `saved_at_unix` among them; the link adds its times.
             layout: The same one on every rank.
         """
         ...
 
     def answer(self, step: int) -> Reason | None:
-        """Why `step`, which this rank has not offered yet, is not taken; None as far as is known. Any thread."""
+        """Return why `step`, which this rank has not offered yet, is declined; None if it is not, as far as known.
+
+        Any thread.
+        """
         ...
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         """Tell all ranks, through the stager, that this rank takes no checkpoint of `step`. Any thread.
 
-        The step is a new one, or was offered and cannot be finished. On rank 0, `needed_pickle_bytes` above 0 says that
-        the pickle has outgrown its reserve.
+        The step is new, or was offered and cannot be finished. On rank 0, `needed_pickle_bytes` above 0 means that the
+        pickle has outgrown its reserve.
         """
         ...
 
     def tell(self, message: StagerMessage) -> None:
-        """Send a message that nobody answers. Any thread."""
+        """Send a message that needs no answer. Any thread."""
         ...
 
     def fetch(

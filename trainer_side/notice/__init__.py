@@ -1,11 +1,11 @@
-"""Preemption notices: sources that report the end of this machine, and the step at which all ranks then save.
+"""Preemption notices: sources that announce the preemption of this machine, and the step at which all ranks then save.
 
     a source ─► watch ─► preemption_notices ══► stager: holdfast/notices/preemption.py ══► agreed_steps
                                 or without one ══► rank 0: Rank0PreemptionCoordinator ════► agreed_steps
 
 source, open_sources     the interface of a source; chooses the sources, and the rank that polls them
 signals                  signals of this process
-lost_siblings            tells SIGTERM of torchrun after the death of a rank from a notice
+lost_siblings            distinguishes SIGTERM of torchrun after the death of a rank from a notice
 http, aws, azure, gcp    a bounded request to a metadata server; the metadata services of the clouds
 watch                    the thread that polls the sources
 preemption_notices       the notices of this rank, and the one that all ranks have agreed on

@@ -1,6 +1,6 @@
 """The steps that all ranks have agreed on after a preemption notice, as this rank knows them.
 
-    link's or council's thread    heard(announcement) ─► the answer to a proposal: where this rank is
+    link's or council's thread    heard(announcement) ─► the answer to a proposal: this rank's next step
     training thread               reach(step) ─► waits at a promised step ─► Terms, or nothing is due
 
 Without a notice `reach` notes two numbers and returns.
@@ -19,24 +19,24 @@ _SMOOTHED = 0.25
 
 
 class AgreedSteps:
-    """See the module. Training waits `wait_seconds_max` at a promised step; the decider is lost then."""
+    """The agreed steps. Training waits up to `wait_seconds_max` at a promised step, then takes the decider for lost."""
 
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.promises: PromisedSteps[Terms] = PromisedSteps(wait_seconds_max)
         self._reached_at: float | None = None
-        self.step_seconds: float | None = None  # how long a step takes; None: not known yet
+        self.step_seconds: float | None = None  # smoothed duration of a step; None: not known yet
         self._factor, self._until_step = 1, -1
-        # Set when the appointed step is reached, and so at the same step on every rank.
+        # Set when an appointed step is reached, therefore at the same step on every rank.
         self.notice: Notice | None = None
 
     def restored(self, step: int) -> None:
-        """Training continues after `step`."""
+        """Note that training continues after `step`."""
         with self.promises.lock:
             self.promises.last_step, self._reached_at = step, None
 
     def reach(self, step: int) -> Terms | None:
-        """Training has done `step`; what is due now, if anything is. Training thread."""
+        """Note that training has done `step`; return the terms that are due now, if any. Training thread."""
         now = self._clock()
         with self.promises.lock:
             last_step = self.promises.last_step
@@ -45,7 +45,7 @@ class AgreedSteps:
                 known = self.step_seconds
                 self.step_seconds = took if known is None else known + _SMOOTHED * (took - known)
             due = self.promises.reach(step)
-            self._reached_at = None if due else now  # a save is not a step's time
+            self._reached_at = None if due else now  # the next step's time would include a save
             if not due:
                 return None
             terms = due[-1]
@@ -55,11 +55,11 @@ class AgreedSteps:
             return terms
 
     def every(self, every: int, step: int) -> int:
-        """How many steps are between two checkpoints now: `every`, or fewer for a while after a rebalance."""
+        """Return the current interval in steps: `every`, or less for a while after a rebalance notice."""
         return max(1, every // self._factor) if every and step <= self._until_step else every
 
     def heard(self, said: Announcement) -> StepAnswer | None:
-        """A SAVE_AT has come; the answer, if it is a proposal. Link's or council's thread. ProtocolError: malformed."""
+        """Take a SAVE_AT; return the answer to a proposal. Link's or council's thread. ProtocolError: malformed."""
         terms = Terms.from_json(said.body) if said.word is StepWord.APPOINTED else None
         with self.promises.lock:
             self.promises.heard(said, terms)
@@ -68,6 +68,6 @@ class AgreedSteps:
             return StepAnswer(said.number, self.promises.last_step + 1, self.step_seconds)
 
     def end(self) -> None:
-        """Nothing more is heard: the decider is lost, or the job is over. Appointed steps stay so. Any thread."""
+        """Expect no further announcement: the decider is lost, or the job is over. Appointed steps stay. Any thread."""
         with self.promises.lock:
             self.promises.end()

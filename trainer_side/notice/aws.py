@@ -26,7 +26,7 @@ _ACTIONS = ("terminate", "stop", "hibernate")
 
 
 class Aws:
-    """See the module; a `NoticeSource`. A question takes `seconds_max`; a token is asked for 1 to 21600 seconds."""
+    """A `NoticeSource`. A request takes at most `seconds_max`. `token_seconds`: Lifetime of a token, 1 to 21600."""
 
     name = "aws"
 
@@ -63,7 +63,7 @@ class Aws:
                     Notice(NoticeKind.REBALANCE, None, self.name, f"rebalance recommendation of {noticed}")
                 )
         except SourceError:
-            if not notices:  # of two notices the graver one is not held back by the other
+            if not notices:  # a failed look for the milder notice does not hold back the graver one
                 raise
         return notices
 
@@ -75,7 +75,7 @@ class Aws:
         return True
 
     def answers_without_token(self) -> bool:
-        """Whether the server is there although it gave no token: its answers to PUT may take fewer hops."""
+        """Whether the server is there although it gave no token: its hop limit may stop answers to PUT."""
         try:
             return self._server.ask(_ROOT_PATH).status in {200, 401}
         except SourceError:
@@ -86,7 +86,7 @@ class Aws:
             self._renew()
         answer = self._ask(path)
         if answer.status == 401:
-            self._renew()  # once: it was withdrawn, or this machine was asleep for longer than it held
+            self._renew()  # once: the token was withdrawn, or has expired while this machine slept
             answer = self._ask(path)
         if answer.status == 404:
             return None

@@ -1,8 +1,8 @@
 """Azure: Scheduled Events of the metadata service; an event of type `Preempt` with this machine among its resources.
 
-At least 30 seconds are given. `NotBefore` is empty once the event has started: the deadline is then now. Asking for
-the first time switches Scheduled Events on for the machine, and may take up to two minutes to be answered; until then
-the watch says once that it gets no answer. `HOLDFAST_AZURE_METADATA_URL` moves the server.
+Azure gives at least 30 seconds. `NotBefore` is empty once the event has started: the deadline is then now. The first
+request switches Scheduled Events on for the machine, which may take up to two minutes to answer; until then the watch
+logs once that it gets no answer. `HOLDFAST_AZURE_METADATA_URL` moves the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEADERS = {"Metadata": "true"}
 
 
 class Azure:
-    """See the module; a `NoticeSource`. A question takes at most `seconds_max`."""
+    """A `NoticeSource`. A request takes at most `seconds_max`."""
 
     name = "azure"
 
@@ -55,7 +55,7 @@ class Azure:
         resources = event.get("Resources")
         if self._machine is None:
             self._machine = self._own_name()
-        # All machines of a scale set see each other's events. One that does not know its name takes each for its own.
+        # All machines of a scale set see each other's events. One without a known name takes every event for its own.
         if self._machine and isinstance(resources, list) and resources:
             names = {str(name).rsplit("/", 1)[-1].strip("_") for name in resources}
             if self._machine.strip("_") not in names:

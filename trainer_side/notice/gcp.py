@@ -1,7 +1,7 @@
 """Google Cloud: `instance/preempted` of the metadata server, TRUE from the moment of the notice on.
 
 A preempted VM has 30 seconds (best effort) from then on: ACPI G2 first, then the power is cut. The server does not say
-when it began, so the deadline counts from when TRUE was first seen, and is late by at most one look.
+when the notice began, so the deadline counts from the first TRUE, and is late by at most one poll.
 `GCE_METADATA_HOST` moves the server, as for Google's own libraries.
 """
 
@@ -22,7 +22,7 @@ _PREEMPTION_SECONDS = 30.0
 
 
 class Gcp:
-    """See the module; a `NoticeSource`. A question takes at most `seconds_max`."""
+    """A `NoticeSource`. A request takes at most `seconds_max`."""
 
     name = "gcp"
 

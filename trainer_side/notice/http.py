@@ -1,7 +1,7 @@
-"""One small question to a metadata server: bounded in time and bytes, no proxy, no redirect.
+"""One small request to a metadata server: bounded in time and bytes, no proxy, no redirect.
 
-The address is link-local and plain http on every cloud. A proxy set for the training must not see the question (it
-would answer for its own machine), and a redirect would lead away from the machine, so neither is followed.
+The address is link-local and plain http on every cloud. A proxy set for the training would answer for its own machine,
+and a redirect would lead away from this machine, so neither is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HttpAnswer:
 class Server:
     """A metadata server at `http://host[:port][/path]`. SourceError: the URL is malformed.
 
-    A question may take `seconds_max`, from its first byte to its last.
+    A request may take `seconds_max`, from its first byte to its last.
     """
 
     def __init__(self, url: str, *, seconds_max: float) -> None:
@@ -48,11 +48,11 @@ class Server:
         self._seconds_max = seconds_max
 
     def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpAnswer:
-        """Ask for `path`. SourceError: refused, late, cut off, a redirect, a server error, or too large an answer."""
+        """Request `path`. SourceError: refused, late, cut off, a redirect, a server error, or too large an answer."""
         what = f"{method} {self.url}{path}"
         is_late = f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._seconds_max)
-        # The timeout of a socket holds for each read; a server that drips needs a limit for all of them.
+        # A socket's timeout holds for each read; a server that sends byte by byte needs a limit for the whole answer.
         late = threading.Event()
         timer = threading.Timer(self._seconds_max, _cut, (connection, late))
         timer.daemon = True
@@ -85,12 +85,12 @@ def _cut(connection: http.client.HTTPConnection, late: threading.Event) -> None:
     late.set()
     open_socket = connection.sock
     if open_socket is not None:
-        with contextlib.suppress(OSError):  # it has come to its end by itself
+        with contextlib.suppress(OSError):  # already closed
             open_socket.shutdown(socket.SHUT_RDWR)
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:
-    """The JSON object in an answer. SourceError: it is malformed."""
+    """Parse the JSON object in an answer. SourceError: it is malformed."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -101,7 +101,7 @@ def json_object(text: str, where: str) -> dict[str, Any]:
 
 
 def unix_time(text: object, where: str) -> float:
-    """Seconds since 1970 of `2017-09-18T08:22:00Z` or `Mon, 19 Sep 2016 18:29:47 GMT`; SourceError: it is neither."""
+    """Parse `2017-09-18T08:22:00Z` or `Mon, 19 Sep 2016 18:29:47 GMT` to seconds since 1970. SourceError: neither."""
     if isinstance(text, str) and len(text) < 64:
         for read in (datetime.fromisoformat, parsedate_to_datetime):
             try:

@@ -1,11 +1,11 @@
-"""SIGTERM by which torchrun ends the ranks that are left when one of them has died: it is no preemption notice.
+"""SIGTERM by which torchrun ends the remaining ranks when one of them has died: it is no preemption notice.
 
-    SIGTERM ─► is a rank of this torchrun gone? ─ no ─► a notice, as signals.py has it
+    SIGTERM ─► is a rank of this torchrun gone? ─ no ─► a notice (signals.py)
                                                 └ yes ─► this rank ends at once, as it would without a watch
 
-No step of all ranks can be saved any more, and torchrun starts none before the last rank has ended. A rank may wait for
-the dead one on its device for ever, where Python handles no signal; so a thread hears of it by the wakeup descriptor.
-Ranks of other machines are not looked at: theirs has the notice's time at most.
+No step of all ranks can be saved any more, and torchrun restarts ranks only after the last one has ended. A rank may
+wait for the dead one on its device for ever, where Python handles no signal; so a thread learns of SIGTERM by the
+wakeup descriptor. Ranks of other machines are not checked: after their end this rank waits at most as after a notice.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _CLOSE_SECONDS_MAX = 5.0
 
 
 def ranks_of_torchrun(process: int, ranks: int) -> list[int]:
-    """The processes with the other ranks of the torchrun that has started `process`, or with the wrappers around them.
+    """Find the processes of the other ranks of the torchrun that has started `process`, or of wrappers around them.
 
-    `ranks` is the number of ranks that torchrun has on this machine.
+    `ranks`: How many ranks torchrun has on this machine.
     """
     for _ in range(_UP_MAX):
         parent = _parent(process)
@@ -46,14 +46,14 @@ def ranks_of_torchrun(process: int, ranks: int) -> list[int]:
 
 
 class LostSiblings:
-    """Ends this process when SIGTERM comes after another rank has ended. Main thread, which makes it."""
+    """Ends this process when SIGTERM comes after another rank has ended. Made and used by the main thread."""
 
     def __init__(self, siblings: Sequence[int], *, rank: int) -> None:
         self._rank = rank
         self._ends = select.poll()
         self._descriptors: list[int] = []
         for pid in siblings:
-            with contextlib.suppress(OSError):  # it has ended, and torchrun knows
+            with contextlib.suppress(OSError):  # it has ended already, and torchrun knows
                 self._descriptors.append(os.pidfd_open(pid))
                 self._ends.register(self._descriptors[-1], select.POLLIN)
         self._is_default: Callable[[], bool] = lambda: False
@@ -62,32 +62,32 @@ class LostSiblings:
         before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         if before != _NO_DESCRIPTOR:  # asyncio's; it stays
             signal.set_wakeup_fd(before)
-        # A signal to a forked child does not concern this process.
+        # A forked child must not report its signals to this process.
         os.register_at_fork(after_in_child=self._forget)
         self._thread = BackgroundThread(
             "holdfast-siblings",
             self._run,
             rank=rank,
-            task="tells a notice from the end of another rank",
-            died=lambda _: None,  # SIGTERM is a notice then
+            task="distinguishes a notice from the end of another rank",
+            died=lambda _: None,  # without it, SIGTERM always counts as a notice
         )
 
     def any_ended(self) -> bool:
-        """Whether another rank has ended. Any thread, and a signal's handler."""
+        """Whether another rank has ended. Any thread; also from a signal handler."""
         return bool(self._ends.poll(0))
 
     def start(self, is_default: Callable[[], bool]) -> None:
-        """From now on hear SIGTERM.
+        """Start to act on SIGTERM.
 
-        `is_default` says whether SIGTERM would end this process without a watch: the script has no handler of its own.
+        `is_default`: Whether SIGTERM would end this process without a watch: the script has no handler of its own.
         """
         self._is_default = is_default
         self._thread.start()
 
     def close(self) -> None:
-        """SIGTERM is not looked at any more."""
+        """Stop acting on SIGTERM."""
         self._forget()
-        self._ends = select.poll()  # of a closed descriptor it would say that it can be read
+        self._ends = select.poll()  # a poll would report closed descriptors as readable
         self._written.close()
         self._thread.join(_CLOSE_SECONDS_MAX)
         self._heard.close()
@@ -100,7 +100,7 @@ class LostSiblings:
         with contextlib.suppress(ValueError):  # not the main thread
             now = signal.set_wakeup_fd(_NO_DESCRIPTOR)
             if now not in (_NO_DESCRIPTOR, self._written.fileno()):
-                signal.set_wakeup_fd(now)  # of somebody who came later
+                signal.set_wakeup_fd(now)  # a descriptor that other code has set later
 
     def _run(self) -> None:
         while numbers := self._heard.recv(_SIGNALS_MAX):
@@ -110,7 +110,7 @@ class LostSiblings:
                     "be saved: this rank ends",
                     self._rank,
                 )
-                # Not by `signal`, which is the main thread's, and it may wait for the dead rank for ever.
+                # Not by `signal`, which needs the main thread: that one may wait for the dead rank for ever.
                 ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(0))
                 os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,6 +1,6 @@
-"""Makes the watch from the settings: chooses the sources and the rank that asks them, and finds out the cloud.
+"""Makes the watch from the settings: chooses the sources and the rank that polls them, and detects the cloud.
 
-watch = ["aws", "sigterm"]   those           watch = ["auto"]   the first whose metadata server answers, asked once
+watch = ["aws", "sigterm"]   these two       watch = ["auto"]   the first cloud whose metadata server answers at start
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Watching:
         self.watch, self._signals, self._siblings = watch, signals, siblings
 
     def heard(self) -> Notice | None:
-        """The notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
+        """Return the notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
         return next((notice for source in self._signals for notice in source.look()), None)
 
     def close(self) -> None:
-        """End it. The handlers of the signals stay."""
+        """End the watch. The handlers of the signals stay."""
         for source in self._signals:
             source.close()
         if self._siblings is not None:
@@ -52,7 +52,7 @@ def open_watch(
     rank: int,
     environ: Mapping[str, str] | None = None,
 ) -> Watching | None:
-    """Begin to watch what `config.watch` names; None where it names nothing. Main thread."""
+    """Start to watch the sources that `config.watch` names; return None if it names nothing. Main thread."""
     if not config.watch:
         return None
     environ = os.environ if environ is None else environ
@@ -106,11 +106,11 @@ def _siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
 
 
 def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int = 0) -> list[NoticeSource]:
-    """The metadata servers of these names; for `auto` the first that answers, which is asked for here, or none.
+    """Return the metadata servers of these names; for `auto` the first that answers now, if any.
 
     SourceError: the variable that moves a server is no URL.
     """
-    # Here and not above: they bring http.client and ssl, and a rank that watches nothing asks no server.
+    # Here and not above: they import http.client and ssl, which a rank without a server to poll does not need.
     from trainer_side.notice.aws import Aws
     from trainer_side.notice.azure import Azure
     from trainer_side.notice.gcp import Gcp

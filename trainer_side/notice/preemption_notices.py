@@ -16,7 +16,7 @@ from trainer_side.notice.open_sources import open_watch
 
 
 class PreemptionNotices:
-    """See the module. Main thread, which makes it. `send` is called in the watch's thread."""
+    """The notices of this rank. Made and used by the main thread. `send`: Called in the watch's thread."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class PreemptionNotices:
         self._watching = open_watch(config, self._receive, rank=rank)
 
     def _receive(self, notice: Notice) -> None:
-        """Called in the watch's thread."""
+        """Note and send a notice. Watch's thread."""
         if notice.kind is NoticeKind.TERMINATE:
             self._received = notice
             report("noticed")
@@ -39,7 +39,7 @@ class PreemptionNotices:
 
     @property
     def pending(self) -> Notice | None:
-        """The notice that ends this job, of this rank's machine or of another one; None without one."""
+        """The notice that ends this job, for this rank's machine or another one; None without one."""
         signalled = None if self._watching is None else self._watching.heard()
         agreed = self._agreed_steps.notice
         if agreed is not None and agreed.kind is not NoticeKind.TERMINATE:

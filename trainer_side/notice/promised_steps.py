@@ -1,12 +1,12 @@
 """A rank's side of the agreement that lets all ranks act at the same step, without a collective operation.
 
     link's thread      heard(proposed 40) ─► not passed: promised
-                       heard(appointed 40) ─► it holds          heard(called off) ─► the promise ends
-    training thread    reach(39) ─► nothing     reach(40) ─► waits until it holds, or the promise ends ─► what is due
+                       heard(appointed 40) ─► agreed            heard(called off) ─► the promise ends
+    training thread    reach(39) ─► nothing     reach(40) ─► waits until agreed, or the promise ends ─► due ones
 
 The decider's side is holdfast/notices/step_agreement.py. A rank that has promised a step waits there for the decider's
-word, which is mostly there long before. An agreed step stays agreed even if another one is proposed
-later: another rank may already have reached it.
+answer, which mostly arrives long before. An agreed step stays agreed even if another one is proposed later, since
+another rank may already have reached it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class _Promise(NamedTuple):
 
 
 class PromisedSteps(Generic[Agreed]):
-    """See the module. The caller of each method holds `lock`."""
+    """The promises and agreements of this rank. The caller of each method holds `lock`."""
 
     def __init__(self, wait_seconds_max: float) -> None:
         self._wait_seconds_max = wait_seconds_max
-        # Guards the promises and what their user keeps beside them; `reach` gives it back while it waits.
+        # Guards the promises, and the related state of their user; `reach` releases it while it waits.
         self.lock = threading.Condition()
-        self.last_step = -1  # that training has done; -1: none
+        self.last_step = -1  # last step that training has done; -1: none
         self._promise: _Promise | None = None
-        self._appointed: list[tuple[int, Agreed]] = []  # each due at the first step that is not below
+        self._appointed: list[tuple[int, Agreed]] = []  # each is due at its step, or at the first one above
 
     @property
     def pending(self) -> bool:
@@ -44,13 +44,13 @@ class PromisedSteps(Generic[Agreed]):
         return self._promise is not None or bool(self._appointed)
 
     def waits_at(self, step: int) -> bool:
-        """Whether training would wait at `step` for the decider's word."""
+        """Whether training would wait at `step` for the decider's answer."""
         return self._promise is not None and step >= self._promise.step
 
     def heard(self, said: Announcement, agreed: Agreed | None = None) -> bool:
-        """Take an announcement; `agreed` is what its body holds if a step is appointed. Link's thread.
+        """Take an announcement; `agreed`: the content of its body if a step is appointed. Link's thread.
 
-        False: a step is appointed and this rank has passed it without a word, since it had given its promise up.
+        Returns False if the appointed step was not promised any more: this rank may have passed it.
         """
         self.lock.notify_all()
         if said.word is StepWord.PROPOSED:
@@ -69,7 +69,7 @@ class PromisedSteps(Generic[Agreed]):
         return True
 
     def reach(self, step: int) -> list[Agreed]:
-        """Training has done `step`; what is due now, in the order in which it was appointed. Training thread."""
+        """Note that training has done `step`; return the agreements due now, in their order. Training thread."""
         self.last_step = max(self.last_step, step)
         if not self.pending:
             return []
@@ -83,7 +83,7 @@ class PromisedSteps(Generic[Agreed]):
         return due
 
     def end(self, *, forget_appointed: bool = False) -> None:
-        """The decider says nothing more: training waits for it no longer. Any thread."""
+        """End the promise, since the decider answers no more: training does not wait for it. Any thread."""
         self._promise = None
         if forget_appointed:
             self._appointed.clear()

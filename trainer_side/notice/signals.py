@@ -1,16 +1,16 @@
-"""A signal of this process as a notice: what mpirun, Slurm, Kubernetes and systemd send before they kill.
+"""A signal of this process as a notice: mpirun, Slurm, Kubernetes and systemd send one before they kill.
 
-    first signal   ─► Notice(terminate, in grace seconds); training goes on
-    second SIGTERM ─► what it would have done without the watch: it ends the process
-    second SIGUSR1 ─► nothing: it says the same
+    first signal   ─► Notice(terminate, in grace seconds); training continues
+    second SIGTERM ─► ends the process, as it would without the watch
+    second SIGUSR1 ─► nothing: it is no news
     after close()  ─► SIGTERM ends the process, SIGUSR1 does nothing
 
-A second one within two seconds is the first one again: Slurm sends a signal to every process of a job, and torchrun
+A second signal within two seconds counts as the first one: Slurm sends a signal to every process of a job, and torchrun
 and `holdfast rank` among them pass it on. SIGTERM ends a forked child as it would without the watch.
 
-The handler is Python's: it runs between two operations of the main thread, and so after the collective call or kernel
-launch that thread is in. A handler that the script had set before is called as well, each time. The handler stays until
-the process ends: without one SIGUSR1 would kill it, and who sends the signal does not know when close() was called.
+The handler is Python's: it runs between two operations of the main thread, so after the collective call or kernel
+launch that thread is in. It also calls a handler that the script had set before, each time. The handler stays until the
+process ends: without one SIGUSR1 would kill it, and the sender does not know when close() was called.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SAME_SECONDS = 2.0
 
 
 class Signal:
-    """A source that hears one signal. Made, and closed, in the main thread; ValueError: this is another one.
+    """A `NoticeSource` for one signal. Made and closed in the main thread; ValueError: this is another thread.
 
     Args:
         grace_seconds: How long after the signal the process is expected to be killed.
         wake: Called in the handler; must be safe there (`SimpleQueue.put`).
-        is_void: Whether the signal is no notice now, so that it does what it would do without the watch. Called in the
+        is_void: Whether the signal is no notice now, and has the same effect as without the watch. Called in the
             handler.
     """
 
@@ -72,14 +72,12 @@ class Signal:
 
     @property
     def ends_by_default(self) -> bool:
-        """Whether the signal would end this process without the watch: the script has no handler of its own. Any
-        thread.
-        """
+        """Whether the signal would end this process without the watch, as the script has no handler. Any thread."""
         installed = getattr(signal.getsignal(self._number), "__self__", None)
         return installed is self and self._before in (None, signal.SIG_DFL)
 
     def close(self) -> None:
-        """From now on the signal is no notice any more. The handler stays."""
+        """Take no further signal for a notice. The handler stays."""
         self._closed = True
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -93,7 +91,7 @@ class Signal:
             if is_news:
                 self._heard_at = now
                 self._wake()
-        else:  # a forked child: what is sent to it is no notice for the training
+        else:  # a forked child: its signals are no notice for the training
             same = is_news = False
         if callable(self._before):
             self._before(number, frame)
@@ -103,7 +101,7 @@ class Signal:
 
 
 def _restore_sigterm() -> None:
-    """In a forked child: Python's handler would wait for the call that the child is in, such as a long sleep."""
+    """Restore SIGTERM in a forked child, where Python's handler would wait for a running call, such as a long sleep."""
     if isinstance(source := getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Signal):
         signal.signal(signal.SIGTERM, source._before if source._before is not None else signal.SIG_DFL)
 

@@ -1,7 +1,7 @@
-"""The interface of a source of notices, which the watch asks now and then.
+"""The interface of a source of notices, which the watch polls.
 
-    Watch ── look() every few seconds ──► Source ──► Notice | None
-                                            └─ SourceError: it could not be asked; said once, asked again
+    Watch ── look() every few seconds ──► Source ──► notices, mostly none
+                                            └─ SourceError: the poll failed; logged once, and retried
 
 A source returns the same notice at each poll; the watch passes each on once.
 """
@@ -15,7 +15,7 @@ from holdfast.notices.notice import Notice
 
 
 class SourceError(HoldfastError):
-    """A source could not be asked, or said what cannot be read. Never leaves the watch."""
+    """A source could not be polled, or gave an unreadable answer. Never leaves the watch."""
 
     code = "watch"
 
@@ -26,8 +26,8 @@ class NoticeSource(Protocol):
     name: str
 
     def look(self) -> list[Notice]:
-        """The notices that it shows now; mostly none.
+        """Return the notices that the source shows now; mostly none.
 
-        SourceError: it did not answer in time, refused, or what it said makes no sense.
+        SourceError: it did not answer in time, refused, or gave an unreadable answer.
         """
         ...

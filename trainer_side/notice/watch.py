@@ -1,10 +1,10 @@
-"""The watch: one thread that asks the sources every few seconds, and passes on what is new.
+"""The watch: one thread that polls the sources every few seconds, and passes on new notices.
 
     sources.look() ── new ──► on_notice (the link: NOTICE to the stager)
-                   └─ SourceError ──► said once, until it is heard again
+                   └─ SourceError ──► logged once, until the source answers again
 
-No failure of a source reaches the training: each poll is bounded, and an error is one log line. Metadata servers are
-asked by one rank of a machine (`asks_for_machine`); signals are each process's own.
+No failure of a source reaches the training: each poll is bounded, and an error is one log line. One rank of a machine
+polls the metadata servers (`asks_for_machine`); each process watches its own signals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLOSE_SECONDS_MAX = 5.0
 
 
 def asks_for_machine(environ: Mapping[str, str]) -> bool:
-    """Whether this is the first process of the job on its machine, by what its launcher says; true where none does."""
+    """Whether this is the first process of the job on its machine, according to the launcher; True if unknown."""
     for name in _LOCAL_RANK_VARIABLES:
         if name in environ:
             return environ[name].strip() == "0"
@@ -34,13 +34,13 @@ def asks_for_machine(environ: Mapping[str, str]) -> bool:
 
 
 class NoticeWatch:
-    """See the module.
+    """Polls the sources of one rank.
 
     Args:
-        find: Makes the sources; called in the watch's thread, because it may ask for a cloud.
+        find: Makes the sources; called in the watch's thread, because it may query a cloud.
         on_notice: Called with each new notice, in the watch's thread.
-        seconds: How often the sources are asked.
-        signals: Sources that are there already. They put an item into `wakes` to wake the watch.
+        seconds: Interval of the polls.
+        signals: Further sources, which put an item into `wakes` to wake the watch.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class NoticeWatch:
         self._signals, self._wakes = signals, wakes
         self._passed_on: set[tuple[str, str, str, int | None]] = set()
         self._failing: set[str] = set()
-        self.looks: dict[str, int] = {}  # how often each source was asked, by name
-        self.failures: dict[str, int] = {}  # how often that failed
+        self.looks: dict[str, int] = {}  # polls of each source, by name
+        self.failures: dict[str, int] = {}  # failed polls of each source, by name
         self._closing = threading.Event()
         self._thread = BackgroundThread(
             "holdfast-watch",
             self._run,
             rank=rank,
-            task="listens for preemption notices, of which this rank hears none from now on",
+            task="listens for preemption notices, of which this rank receives no further ones",
             died=lambda _: None,  # checkpoints are not affected
         )
 
@@ -72,7 +72,7 @@ class NoticeWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; a question that is under way is not waited for longer than it may take."""
+        """End the thread, waiting for a poll in flight at most as long as a poll may take."""
         self._closing.set()
         self._wakes.put(None)
         if self._thread.is_alive():
@@ -86,7 +86,7 @@ class NoticeWatch:
             sources = list(self._signals)
         due = 0.0
         while not self._closing.is_set():
-            # A signal is passed on at once; the servers are polled on their own schedule.
+            # Signals are passed on at once; servers are polled on their own schedule.
             now = time.monotonic()
             servers = now >= due
             if servers:
@@ -102,14 +102,14 @@ class NoticeWatch:
         self.looks[source.name] = self.looks.get(source.name, 0) + 1
         try:
             notices = source.look()
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's answer does, the training is not disturbed
+        except Exception as error:  # noqa: BLE001 - no answer of a server may disturb the training
             self.failures[source.name] = self.failures.get(source.name, 0) + 1
             if source.name not in self._failing:
                 self._failing.add(source.name)
                 said = error if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
                 _log.warning(
-                    "rank %d: the watch cannot ask %s, and goes on trying every %g s; until it succeeds, no notice of "
-                    "that source is received: %s",
+                    "rank %d: the watch cannot ask %s, and retries every %g s; until it succeeds, no notice of that "
+                    "source is received: %s",
                     self._rank,
                     source.name,
                     self._seconds,

@@ -1,10 +1,10 @@
-"""The pacer decides in `Checkpointer.step()` with `every="auto"`. Rank 0 measures and asks; every rank obeys.
+"""The pacer: decides in `Checkpointer.step()` when to save with `every="auto"`. Rank 0 measures and asks; all obey.
 
     events of this rank (save, staged, durable, declined, failed) ─► heard ─┐
     step() ── reach ─► Schedule: is it time?                                ▼
            └─ stepped ────────────────────────────────────────────► Profile ─► Governor ─► WISH
 
-It reads the event log, so no part of a save knows of it.
+The pacer listens to the event log, so no part of a save depends on it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from trainer_side.pace.schedule import Schedule, SchedulePhase
 from trainer_side.pace.step_profile import StepProfile
 
 _log = logging.getLogger("holdfast.trainer.pace")
-_HEARD_MAX = 1000  # nobody takes them in where a script never calls `step()`
+_HEARD_MAX = 1000  # they pile up if a script never calls `step()`
 _ENDED = frozenset({"durable", "declined", "failed"})
 
 
 class Pacer:
-    """See the module. Training thread; what is heard of comes from any.
+    """Paces the saves of this rank. Training thread; events come from any thread.
 
-    `wish` sends a wish to the stager; None: another rank measures. The steps of `optimizers` are timed until the first
-    checkpoint. `seen`: the failures of the run before this job, unless `mtbf_hours` is set; the time of this job counts
-    from its first checkpoint.
+    `wish`: Sends a wish to the stager; None: another rank measures. `optimizers`: Their steps are timed until the first
+    checkpoint. `seen`: The failures of the run before this job, unless `mtbf_hours` is set; this job's time counts from
+    its first checkpoint.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Pacer:
         self._schedule, self._wish, self._events = schedule, wish, events
         self._profile = StepProfile(clock)
         self._config, self._seen, self._clock = config, seen, clock
-        self._saved_at: float | None = None  # the first time
+        self._saved_at: float | None = None  # when the first save began
         self._governor = Governor(
             self._hazard(), overhead_max=config.overhead_max, every_seconds_max=config.every_seconds_max
         )
@@ -64,12 +64,12 @@ class Pacer:
         self._heard: deque[tuple[str, Mapping[str, Any], int | None]] = deque(maxlen=_HEARD_MAX)
         self._updates = UpdateTimes(optimizers if wish is not None else ())
         self._profiled = False
-        self._looks = 0  # times at which a checkpoint has shown something
+        self._looks = 0  # news about checkpoints since the last `_consider`
         if wish is not None:
             events.listen(lambda event, fields, step: self._heard.append((event, fields, step)))
 
     def reach(self, step: int, shorten: Callable[[int], int]) -> bool:
-        """Training has done `step`; whether it is time to save."""
+        """Note that training has done `step`; return whether a save is due."""
         if self._wish is not None:
             self._profile.begin()
             if (seconds := self._updates.take()) > 0:
@@ -82,11 +82,11 @@ class Pacer:
         return due
 
     def stepped(self, step: int, *, due: bool, saved: bool) -> None:
-        """`step()` ends: whether a checkpoint was to be taken in it, and was begun."""
+        """Note at the end of `step()` whether a save was due in it, and whether it was begun."""
         if self._wish is None:
             return
         if due and self._profile.busy:
-            self._looks += 1  # the time is not yet known, but it is longer than the interval
+            self._looks += 1  # its time is unknown yet, but longer than the interval
         if saved:
             self._profile.saved(step)
             self._saved_at = self._clock() if self._saved_at is None else self._saved_at
@@ -97,7 +97,7 @@ class Pacer:
         self._updates.remove()
 
     def _consider(self, wish: Callable[[Wish], None]) -> None:
-        """Take in what was heard; look at the interval where a checkpoint has shown something."""
+        """Take in the events; reconsider the interval if they tell something about checkpoints."""
         looks, self._looks = self._looks, 0
         while self._heard:
             event, fields, step = self._heard.popleft()
@@ -144,8 +144,8 @@ class Pacer:
 class UpdateTimes:
     """Sums the times of the optimizers' steps, from a hook before to a hook after each. Training thread.
 
-    Only until the first checkpoint is due: from then on the gate has its hooks to itself. On a device it is the time
-    that the calls take, not the kernels: that is also what the gate holds back.
+    Runs only until the first checkpoint is due, and then leaves the optimizers' hooks to the gate. On a device the sum
+    has the time of the calls, not of the kernels, since the gate holds back the calls, too.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -159,7 +159,7 @@ class UpdateTimes:
             self._hooks.append(optimizer.register_step_post_hook(self._after))
 
     def take(self) -> float:
-        """The seconds since the last call; 0 if no optimizer has stepped."""
+        """Return the seconds of steps since the last call; 0 if no optimizer has stepped."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

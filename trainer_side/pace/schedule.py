@@ -6,12 +6,12 @@
     PACED      at `first` and every `every`-th after it, until another pace is appointed
        │ the stager is lost, or says that a rank may have another pace
        ▼
-    LOOSE      at multiples of the power of two that is not below `every`
+    LOOSE      at multiples of the smallest power of two that is at least `every`
 
-A rank that has promised a step waits there for the stager (trainer_side/notice/promised_steps.py), so all ranks
-change at one step or none does. Only a stager that dies between two sends can leave ranks with different paces. They
-are LOOSE then, and powers of two divide each other: all of them save at the multiples of the greatest.
-STARTING is of the same kind, so a rank that never was paced fits in.
+A rank that has promised a step waits there for the stager (trainer_side/notice/promised_steps.py), so either all ranks
+change their pace at one step or none does. Only a stager that dies between two sends can leave ranks with different
+paces. They are LOOSE then, and powers of two divide each other: all of them save at the multiples of the greatest.
+STARTING uses powers of two as well, so a rank that was never paced fits in.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _START_EVERY_MAX = 1024
 
 
 def chosen_interval(every: Any, config: TrainerConfig) -> int | None:
-    """The interval that holds: the script's, or that of the settings; None: `auto`. ConfigError: it is no interval."""
+    """Return the script's interval, or that of the settings; None: `auto`. ConfigError: it is no interval."""
     every = config.every if every is None else every
     if isinstance(every, str) and every == AUTO:
         return None
@@ -43,7 +43,7 @@ def chosen_interval(every: Any, config: TrainerConfig) -> int | None:
 
 
 class SchedulePhase(Enum):
-    """The source of the steps; see the module."""
+    """Where the steps come from; the module describes each phase."""
 
     STARTING = "starting"
     PACED = "paced"
@@ -51,16 +51,16 @@ class SchedulePhase(Enum):
 
 
 class Schedule:
-    """See the module. Without `auto` the script's own interval holds, and every proposal is refused.
+    """The steps at which this rank saves. Without `auto` the script chooses them, and every proposal is refused.
 
-    Training waits `wait_seconds_max` at a promised step; the stager is lost then.
+    Training waits up to `wait_seconds_max` at a promised step, and then takes the stager for lost.
     """
 
     def __init__(self, *, auto: bool, wait_seconds_max: float) -> None:
         self._auto = auto
         self.promises: PromisedSteps[Pace] = PromisedSteps(wait_seconds_max)
-        self.phase = SchedulePhase.STARTING  # where the steps come from now
-        self._pace = Pace(0, FIRST_EVERY)  # STARTING: `first` counts the steps that are done; LOOSE: 0
+        self.phase = SchedulePhase.STARTING
+        self._pace = Pace(0, FIRST_EVERY)  # STARTING: `first` is a number of steps done; LOOSE: 0
         self._begun = False
 
     @property
@@ -69,9 +69,9 @@ class Schedule:
         return self._pace.every
 
     def reach(self, step: int, shorten: Callable[[int], int] = lambda every: every) -> bool:
-        """Training has done `step`; whether it is time to save. Training thread.
+        """Note that training has done `step`; return whether a save is due. Training thread.
 
-        `shorten` gives the interval for now, from the usual one: it is shorter for a while after a notice.
+        `shorten`: Returns the current interval from the usual one: a shorter one for a while after a notice.
         """
         with self.promises.lock:
             if not self._begun:
@@ -84,7 +84,7 @@ class Schedule:
             return self._is_time(step, shorten(self._pace.every))
 
     def heard(self, said: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
-        """A SAVE_EVERY has come; the answer, if there is one. ProtocolError: it is malformed. Link's thread."""
+        """Take a SAVE_EVERY; return the answer, if any. ProtocolError: it is malformed. Link's thread."""
         pace = Pace.from_json(said.body) if said.word is StepWord.APPOINTED else None
         with self.promises.lock:
             here = StepAnswer(said.number, self.promises.last_step + 1, step_seconds)
@@ -96,20 +96,20 @@ class Schedule:
                 self._loosen()
             if said.word is StepWord.PROPOSED:
                 return here
-            vain = {"refusal": f"no agreement came at step {said.step}; the rank trains on"}
-            return None if kept else replace(here, body=vain)
+            late = {"refusal": f"no agreement came at step {said.step}; the rank trains on"}
+            return None if kept else replace(here, body=late)
 
     def end(self) -> None:
-        """Nothing more is heard: the stager is lost, or the job is over. Any thread."""
+        """Expect no further announcement: the stager is lost, or the job is over. Any thread."""
         with self.promises.lock:
             self._loosen()
 
     def _is_time(self, step: int, every: int) -> bool:
-        """The lock is held."""
+        """Whether a save is due. The lock is held."""
         match self.phase:
             case SchedulePhase.PACED:
                 return step >= self._pace.first and (step - self._pace.first) % every == 0
-            case SchedulePhase.LOOSE:  # also where it is shorter: a part of it need not divide it
+            case SchedulePhase.LOOSE:  # both: a shortened interval need not divide the usual one
                 return (step + 1) % every == 0 or (step + 1) % self._pace.every == 0
         done = step + 1
         if done < self._pace.first:
@@ -119,7 +119,7 @@ class Schedule:
         return True
 
     def _loosen(self) -> None:
-        """The lock is held. A rank that never was paced stays as it is: it shares steps with every LOOSE one."""
+        """Become LOOSE if PACED: a STARTING rank already shares steps with every LOOSE one. The lock is held."""
         self.promises.end(forget_appointed=True)
         if self.phase is SchedulePhase.PACED:
             self.phase = SchedulePhase.LOOSE
@@ -127,5 +127,5 @@ class Schedule:
 
 
 def _multiple(least: int, of: int) -> int:
-    """The first multiple of `of` that is not below `least`."""
+    """Return the first multiple of `of` that is at least `least`."""
     return -(-least // of) * of

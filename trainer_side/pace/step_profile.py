@@ -1,13 +1,13 @@
-"""Measurements of a training and of its checkpoints: the profile of CheckFreq (FAST 2021, section 4.2).
+"""Measurements of a training and its checkpoints: the profile of CheckFreq (FAST 2021, section 4.2).
 
     begin, begin, … ─► iterations without a save ─► median ─┐
-                       iterations with one ─► what they add ┤
+                       iterations with one ─► time they add ┤
     copied, staged, durable ─► medians of the last ─────────┴─► Cost, table
 
-The first checkpoint does not count: in it the ranks agree on a layout, memory is taken, and the flusher begins.
+The first checkpoint does not count: during it the ranks agree on a layout, memory is allocated, and the flusher starts.
 
-Pure: times come from the clock that is handed in. Only what training does anyway is measured, no checkpoint is taken
-for it. Medians, because one iteration in which a page was swapped in says nothing.
+Pure: times come from the clock that is passed in. No checkpoint is taken for a measurement. Medians ignore a single
+iteration in which a page was swapped in.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from holdfast.policy.cost import Cost
 
 _ITERATIONS = 64
 _ITERATIONS_MIN = 5
-_CLOCK_SECONDS = 1e-6  # an iteration that seems to take none
-_CHECKPOINTS = 3  # two of three that are slow are no accident
+_CLOCK_SECONDS = 1e-6  # of an iteration that the clock measures as zero
+_CHECKPOINTS = 3  # two slow ones of three are no accident
 
 
 class StepProfile:
-    """See the module. One thread."""
+    """The measurements of this rank, used by one thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         # The whole checkpoint's, and those of this rank's part; 0: not known yet.
         self.image_bytes = self.slice_bytes = 0
-        self.in_flight_max = 1  # checkpoints that may be on their way at once
+        self.in_flight_max = 1  # checkpoints that may be in flight at once
         self._begun_at: float | None = None
         self._saved = False
         self._first_step: int | None = None
-        self._first_counted = False  # in the iteration that has begun
+        self._first_counted = False  # the first save is in the iteration that has begun
         self._iterations: deque[float] = deque(maxlen=_ITERATIONS)
         self._added: deque[float] = deque(maxlen=_CHECKPOINTS)
         self._updates: deque[float] = deque(maxlen=_ITERATIONS)
@@ -46,16 +46,16 @@ class StepProfile:
         self._copies: deque[float] = deque(maxlen=_CHECKPOINTS)
         self._staged: deque[float] = deque(maxlen=_CHECKPOINTS)
         self._durable: deque[float] = deque(maxlen=_CHECKPOINTS)
-        self._on_way: dict[int, float] = {}  # step → since when
-        self._asked: dict[int, float] = {}  # step → begin of its `save()`
-        self._stored_at = -math.inf  # the last one was durable
-        # The newest step: how much longer its iteration was, and its wait for room. None: not known yet.
+        self._on_way: dict[int, float] = {}  # step → when its save ended
+        self._asked: dict[int, float] = {}  # step → begin of its iteration
+        self._stored_at = -math.inf  # when the last one became durable
+        # The newest step's extra iteration time, and its wait for room. None: not known yet.
         self._newest = -1
         self._lasted: float | None = None
         self._waited: float | None = None
 
     def begin(self) -> None:
-        """An iteration has ended, and the next one begins."""
+        """Note that an iteration has ended, and the next one begins."""
         now = self._clock()
         if self._begun_at is not None:
             took = now - self._begun_at
@@ -67,7 +67,7 @@ class StepProfile:
         self._begun_at, self._saved, self._first_counted = now, False, False
 
     def saved(self, step: int) -> None:
-        """In the iteration that has just begun a checkpoint of `step` is taken."""
+        """Note a save of `step` in the iteration that has just begun."""
         self._saved = True
         self._lasted = self._waited = None
         if self._first_step is None:
@@ -78,7 +78,7 @@ class StepProfile:
         self._on_way[step] = self._clock()
 
     def declined(self) -> None:
-        """In the iteration that has just begun one was to be taken, and was not."""
+        """Note that a save was due in the iteration that has just begun, and was declined."""
         self._saved, self._lasted, self._waited = True, None, 0.0
 
     def updated(self, seconds: float) -> None:
@@ -88,9 +88,9 @@ class StepProfile:
     def copied(
         self, step: int, nbytes: int, seconds: float, stall_seconds: float, wait_seconds: float = 0.0
     ) -> None:
-        """Note the copied bytes of this rank for the checkpoint of `step`, and how long it held training up (CST).
+        """Note the copied bytes of this rank for the checkpoint of `step`, and how long it stalled training (CST).
 
-        `wait_seconds` of that it waited for room. They are no part of its stall: at a longer interval there is room.
+        The stall includes `wait_seconds` for room, which do not count: at a longer interval there is room.
         """
         if step != self._first_step:
             self._stalls.append(stall_seconds - wait_seconds)
@@ -108,7 +108,7 @@ class StepProfile:
     def durable(self, step: int, seconds: float) -> None:
         """Note the time from the save of `step` until it was durable (PGT-2).
 
-        With one at a time, only from when the one before was durable: a longer interval has no queue.
+        With one in flight at a time, count only from when the previous one was durable: a longer interval has no queue.
         """
         self._on_way.pop(step, None)
         asked = self._asked.pop(step, None)
@@ -120,7 +120,7 @@ class StepProfile:
             self._durable.append(seconds)
 
     def ended(self, step: int) -> None:
-        """That of `step` was declined, or has failed."""
+        """Note that the checkpoint of `step` was declined, or has failed."""
         self._on_way.pop(step, None)
         self._asked.pop(step, None)
 
@@ -131,18 +131,18 @@ class StepProfile:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is on its way to the store."""
+        """Whether a checkpoint is in flight to the store."""
         return bool(self._on_way)
 
     @property
     def complete(self) -> bool:
-        """Whether a cost can be told: some iterations, and a checkpoint after the first one."""
+        """Whether a cost is known: of some iterations, and of a checkpoint after the first one."""
         return len(self._iterations) >= _ITERATIONS_MIN and bool(
             self._stalls and self._staged and self._durable
         )
 
     def cost(self) -> Cost:
-        """The cost of checkpoints now. One in flight counts with the time that it has taken so far.
+        """Return the current cost of checkpoints. One in flight counts with the time that it has taken so far.
 
         StateError: too little was measured; the message says what.
         """
@@ -178,7 +178,7 @@ class StepProfile:
         }
 
     def table(self, host_peak_bytes: int) -> str:
-        """The profile for people, a line for each figure."""
+        """Return the profile as text, one line for each figure."""
         said = self.fields(host_peak_bytes)
         update, copy = said["update_seconds"], said["copy_bytes_per_second"]
         rows = (

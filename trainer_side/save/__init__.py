@@ -13,9 +13,9 @@ layout_agreement                 all ranks compare their tensors before a plan i
 fresh_run_check, left_out        refuses to overwrite a run by accident; names trained tensors that the state lacks
 
 staging_pool, staging            the staging areas of this rank; one area: this rank's bytes, frame by frame
-host_memory, process_memory      memory of areas, page-locked for devices; reads words of many tensors by one call
+host_memory, process_memory      locks the areas' memory for devices; reads words of many tensors by one call
 copier                           the copy thread
-device_copy, parcel              copies from a device into an area; small tensors that cross packed together
+device_copy, parcel              copies from a device into an area; packs small tensors into one transfer
 device_stream, device_dedup      the calls to one device; skips device tensors that have not changed
 
 gate, split_step                 holds back `optimizer.step()`, or splits it, while its tensors are being copied

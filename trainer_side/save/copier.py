@@ -1,13 +1,13 @@
-"""The copy thread: takes what `save()` left behind the gate, and the fingerprints, then lets training go on.
+"""The copy thread: takes fingerprints, copies the tensors behind the gate, then opens the gate.
 
     save() ── gate closes ── Job ──► data.pkl ─► sample replicas ─► copy layer, layer, … ─► gate opens ─► last frame
                                                                                                           to the sender
     optimizer.step() waits for each layer … ────────────►│──────►│────────────►│
                      … longer than `seconds_max`: the job is abandoned, the step declined, and the gate opens
 
-Layers come in the order in which the next update will come to them, so that it seldom waits for the first one. An
-abandoned copy is never used: `cancelled` is looked at after the last byte was copied, before the sender gets it. Nor is
-a torn one: before a layer is given free, its tensors are compared with what they were at `save()` (tearing.py).
+Layers are copied in the order in which the next update reaches them, so the update seldom waits for the first one. An
+abandoned copy is never used: the thread checks `cancelled` after the last byte is copied, before the sender gets it. A
+torn copy is not used either: before a layer is released, its tensors are compared with those at `save()` (tearing.py).
 """
 
 from __future__ import annotations
@@ -56,20 +56,18 @@ class CopyJob:
     fingerprints: Fingerprints | None  # None if they are not wanted
     keeping: TierWrite | None = None  # None without local tiers
     instant: SavedInstant | None = None  # None if nothing is copied behind the gate
-    abandoned: threading.Event = field(
-        default_factory=threading.Event
-    )  # an update waits no longer, or it is torn
-    updating: threading.Event = field(
-        default_factory=threading.Event
-    )  # an update has begun: what is free may change
+    # An update has stopped waiting, or the copy is torn.
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    # An update has begun, so released tensors may change.
+    updating: threading.Event = field(default_factory=threading.Event)
     whole: threading.Event = field(default_factory=threading.Event)  # every live tensor has been copied
     inside: bool = False  # `save()` waits for the whole copy
-    compares: bool = False  # and compares it with the live bytes then
+    compares: bool = False  # the next update or save first compares the copy with the live bytes
     device: torch.device | None = None
-    route: Route | None = None  # `save()` has reserved device memory for it; None: the copy thread finds one
+    route: Route | None = None  # `save()` has reserved device memory for it; None: the copy thread makes one
 
     def cancelled(self) -> bool:
-        """Whether the rest of the copy is of no use: to the stager, nor to any local tier."""
+        """Whether neither the stager nor any local tier can use the copy any more."""
         if self.keeping is not None and self.keeping.is_wanted:
             return self.abandoned.is_set()
         return self.abandoned.is_set() or self.transfer.settled.is_set()
@@ -82,7 +80,7 @@ class CopyJob:
 
 
 class Copier:
-    """The thread, and the gate that it opens. Its methods belong to the training thread unless they say otherwise.
+    """The copy thread and its gate. Methods belong to the training thread unless they say otherwise.
 
     An update, or the next save, waits at most `seconds_max` for a copy.
     """
@@ -101,16 +99,16 @@ class Copier:
         gated = with_inner(optimizers)
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
         self._proof, self._quietness = HookCoverage(gated), quietness
-        self.update_streams: list[Any] = []  # of the device, on which updates were queued recently
+        self.update_streams: list[Any] = []  # streams of the device on which updates were queued recently
         self.updates = 0  # steps of optimizers that have begun
-        self.on_update: Callable[[], None] = lambda: None  # when one begins; on the training thread
+        self.on_update: Callable[[], None] = lambda: None  # called when one begins, on the training thread
         self._by_hand = 0  # nesting depth of `with checkpointer.changing()` on the training thread
-        self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
-        self._stuck: CopyJob | None = None  # the one that was not waited for any longer
-        self._idle = threading.Event()  # no staging area and no tensor is touched
+        self._job: CopyJob | None = None  # in flight; then None, since it holds a staging area and tensors
+        self._stuck: CopyJob | None = None  # the job whose deadline has passed
+        self._idle = threading.Event()  # set while the thread touches no area and no tensor
         self._idle.set()
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._entered: torch.device | None = None  # of the thread
+        self._entered: torch.device | None = None  # the thread's current device
         self.problem: ThreadDied | None = None  # why copying has stopped for good
         self._thread = BackgroundThread(
             "holdfast-copy", self._run, rank=link.job.rank, task="copies the state", died=self._died
@@ -118,9 +116,9 @@ class Copier:
         self._thread.start()
 
     def wait(self) -> Reason | None:
-        """Wait until no copy is in flight; returns the reason if the copy will not end.
+        """Wait until no copy is in flight; return the reason if the copy is stuck.
 
-        If an update has ended in the meantime, at most one tensor is left to copy.
+        After an update at most one tensor is left to copy.
         """
         job = self._job
         stuck = job is not None and job is self._stuck
@@ -130,7 +128,7 @@ class Copier:
         return DeclineCause.COPY_STUCK.because(f"{what} does not end")
 
     def shut(self, *, gate: bool = True) -> None:
-        """A copy follows, or `reopen`: close the gate, unless what is live is copied already."""
+        """Close the gate, unless no live tensor is left to copy. `copy` or `reopen` follows."""
         self._idle.clear()
         if gate:
             self.gate.close()
@@ -138,19 +136,19 @@ class Copier:
             self.gate.leave_open()
 
     def reopen(self) -> None:
-        """There is nothing to copy after all."""
+        """Undo `shut`: there is nothing to copy."""
         self.gate.open()
         self._idle.set()
 
     def reopen_if_idle(self) -> bool:
-        """A save was ended by an exception: open the gate, unless its copy has begun. Returns whether it had not."""
+        """Undo `shut` after an exception, unless the copy has begun. Returns whether it was undone."""
         if self._job is not None:
             return False
         self.reopen()
         return True
 
     def copy(self, job: CopyJob) -> None:
-        """Begin a copy. The gate is shut."""
+        """Begin a copy, after `shut`."""
         self._job = job
         self._jobs.put(job)
         if self.problem is not None:  # the thread has died meanwhile
@@ -159,9 +157,9 @@ class Copier:
     def way_of(
         self, step: int, instant: SavedInstant | None, nbytes: int, *, on_device: bool
     ) -> tuple[bool, bool]:
-        """Whether the copy of this save is finished inside `save()`, and whether live bytes are compared with it then.
+        """Return whether `save()` waits for the copy, and whether live bytes are compared with it afterwards.
 
-        `instant`: The live tensors to copy; None if there are none. `on_device`: whether some of them are on a device.
+        `instant`: The live tensors to copy; None without any. `on_device`: Whether some of them are on a device.
         """
         trusted = self._proof.saved(instant)
         if instant is None:
@@ -173,37 +171,37 @@ class Copier:
         return True, True
 
     def finish_what_would_tear(self, job: CopyJob) -> None:
-        """End the copy that was begun, unless all that could change its tensors is shown to wait at the gate."""
+        """Wait for the copy, unless everything that changes its tensors is proven to wait at the gate."""
         if not job.inside:
             return
         self.gate.wait()
         if not job.compares or job.instant is None:
             return
-        # How long it took may have been measured just now, for the first time.
+        # The speed of copies may have been measured just now, for the first time.
         on_device = bool(job.route and job.route.device)
         if not self._quietness.is_inside(job.staging.nbytes, on_device=on_device):
             self._proof.expect(job.instant)
             self._quietness.expect(job.instant, job.staging, job.whole.is_set)
 
     def look_whether_quiet(self) -> None:
-        """Compare the live state with the copy of the last save, if that is due. Before an update or a save."""
+        """Compare the live state with the last copy, if that is due. Called before an update or a save."""
         if not self._quietness.expects:
             return
         if accelerator.is_capturing() or not self._idle.wait(self._seconds_max):
             self._quietness.excused()
         elif self._quietness.compare():
             return
-        self._proof.excused()  # nothing is shown of that save
+        self._proof.excused()  # that save proves nothing
 
     def wait_copied(self) -> None:
-        """Wait until nothing is read any more: tensors may be changed by any means until the next save."""
+        """Wait until the thread reads no tensor: the script may change tensors by any means until the next save."""
         self.gate.wait()
         self._proof.excused()
         self._quietness.excused()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Tensors may be changed by any means meanwhile: a save in it ends its copy at once."""
+        """Let the script change tensors by any means inside the block; a save in it waits for its own copy."""
         self.wait_copied()
         self._by_hand += 1
         try:
@@ -212,7 +210,7 @@ class Copier:
             self._by_hand -= 1
 
     def close(self, seconds_max: float | None = None) -> None:
-        """End the thread, after its last copy, and take the gate away. It is waited for at most `seconds_max`."""
+        """End the thread after its last copy, waiting at most `seconds_max`, and remove the gate."""
         self._quietness.excused()
         self._jobs.put(None)
         self._thread.join(self._seconds_max if seconds_max is None else min(seconds_max, self._seconds_max))
@@ -221,7 +219,7 @@ class Copier:
         self.gate.remove()
 
     def _abandon(self) -> None:
-        """The copy under way is not waited for any longer, and not used. Also in the thread of an optimizer."""
+        """Give up the copy in flight. Also called in an optimizer's thread."""
         job = self._job
         if job is None or job.abandoned.is_set():
             return
@@ -231,7 +229,7 @@ class Copier:
         step = job.transfer.step
         _log.error(
             "rank %d waited %g s for its own copy thread to end the copy of step %d; the step is given up, and "
-            "training goes on. Look whether memory is being swapped, or the device hangs",
+            "training continues. Check whether memory is being swapped or the device hangs",
             self._link.job.rank,
             self._seconds_max,
             step,
@@ -249,7 +247,7 @@ class Copier:
         if job is None or job.instant is None or job.updating.is_set():
             return
         job.updating.set()
-        # This thread is at the end of all that it has changed by now, so torch has counted it: it counts last.
+        # torch counts a change right after making it, so every change of this thread is counted by now.
         if self.gate.closed and (path := job.instant.changed()):
             self.withdraw(job, path)
 
@@ -260,7 +258,7 @@ class Copier:
             self.update_streams = [*self.update_streams[-1:], stream]
 
     def withdraw(self, job: CopyJob, path: str) -> None:
-        """The copy is torn. Any thread."""
+        """Withdraw a torn copy. Any thread."""
         if job.abandoned.is_set():
             return
         what = (
@@ -279,7 +277,7 @@ class Copier:
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _died(self, error: ThreadDied) -> None:
-        """The thread ends by an exception: nobody waits for a copy any more, and none is begun."""
+        """Release everything that waits for a copy, when the thread has died."""
         self.problem = error
         job, self._job, self._stuck = self._job, None, None
         try:
@@ -294,16 +292,16 @@ class Copier:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             if not self._copied(job):
-                # Not where the error is at hand: it holds memory of the device that has to go back.
-                with contextlib.suppress(RuntimeError):  # of a device that has failed
+                # Not in an `except` block: the error would keep device memory alive.
+                with contextlib.suppress(RuntimeError):  # from a failed device
                     job.staging.drop()
-            self.gate.open()  # and where this is not reached, `_died` opens it: the training goes on
+            self.gate.open()  # if an exception skips this, `_died` opens the gate
             self._job = self._stuck = None
-            del job  # and while this thread waits, another area may take the place of its
+            del job  # a waiting thread must not keep the area alive
             self._idle.set()
 
     def _copied(self, job: CopyJob) -> bool:
-        """Copy; whether it came to its end."""
+        """Run one copy; return whether it was completed."""
         step = job.transfer.step
         try:
             self._copy(job)
@@ -314,7 +312,7 @@ class Copier:
                 job,
                 DeclineCause.TORN.because(
                     f"{outdated.path} was the same at the saves before, and has changed at save({step}) in a way "
-                    "that torch does not count; the step is withdrawn, and from now on the tensor is copied at each"
+                    "that torch does not count; the step is withdrawn, and from now on each save copies the tensor"
                 ),
             )
         except Exception as error:  # noqa: BLE001 - the thread must not die: every later save() would wait for it
@@ -333,7 +331,7 @@ class Copier:
         begun, record = time.monotonic(), job.transfer.record
 
         def copied() -> None:
-            # Before the sender gets the last frame: what it then says of this checkpoint is complete.
+            # Called before the sender gets the last frame, so the record that it sends is complete.
             record.copy_seconds = time.monotonic() - begun
             if job.instant is not None and not watch.unread:
                 self._quietness.copied(job.staging.nbytes, record.copy_seconds)
@@ -347,15 +345,15 @@ class Copier:
         if job.taken.deferred is not None:
             job.staging.fill(job.taken.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
-            # The fingerprints need every replica, so they come before the first one is released.
+            # Fingerprints need every replica, so they are taken before the first one is released.
             fingerprint_begun = time.monotonic()
             job.fingerprints.take_gated(job.taken.sources)
             job.transfer.fingerprints = job.fingerprints.text()
             record.replicas_digest = job.fingerprints.digest()
             record.fingerprint_seconds = time.monotonic() - fingerprint_begun
-            self.look_at_all(job)  # what differs between ranks because it was changed is no drift
+            self.look_at_all(job)  # a changed replica would pass for drift between the ranks
             if job.keeping is not None and not self._link.job.lives and not job.abandoned.is_set():
-                job.keeping.compare(job.transfer.fingerprints)  # no stager does it
+                job.keeping.compare(job.transfer.fingerprints)  # without a stager, the ranks compare
         route = job.route or job.router.route(
             job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
@@ -377,21 +375,21 @@ class Copier:
         self._events.emit("save", record.to_json(), step=job.transfer.step)
 
     def look_at_all(self, job: CopyJob) -> None:
-        """See whether anything is not as it was at `save()`, as long as no update may have changed it."""
+        """Withdraw the copy if a tensor has changed since `save()` though no update has begun."""
         if job.instant is None or job.updating.is_set():
             return
         path = job.instant.changed()
-        # An update that has come meanwhile has looked itself, before it began.
+        # An update that began meanwhile has made this check itself.
         if path and not job.updating.is_set():
             self.withdraw(job, path)
 
 
 class _BatchWatch:
-    """Looks at each batch of one copy, before it is given free and before its frames may go. Copy thread."""
+    """Checks each batch of one copy, before its tensors are released and before its frames are sent. Copy thread."""
 
     def __init__(self, copier: Copier, job: CopyJob, batches: int) -> None:
         self._copier, self._job = copier, job
-        self.unread = self._uncopied = batches  # that are still to be read, or copied
+        self.unread = self._uncopied = batches  # batches still to be read, or copied
 
     def was_read(self, batch: Batch) -> None:
         self.unread -= 1
@@ -401,7 +399,7 @@ class _BatchWatch:
         if path := instant.changed_in(batch):
             self._copier.withdraw(self._job, path)
         elif not self.unread:
-            # A change may have been under way, and not counted yet, when its tensor was looked at.
+            # A change may have been in progress, and not yet counted, when its tensor was checked.
             self._copier.look_at_all(self._job)
 
     def was_copied(self, batch: Batch) -> None:

@@ -7,9 +7,9 @@
     route, in the order of the next update:   [layer 1: w m v · layer 2: w] [large piece] [layer 2: m v · layer 3 …] …
                                                └ one batch: small pieces together
 
-A `SlicePlan` holds as long as the layout. A `Route` holds as long as the tensors stay where they are and updates come
-in the same order: it is looked up once per save, not once per tensor. The gate and the sender are told once per batch.
-Pieces are never joined: between two entries of an image lies a zip header.
+A `SlicePlan` is valid as long as the layout, a `Route` as long as no tensor moves and updates keep their order: a save
+looks it up once, not once per tensor. The gate and the sender are notified once per batch. Pieces are never joined,
+since a zip header lies between two entries of an image.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 from trainer_side.state.survey import Sources, StorageSource
 
-# A layer is given free, and a frame to the sender, at most so much later than it could be.
+# Small, so that each layer and each frame is released soon after it is copied.
 BATCH_BYTES_MAX = 1 << 20
 _BATCH_PIECES_MAX = 256
-# The same of tensors on a device. Each batch takes a few calls, in whose time the device would copy megabytes.
+# Larger for tensors on a device, which copies megabytes in the time that the calls of one batch take.
 DEVICE_BATCH_BYTES_MAX = 16 << 20
 _DEVICE_BATCH_PIECES_MAX = 4096
-_BATCHES_MIN = 8  # a small state goes layer by layer, too
-_place = attrgetter("data_ptr", "start_bytes")  # of a source: what is gated lies in a tensor
+_BATCHES_MIN = 8  # so that a small state is released layer by layer, too
+_place = attrgetter("data_ptr", "start_bytes")  # of a source; every gated entry lies in a tensor
 
 
 class CopyPiece(NamedTuple):
-    """`nbytes` that this rank holds of an entry, from `entry_offset` on, go to `offset` of the area, in `frame`."""
+    """`nbytes` of an entry, from `entry_offset` on, that this rank copies to `offset` of the area, in `frame`."""
 
     offset: int
     entry: int
@@ -96,7 +96,7 @@ class SliceSources:
     """A slice, and where its bytes lie at one save."""
 
     plan: SlicePlan
-    # By entry; None where its bytes are made, or another rank has them.
+    # By entry; None if its bytes are generated, or on another rank.
     sources: Sources
 
     @cached_property
@@ -127,7 +127,7 @@ class Route:
 
     host: tuple[Batch, ...]
     device: tuple[Batch, ...]
-    storages: frozenset[int]  # addresses of all that are read
+    storages: frozenset[int]  # addresses of all storages that are read
 
     def on_host(self) -> Route:
         """The same route without the batches on a device."""
@@ -136,7 +136,7 @@ class Route:
 
 
 class Router:
-    """Gives the route for each save. Copy thread."""
+    """Makes the route of each save, or reuses the last one. Training or copy thread, never both at once."""
 
     def __init__(self, plan: SlicePlan) -> None:
         self._pieces = plan.gated
@@ -148,16 +148,16 @@ class Router:
     def route(
         self, sources: Sources, update_order: Callable[[], Mapping[int, int]], *, order_changed: bool
     ) -> Route:
-        """The route for these sources.
+        """Return the route for these sources.
 
-        `update_order` gives the place of each storage, by its address, in the order of updates. `order_changed` says
-        whether that may be another one than at the save before.
+        `update_order`: Returns the place of each storage, by its address, in the order of updates. `order_changed`:
+        Whether that order may differ from the last save's.
         """
         places = [*map(_place, map(sources.__getitem__, self._entries))]
         moved = self._route is None or places != self._places
         if moved or order_changed:
             order = dict(update_order())
-            # Asked for and the same: so it is where each layer has an optimizer that steps in backward.
+            # With one optimizer per layer, stepping in backward, the order often comes out the same.
             if self._route is None or moved or order != self._order:
                 self._route = _route(self._pieces, sources, order)
             self._places, self._order = places, order
@@ -236,6 +236,6 @@ def address_of(sources: Sources, piece: CopyPiece) -> int:
 
 
 def _storage(sources: Sources, piece: CopyPiece) -> int:
-    """Address of the storage under it: its name for the gate, also where only a part of it is saved."""
+    """Address of the piece's whole storage, by which the gate knows it."""
     source = source_of(sources, piece)
     return source.data_ptr - source.start_bytes

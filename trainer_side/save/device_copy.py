@@ -1,17 +1,17 @@
-"""Copies from a device into staging areas: queued in the training's own order, or on a stream beside the training.
+"""Copies from a device into staging areas: queued on the training's own stream, or on a stream beside it.
 
     mirror   save(): live tensors ─► mirror, on the current stream │ own stream: mirror ─► area, section by section
-    capture  save(): live tensors ─► area, on the current stream   │ what anything may change, where there is no mirror
+    capture  save(): live tensors ─► area, on the current stream   │ without a mirror: tensors that anything may change
     copy     behind the gate: live tensors ─► area, on the own stream
 
-With a mirror of everything, no live tensor is read after `save()`: the device runs later work (an update, the replay of
-a graph, another state that is loaded) after the copy within its own memory. The gate stays open, and a copy cannot be
-torn (docs/design/007-device-mirror.md). If there is no room for a full mirror, there may be one of the tensors that
-anything may change, so that none of them crosses on the training's stream. The two others are strategy C of LightCheck
-(ICCD 2023). Strategy D, straight into a tier, is each of them with a slot for an area.
+With a full mirror, no live tensor is read after `save()`: the device runs later work (an update, a graph replay, the
+loading of a state) after the copy within its own memory. The gate stays open, and a copy cannot be torn
+(docs/design/007-device-mirror.md). If a full mirror does not fit, a partial one may hold the tensors that anything may
+change, so that none of them crosses on the training's stream. Capture and copy are strategy C of LightCheck (ICCD
+2023). Strategy D, straight into a tier, uses a slot as the area.
 
-All of them pack small tensors by one launch and send parcels (parcel.py). Where there is no memory for a parcel,
-tensors cross one by one.
+All three pack small tensors by one launch and send parcels (parcel.py). Without memory for a parcel, tensors cross one
+by one.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from trainer_side.save.parcel import (
 from trainer_side.state.accelerator import StreamEvent
 
 _log = logging.getLogger("holdfast.trainer")
-_SPARE_SHARE = 10  # a tenth of the device's memory is left alone
+_SPARE_SHARE = 10  # a tenth of the device's memory is left free
 
 
 class MirrorRoom:
-    """The room for mirrors on one device. Training thread.
+    """Decides whether mirrors fit on one device. Training thread.
 
-    A mirror may have `limit_bytes`, from the first save on; None: what is measured.
+    `limit_bytes`: Most bytes of a mirror, from the first save on; None: as much as is measured to be spare.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
-        self._training_bytes = 0  # that torch held for training at most
-        self._peak_bytes = self._returned_bytes = self._retries = 0  # at the save before
-        self._lent_bytes = 0  # since then
-        self._is_crowded = False  # torch had to give memory back while that copy was under way
+        self._training_bytes = 0  # most that torch has held for training
+        self._peak_bytes = self._returned_bytes = self._retries = 0  # at the last save
+        self._lent_bytes = 0  # since the last save
+        self._is_crowded = False  # torch had to free cached memory during the last copy
         self._spare_bytes = self._free_bytes = 0  # at this save
         self._saves = 0
         self._is_short = False
@@ -70,11 +70,11 @@ class MirrorRoom:
         return self._say(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
 
     def has_in_part(self, nbytes: int) -> bool:
-        """Whether a mirror of a part may be made where a full one has no room. Called after `has`."""
+        """Whether a partial mirror may be made, after `has` has refused a full one."""
         return (self._limit_bytes is None or nbytes <= self._limit_bytes) and self.has_beside(nbytes)
 
     def has_beside(self, nbytes: int) -> bool:
-        """Whether `nbytes` fit into the spare memory, whatever the limit for mirrors is; if so, they count as taken."""
+        """Reserve `nbytes` of the spare memory, if they fit, regardless of the limit for mirrors. Returns whether."""
         fits = nbytes <= self._spare_bytes
         if fits:
             self.lent(nbytes)
@@ -85,18 +85,18 @@ class MirrorRoom:
         self._lent_bytes += nbytes
 
     def over(self, memory: DeviceMemory | None) -> None:
-        """The copy has ended, and has given back what it took. Copy thread; the next save comes after it."""
+        """Note that the copy has ended and freed its memory. Copy thread, before the next save."""
         self._is_crowded = memory is not None and memory.retries > self._retries
 
     def refused(self) -> None:
-        """The device had no memory for it after all."""
+        """Note that the device had no memory for the mirror."""
         self._is_short = self._limit_bytes is None
         self._spare_bytes = 0
         self._say(False, 0, 0)
 
     def _measure(self, memory: DeviceMemory) -> None:
         self._saves += 1
-        # Where torch has given nothing back, it holds what was lent: that is not training's.
+        # If torch has returned nothing to the device, it still holds the lent memory, which is not training's.
         kept_bytes = self._lent_bytes if memory.returned == self._returned_bytes else 0
         if memory.peak != self._peak_bytes:
             self._training_bytes = max(self._training_bytes, memory.peak - kept_bytes)
@@ -109,7 +109,7 @@ class MirrorRoom:
         self._spare_bytes = 0 if self._is_short or self._saves == 1 else min(room, self._free_bytes)
 
     def _say(self, fits: bool, nbytes: int, room: int) -> bool:
-        """Once, and again when it is otherwise."""
+        """Log whether mirrors fit, whenever that changes."""
         if fits is not self._said:
             self._said = fits
             if fits:
@@ -118,26 +118,26 @@ class MirrorRoom:
                 )
             else:
                 _log.info(
-                    "no room on the device for a copy of %d bytes, there are %d to spare: updates wait for the copy to "
-                    "the host",
+                    "no room on the device for a copy of %d bytes, only %d are spare: updates wait for the copy to the "
+                    "host",
                     nbytes,
                     room,
                 )
         return fits
 
 
-# Fewer sections cost less; with more, what follows on a copy begins earlier.
+# Fewer sections cost less; with more, the sender begins earlier.
 _SECTION_BYTES = 32 << 20
 _SECTIONS_MAX = 64
 _by_offset = attrgetter("offset")
 
 
 class Mirror:
-    """A copy on the device of one save. Its memory is given back as it is brought to the host."""
+    """Copy of one save on the device. Each section's memory is freed when it has reached the host."""
 
     def __init__(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> None:
         self.made_of = now, behind
-        self.is_whole = True  # it has all that is copied, and not only what anything may change
+        self.is_whole = True  # has all tensors on the device, not only those that anything may change
         self.batches = _sections([*now, *behind], slice_)
         runs = [runs_of(batch.pieces, slice_) for batch in self.batches]
         self._runs, self._parcels = runs, [*map(Parcel, runs)]
@@ -157,7 +157,7 @@ class Mirror:
         if self._packing is not None:
             self._packing.queue(stream)
             return
-        with torch.inference_mode(mode=False):  # what is made in it could not be written outside of it
+        with torch.inference_mode(mode=False):  # inference tensors could not be written to later
             live = LiveTensors(stream, slice_.sources, self.batches)
             packing = Packing()
             for runs, memory in zip(self._runs, self._memory, strict=True):
@@ -169,13 +169,13 @@ class Mirror:
         yield from map(Crossing, self.batches, self._parcels, self._memory)
 
     def drop(self) -> None:
-        """Give back what has not been given back."""
+        """Free the memory that is not free yet."""
         for memory in self._memory:
             empty(memory)
 
 
 def _sections(of: Sequence[Batch], slice_: SliceSources) -> list[Batch]:
-    """All pieces in the order of the area, cut where a section is large enough."""
+    """Cut all pieces, in the order of the area, into sections."""
     pieces = sorted((piece for batch in of for piece in batch.pieces), key=_by_offset)
     least = max(_SECTION_BYTES, -(-sum(batch.nbytes for batch in of) // _SECTIONS_MAX))
     groups: list[list[CopyPiece]] = [[]]
@@ -190,13 +190,14 @@ def _sections(of: Sequence[Batch], slice_: SliceSources) -> list[Batch]:
 
 
 _AHEAD = 4  # parcels queued at once, so that the device is never idle between two
-_KEPT_MAX = 8  # of what is ready to be queued again; each area may leave out other tensors
+_KEPT_MAX = 8  # of each cache; areas differ in the tensors that they leave out
 
 
 class DeviceCopy:
-    """Copies from one device into staging areas. `mirror` and `capture` belong to the training thread, and take all the
-    memory there is to take; `bring` and `copy` to the copy thread, `give_back` to either. They never meet: a save waits
-    for the copy before. When `bring` or `copy` returns, torch has the memory back.
+    """Copies from one device into staging areas.
+
+    `mirror` and `capture` belong to the training thread and allocate all device memory; `bring` and `copy` belong to
+    the copy thread and free it; `give_back` belongs to either. They never overlap: a save waits for the previous copy.
     """
 
     def __init__(self, stream: DeviceStream, room: MirrorRoom) -> None:
@@ -208,10 +209,7 @@ class DeviceCopy:
     # -- in save() -----------------------------------------------------------------------------------------------
 
     def mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
-        """Queue copies on the device, on the current stream, of all or at least of what anything may change.
-
-        None: there is no room.
-        """
+        """Queue a mirror of all batches, or at least of `now`, on the current stream; None if there is no room."""
         mirror = self._mirror(now, behind, slice_)
         is_whole = self._room.has(mirror.nbytes, self._stream.memory())
         if not is_whole:
@@ -225,7 +223,7 @@ class DeviceCopy:
             try:
                 mirror.make(self._stream, slice_)
             finally:
-                self._stream.go_on()  # whatever becomes of it, nobody has its memory before
+                self._stream.go_on()  # even after an error, nothing reuses the memory before these copies end
         except torch.OutOfMemoryError as error:
             mirror.drop()
             self._room.refused()
@@ -243,15 +241,15 @@ class DeviceCopy:
     ) -> Callable[[], None]:
         """Queue copies of `now` into `area` on the current stream; work that is queued there later runs after them.
 
-        `behind`: The batches that `copy` will copy; memory for their parcels is reserved now. The function that is
-        returned waits until the copies have landed. At most one capture is in flight.
+        `behind`: The batches that `copy` will copy; memory for their parcels is reserved now. Returns a function that
+        waits until the copies have landed. At most one capture is in flight.
         """
         if behind:
             live = self._live_behind(behind, slice_)
             if live.nbytes and self._room.has_beside(live.nbytes):
                 live.take(self._stream.on_device, self._stream.fill)
         live = self._live_now(now, slice_)
-        # One slot is enough: the current stream packs a batch when the one before has crossed.
+        # One slot is enough: the current stream packs a batch after the previous one has crossed.
         live.take(self._stream.on_current_stream, refill_all)
         crossings: list[Crossing] = []
         try:
@@ -281,7 +279,7 @@ class DeviceCopy:
         cancelled: Callable[[], bool],
         arrived: Callable[[Batch], None],
     ) -> None:
-        """Copy a mirror to the host and free it, cancelled or not; arguments as of `CopyEngine.copy`."""
+        """Copy a mirror to the host and free it, cancelled or not; arguments as for `CopyEngine.copy`."""
 
         def queue(_number: int, crossing: Crossing) -> None:
             assert crossing.parcel is not None
@@ -310,7 +308,7 @@ class DeviceCopy:
         read: Callable[[Batch], None],
         arrived: Callable[[Batch], None],
     ) -> None:
-        """Copy live batches; arguments as of `CopyEngine.copy`."""
+        """Copy live batches; arguments as for `CopyEngine.copy`."""
         live = self._live_behind(behind, slice_)
 
         def queue(number: int, crossing: Crossing) -> None:
@@ -325,7 +323,7 @@ class DeviceCopy:
             self._room.over(self._stream.memory())
 
     def give_back(self) -> None:
-        """No copy is under way: what was taken of the device for one goes back."""
+        """Free the device memory of copies. No copy is in flight."""
         if self._behind is not None:
             self._behind.give_back()
 
@@ -355,11 +353,11 @@ class DeviceCopy:
                 if cancelled():
                     break
                 if len(pending) == _AHEAD:
-                    land()  # and so the slot of the same number is free
+                    land()  # frees the slot that this crossing uses
                 self._begin(crossing, pending, area)
                 queue(number, crossing)
                 crossing.event = self._stream.record()
-            while pending:  # also of a cancelled copy: when this returns, nothing live is read
+            while pending:  # even if cancelled: no live tensor is read after this returns
                 land()
 
     @staticmethod
@@ -370,9 +368,7 @@ class DeviceCopy:
 
     @contextlib.contextmanager
     def _drained_on_error(self, pending: Iterable[Crossing], area: torch.Tensor) -> Iterator[None]:
-        """After an error nothing that was queued writes to the host any more, and the holes are as they were: the area
-        is going to be used again.
-        """
+        """After an error, wait for queued writes to the host and restore the holes, so the area can be used again."""
         try:
             yield
         except BaseException:
@@ -383,7 +379,7 @@ class DeviceCopy:
                     crossing.parcel.put_back(area)
             raise
 
-    # -- what is ready to be queued again ------------------------------------------------------------------------
+    # -- caches --------------------------------------------------------------------------------------------------
 
     def _mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror:
         for known in self._mirrors:

@@ -1,12 +1,12 @@
 """Copies device tensors that do not change (the base model under an adapter, constants) to the host only once.
 
-    save()        on the current stream: hashes of each tensor that may be so
-    copy thread   hashes arrive: as they were when the area's bytes were copied? it was rightly left out
+    save()        on the current stream: hashes of each large tensor that may be unchanged
+    copy thread   hashes arrive: equal to those of the bytes in the area? the tensor was rightly left out
                                  otherwise the step is withdrawn, and the tensor is copied at each save from now on
 
 A tensor is left out after `_PROVEN` saves with the same hashes, if the area already has these bytes, the tensor has not
 moved and torch has counted no change. Changes that torch does not count (`.data`, foreign kernels) show in the hashes:
-sums of words, each times a random number of 64 bits that belongs to its place (multilinear hashing, Carter and Wegman
+sums of words, each multiplied by a random 64-bit number of its place (multilinear hashing, Carter and Wegman
 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). A changed tensor passes for unchanged with a
 probability below 2**-31. `save()` transfers no byte for it and does not wait; the device reads each byte once, and
 writes and reads products of twice that size.
@@ -28,7 +28,7 @@ from trainer_side.save.copy_plan import CopyPiece
 from trainer_side.state.accelerator import StreamEvent, brought
 from trainer_side.state.survey import Sources
 
-_NBYTES_MIN = 256 << 10  # a hash takes a few calls of torch: for less, the copy is as cheap
+_NBYTES_MIN = 256 << 10  # below it a copy is as cheap as the calls of torch for a hash
 _PROVEN = 2
 _WORD_BYTES = 4
 _ROW_WORDS = 1024
@@ -82,7 +82,7 @@ class _Awaited(NamedTuple):
 
 class DeviceDedup:
     """Knows which bytes of one area need not be copied again. `settle` belongs to the copy thread, `forget` to any, all
-    else to the training thread; a save waits for the copy before, so they never meet.
+    else to the training thread; a save waits for the previous copy, so they never overlap.
 
     `pieces` are those of this rank's slice that are copied in `save()`. `seen` is the history of each tensor, by path
     and range; all areas of a rank share it.
@@ -99,7 +99,7 @@ class DeviceDedup:
             begins[piece.entry] = min(piece.entry_offset, begins.get(piece.entry, piece.entry_offset))
             ends[piece.entry] = max(end, ends.get(piece.entry, 0))
             sizes[piece.entry] = piece.nbytes + sizes.get(piece.entry, 0)
-        # Parts that lie apart are copied.
+        # Entries whose parts lie apart are always copied.
         self._ranges = {
             entry: (begins[entry], ends[entry])
             for entry, nbytes in sizes.items()
@@ -107,7 +107,7 @@ class DeviceDedup:
         }
         self._paths = {tensor.entry: tensor.path for tensor in layout.tensors if tensor.entry in self._ranges}
         self._tensor_entries: Sequence[int] = ()
-        self._tensors: list[int] = []  # places among all tensors of those that may be left out
+        self._tensors: list[int] = []  # indices of the tensors that may be left out
         self._known: dict[int, _InArea] = {}
         self._seen = seen
         self._looked: list[_Awaited] = []
@@ -122,7 +122,7 @@ class DeviceDedup:
         counted: dict[int, int] = {}
         for place in self._tensors:
             entry, tensor = tensor_entries[place], tensors[place]
-            # In inference mode torch counts nothing: the hashes alone tell.
+            # In inference mode torch counts nothing: the hashes alone show changes.
             counted[entry] = counted.get(entry, 0) + (0 if tensor.is_inference() else tensor._version)
         return counted
 
@@ -135,7 +135,7 @@ class DeviceDedup:
         spared: set[int] = set()
         queued: list[torch.Tensor] = []
         for entry, (begin, end) in self._ranges.items():
-            # Whatever is copied is known again only when it has landed.
+            # A copied entry counts as known only once it has landed.
             known, source = self._known.pop(entry, None), sources[entry]
             if (
                 source is None
@@ -149,7 +149,7 @@ class DeviceDedup:
                 continue
             try:
                 hashes = _hashes(source.bytes()[begin:end])
-            except torch.OutOfMemoryError:  # no room for the products: it is copied
+            except torch.OutOfMemoryError:  # no room for the products: copy it
                 continue
             queued += hashes
             place = (source.data_ptr, source.start_bytes, versions[entry])
@@ -180,7 +180,7 @@ class DeviceDedup:
             seen = self._seen.setdefault((self._paths[entry], *self._ranges[entry]), Steadiness(hashes))
             seen.saw(hashes)
             if is_spared and seen.alike == 1:
-                outdated, seen.changes = entry, _PROVEN  # for good
+                outdated, seen.changes = entry, _PROVEN  # never left out again
                 del self._known[entry]
                 continue
             self._known[entry] = _InArea(place, hashes)
@@ -188,7 +188,7 @@ class DeviceDedup:
             raise Outdated(self._paths[outdated])
 
     def forget(self) -> None:
-        """A copy has not landed: the area may hold anything."""
+        """Forget the area's content, since a copy has not landed."""
         self._known.clear()
         self._looked, self._hashes = [], None
 
@@ -203,7 +203,7 @@ class _Factors(NamedTuple):
 
 @functools.cache
 def _factors(device: torch.device) -> _Factors:
-    # A generator of its own: the training's random numbers stay as they are.
+    # A separate generator leaves the training's random numbers alone.
     generator = torch.Generator("cpu").manual_seed(secrets.randbits(63))
     rows = _PART_BYTES // _ROW_BYTES + 1
     made = torch.empty(_ROW_WORDS + _WORD_BYTES + 2 * rows, dtype=torch.int64, device="cpu")

@@ -1,15 +1,14 @@
 """The calls to one device that a copy needs, the same for CUDA, ROCm and XPU.
 
-    current stream   the training's: what is queued here at `save()` is of that moment, and updates come after
-    own stream       the project's: copies to the host, behind an event, beside the training
+    current stream   the training's: copies queued at `save()` read the state of that moment, before later updates
+    own stream       holdfast's: copies to the host, behind an event, beside the training
 
-The own stream is made by the runtime itself and kept as long as the process. `torch.cuda.Stream()` deals 32 streams to
-all who ask, so one of those would be the user's as well. XPU has no other: there it is one of torch's.
+The runtime itself makes the own stream, which lives as long as the process. `torch.cuda.Stream()` hands out 32 streams
+in turn, so the script might share one of those. XPU offers nothing else: its own stream is one of torch's.
 
-Memory for copies comes from torch's allocator, on the own stream: what is freed there serves this stream alone, so it
-is neither cut from a block that training has freed a moment ago nor given to training in pieces. A copy finds it again
-at the next save, and nothing is mapped. Where the device has no more for training, torch itself gives all of it back
-before it gives up, as it does with whatever it keeps.
+Memory for copies comes from torch's allocator, on the own stream. Blocks freed there serve this stream alone: copies do
+not split blocks that training has just freed, and training does not split theirs. The next save reuses the blocks
+without mapping memory. When training runs out of memory, torch frees them, like all cached blocks, before it raises.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from trainer_side.state.accelerator import StreamEvent, module_of, record
 
 _PREFIXES = ("cuda", "hip")
 _PORTABLE = 1  # locked for all devices: cudaHostRegisterPortable
-_NON_BLOCKING = 1  # not in step with the default stream: cudaStreamNonBlocking
+_NON_BLOCKING = 1  # no implicit synchronization with the default stream: cudaStreamNonBlocking
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
@@ -38,21 +37,21 @@ DeviceMove = tuple[int, int, int]
 
 
 class DeviceRuntime:
-    """The library. Any thread."""
+    """The runtime library of CUDA or HIP that torch uses. Any thread."""
 
     def __init__(self, library: Any, prefix: str) -> None:
         self._library, self._prefix = library, prefix
 
     def lock(self, address: int, nbytes: int) -> int:
-        """Lock host memory in place; returns an error of the runtime, 0 for none. Nothing is left of an error."""
+        """Lock host memory in place; return the runtime's error code, 0 for none, and clear the error."""
         return self._call("HostRegister", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE)
 
     def unlock(self, address: int) -> None:
-        """Undo `lock`: the device must have come to the end of all that reads or writes there."""
+        """Undo `lock`. The device must have finished all reads and writes there."""
         self._call("HostUnregister", ctypes.c_void_p(address))
 
     def new_stream(self) -> int | None:
-        """A stream of the current device, of the lowest priority that there is; None where the runtime refuses."""
+        """Make a stream of the lowest priority on the current device; None if the runtime refuses."""
         lowest, highest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         if self._call("DeviceGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest)):
             return None
@@ -61,13 +60,13 @@ class DeviceRuntime:
         return stream.value
 
     def spare_captures(self) -> None:
-        """From now on calls of this thread do not end the recording of a graph in another thread."""
+        """Keep calls of this thread from ending the recording of a graph in another thread."""
         self._call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
     def copy(self, copies: Iterable[DeviceMove], stream: int) -> None:
         """Queue copies within the current device on one of its streams. RuntimeError: the runtime refuses one.
 
-        torch's own call for a copy takes five times as long to queue it.
+        torch takes five times as long to queue a copy.
         """
         queue = getattr(self._library, self._prefix + "MemcpyAsync")
         on = ctypes.c_void_p(stream)
@@ -84,19 +83,19 @@ class DeviceRuntime:
             return -1
         code = int(function(*arguments))
         if code:
-            # Else the next kernel that this thread launches, one of the training, would raise it.
+            # Clear the error, or the next kernel launch of this thread, one of the training, would raise it.
             getattr(self._library, self._prefix + "GetLastError")()
         return code
 
 
 @functools.cache
 def device_runtime() -> DeviceRuntime | None:
-    """The runtime that torch calls; None where it has none."""
+    """Return the runtime that torch calls; None if it has none."""
     folder = Path(torch.__file__).parent / "lib"
     for prefix in _PREFIXES:
         try:
-            # A name is looked for in this library and then in those that it was linked to, which are torch's own; what
-            # else is mapped (another version of the runtime, brought by another package) is passed over.
+            # Names are looked up in this library and those that it is linked to, which are torch's own. Another mapped
+            # version of the runtime, from another package, is ignored.
             library = ctypes.CDLL(str(folder / f"libc10_{prefix}.so"), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         except OSError:
             continue
@@ -111,11 +110,11 @@ class DeviceMemory(NamedTuple):
     reserved: int  # by torch's allocator in this process, in use or cached, copies included
     peak: int  # of `reserved`
     retries: int  # of the caching allocator: a count
-    returned: int = 0  # by torch to the device so far, for whatever reason
+    returned: int = 0  # by torch to the device so far
 
 
 class DeviceStream:
-    """The calls to one device that a copy needs, and the project's own stream on it."""
+    """The calls to one device that a copy needs, and holdfast's own stream on it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, module_of(device)
@@ -123,14 +122,14 @@ class DeviceStream:
 
     @contextmanager
     def beside(self, after: StreamEvent | None) -> Iterator[None]:
-        """Work of this thread goes to a stream of its own meanwhile, behind `after`."""
+        """Queue this thread's work on the own stream inside the block, behind `after`."""
         if after is not None:
             self._stream.wait_event(after)
         with self._module.stream(self._stream):
             yield
 
     def record(self) -> StreamEvent:
-        """Where the current stream is now."""
+        """Record an event on the current stream."""
         return record(self._device)
 
     def go_on(self) -> None:
@@ -145,7 +144,7 @@ class DeviceStream:
             return self.on_current_stream(nbytes)
 
     def fill(self, emptied: Sequence[torch.Tensor]) -> None:
-        """As `on_device`, for tensors whose memory was given back by `empty`: they and their views are as before.
+        """Reallocate tensors that `empty` has emptied, as `on_device`; their views are valid again.
 
         OutOfMemoryError: tensors that were filled before keep their memory.
         """
@@ -161,7 +160,7 @@ class DeviceStream:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def span(self, address: int, nbytes: int) -> torch.Tensor | None:
-        """Bytes of the device from an address on, whoever has memory there; nothing is kept alive by it.
+        """View device memory from an address on as bytes, keeping nothing alive.
 
         None: torch has no such tensors for this kind of device.
         """
@@ -170,7 +169,7 @@ class DeviceStream:
         return torch.as_tensor(_DeviceBytes(address, nbytes), device=self._device)
 
     def copy(self, copies: Sequence[DeviceMove]) -> bool:
-        """Queue copies within this device on the current stream. False, with nothing queued: no runtime does it."""
+        """Queue copies within this device on the current stream. Without a runtime, queue nothing and return False."""
         runtime = device_runtime()
         if runtime is None or self._device.type != "cuda":
             return False
@@ -178,12 +177,12 @@ class DeviceStream:
         return True
 
     def memory(self) -> DeviceMemory | None:
-        """None: it cannot be measured."""
+        """Measure the device's memory; None if the driver does not report it."""
         if not hasattr(self._module, "mem_get_info"):
             return None
         try:
             free, total = map(int, self._module.mem_get_info(self._device))
-        except RuntimeError:  # some drivers of XPU do not tell
+        except RuntimeError:  # some drivers of XPU do not report it
             return None
         stats = self._module.memory_stats(self._device)
         reserved, peak, returned = (
@@ -197,22 +196,21 @@ class DeviceStream:
 
 
 def empty(memory: torch.Tensor) -> None:
-    """Give the memory of a tensor back to torch, of which `on_device` was; views of it stay. Any thread.
+    """Return the memory of a tensor made by `on_device` to torch; views of it stay. Any thread.
 
-    On the own stream it may be taken again at once: what else is still going to touch it must come before that in the
-    stream's order (`go_on`).
+    The own stream may reuse the memory at once: accesses queued on other streams must come before that (`go_on`).
     """
     memory.untyped_storage().resize_(0)
 
 
 def refill_all(emptied: Iterable[torch.Tensor]) -> None:
-    """Take memory again for tensors that `empty` has emptied, for the current stream. Raises OutOfMemoryError."""
+    """Reallocate tensors that `empty` has emptied, for the current stream. Raises OutOfMemoryError."""
     for memory in emptied:
         memory.untyped_storage().resize_(memory.numel())
 
 
 class _DeviceBytes:
-    """Memory of a device as torch takes it over from others, by CUDA's array interface."""
+    """Device memory as `torch.as_tensor` accepts it from other libraries: by CUDA's array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         place = (address, False)
@@ -221,7 +219,7 @@ class _DeviceBytes:
 
 @functools.cache
 def stream_of(device: torch.device) -> DeviceStream:
-    """The one of a device. Any thread."""
+    """Return the one `DeviceStream` of a device. Any thread."""
     return DeviceStream(device)
 
 
@@ -248,7 +246,7 @@ def in_order_with(device: torch.device, others: Iterable[Any]) -> Iterator[None]
 
 
 def enter_thread(device: torch.device) -> None:
-    """For a thread of the project's own that works on a device: it begins on the first one."""
+    """Select the device in a thread of holdfast's own, which starts on the first one."""
     module_of(device).set_device(device)
     if (runtime := device_runtime()) is not None:
         runtime.spare_captures()

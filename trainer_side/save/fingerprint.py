@@ -6,9 +6,8 @@
 
 At most 64 rows (4 KiB) of a tensor are read, so the cost depends on the number of tensors, not on their size. Gated
 tensors in host memory are sampled by the copy thread before the gate opens: no update can lie between copy and
-fingerprint. All else is sampled in `save()`: on a device the samples are gathered there by a few launches
-(`DeviceSamples`), and brought over in one small copy on the stream that is current; only that copy is waited for,
-by the copy thread.
+fingerprint. All else is sampled in `save()`: a few launches gather the samples of a device (`DeviceSamples`), and one
+small copy on the current stream brings them to the host. Only the copy thread waits for it.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class DeviceRows(NamedTuple):
     arrived: StreamEvent | None
 
     def crcs(self) -> Iterator[tuple[int, int]]:
-        """Entry and CRC. Copy thread; waits for what is still on its way."""
+        """Yield entry and CRC. Copy thread; waits for samples still in flight."""
         if self.arrived is not None:
             self.arrived.synchronize()
         memory, plan = self.memory.view(-1).numpy().data, self.plan
@@ -93,7 +92,9 @@ class DeviceSamples:
         self._device, self._span = device, span
         self._places: list[tuple[int, int]] = []
         self._plan: _Plan | None = None
-        self._groups: list[tuple[int, int]] = []  # rows apart, and the last row that may be the first one
+        self._groups: list[
+            tuple[int, int]
+        ] = []  # distance between rows, and the last row that may be the first one
         self._rows = self._index = self._group = torch.empty(0, device="cpu")
 
     def gather(self, sources: Sequence[StorageSource], step: int) -> DeviceRows | None:
@@ -115,11 +116,11 @@ class DeviceSamples:
         return DeviceRows([source.entry for source in filled], self._plan, step, *brought(rows))
 
     def _lay_out(self, addresses: _Numbers, sizes: _Numbers) -> _Plan | None:
-        """Find the rows; None: there are no tensors by address, or one that is smaller than a row lies across two."""
+        """Find the rows; None if memory cannot be viewed by address, or a tensor below a row's size lies across two."""
         plan = _Plan.of(addresses, sizes)
         is_small = sizes < ROW_BYTES
         if (addresses[is_small] % ROW_BYTES + sizes[is_small] > ROW_BYTES).any():
-            return None  # a row around it might reach into memory that is nobody's
+            return None  # a row around it might reach into unmapped memory
         begin = int(addresses.min()) // ROW_BYTES * ROW_BYTES
         nbytes = -(-(int((addresses + sizes).max()) - begin) // ROW_BYTES) * ROW_BYTES
         memory = self._span(begin, nbytes)
@@ -130,7 +131,7 @@ class DeviceSamples:
         number = np.arange(len(of_row)) - plan.begins[of_row]
         apart = plan.apart[of_row]
         is_last = number == plan.rows[of_row] - 1
-        # The last one might be drawn beyond the tensor: then it is another one, and nobody looks at it.
+        # A last row drawn beyond the tensor is replaced by another one and ignored.
         last_first = np.where(is_last, plan.last_first[of_row], apart - 1)
         rests = np.flatnonzero(plan.rest_bytes)
         ends = np.where(is_small, addresses // ROW_BYTES * ROW_BYTES, addresses + sizes - ROW_BYTES)[rests]
@@ -157,8 +158,8 @@ def _firsts(apart: _Numbers, step: int) -> _Numbers:
 
 
 _ROW = np.dtype((np.void, ROW_BYTES))
-_AT_ONCE_MAX = 1024  # in a loop in C, which other threads wait for
-_WHOLE_BYTES_MAX = 4096  # below it every row is looked at: see `stride`
+_AT_ONCE_MAX = 1024  # per loop in C, during which other threads wait
+_WHOLE_BYTES_MAX = 4096  # up to here every row is sampled: see `stride`
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class _Gathered:
     arrived: StreamEvent | None
 
     def crcs(self) -> Iterator[tuple[int, int]]:
-        """Entry and CRC. Copy thread; waits for what is still on its way."""
+        """Yield entry and CRC. Copy thread; waits for samples still in flight."""
         if self.arrived is not None:
             self.arrived.synchronize()
         memory, offset = self.memory.numpy().data, 0
@@ -181,7 +182,7 @@ class _Gathered:
 
 
 class Fingerprints:
-    """The fingerprints of one checkpoint. The training thread makes and begins them, the copy thread ends them.
+    """The fingerprints of one checkpoint. The training thread begins them, the copy thread finishes them.
 
     `entries`: The watched ones (`holdfast.image.replicas.watched`). `gated`: Per entry, whether it is copied behind the
     gate. `step` selects the sampled rows. `shared`: Sharded entries of which several ranks hold the same region.
@@ -204,9 +205,9 @@ class Fingerprints:
         self._left: list[int] = []
 
     def take_now(self, sources: Sources, *, also_gated: bool = False) -> None:
-        """Sample what may change as soon as `save()` has returned, and all that is on a device. Training thread.
+        """Sample the tensors that may change once `save()` has returned, and all on a device. Training thread.
 
-        With `also_gated` all of it may change.
+        With `also_gated` all tensors may change.
         """
         held_back = [not also_gated and self._gated[entry] for entry in self._watched]
         if accelerator.kind() is not None:
@@ -224,12 +225,12 @@ class Fingerprints:
         self._take(self._left, sources)
 
     def text(self) -> str:
-        """For DONE. Copy thread; waits for what is still on its way from a device."""
+        """Return the fingerprints for DONE. Copy thread; waits for samples still in flight."""
         self._arrive()
         return encode([*map(self._crcs.__getitem__, self._watched)])
 
     def digest(self) -> str:
-        """Short words for those that are the same on every rank: entries that are split are left out. As `text`."""
+        """Return a digest of those that are the same on every rank, without split entries. Copy thread, as `text`."""
         self._arrive()
         same = (
             [entry for entry in self._watched if entry not in self._shared] if self._shared else self._watched
@@ -237,13 +238,13 @@ class Fingerprints:
         return digest(encode([*map(self._crcs.__getitem__, same)]))
 
     def _take(self, entries: Sequence[int], sources: Sources) -> None:
-        self._crcs.update(dict.fromkeys(entries, 0))  # of a tensor that is split, nothing may be here
+        self._crcs.update(dict.fromkeys(entries, 0))  # this rank may hold nothing of a split tensor
         there = [*filter(None, map(sources.__getitem__, entries))]
         if accelerator.kind() is None:
             self._crcs.update(_crcs(there, self._step))
             return
         self._crcs.update(_crcs([source for source in there if source.device.type == "cpu"], self._step))
-        # They are all on one device: `save()` refuses others.
+        # All are on one device: `save()` refuses several.
         if on_device := [source for source in there if source.device.type != "cpu"]:
             device = on_device[0].device
             if device not in self._samples:
@@ -258,7 +259,7 @@ class Fingerprints:
 
 
 def _crcs(sources: Sequence[StorageSource], step: int) -> dict[int, int]:
-    """Entry and CRC of tensors in host memory. Few calls for each: another thread wants to run Python meanwhile."""
+    """Return the CRC of each host tensor by entry, with few calls: another thread needs the GIL meanwhile."""
     found: dict[int, int] = {}
     whole = [source for source in sources if source.nbytes <= _WHOLE_BYTES_MAX]
     for begin in range(0, len(whole), _AT_ONCE_MAX):

@@ -1,11 +1,11 @@
 """The last step that the script has finished, and whether the state is still that of this step.
 
     step(9) ─► note: how often tensors were changed, how many updates began, the small values as they are
-    an exception, after a preemption notice ─► only small values differ (sampler, RNG): theirs of step 9 are saved
-                                            └► a tensor has changed, or an update has begun: refused, with what and why
+    an exception, after a preemption notice ─► only small values differ (sampler, RNG): save their values of step 9
+                                            └► a tensor has changed, or an update has begun: refuse, with the reason
 
-SIGTERM to all processes of a job ends the workers of its loaders first; the loader raises in the training thread,
-anywhere in a step. Without a watch nothing is noted.
+SIGTERM to all processes of a job ends the workers of its data loaders first; the loader raises in the training thread,
+anywhere in a step. Without a watch for notices no step is noted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import is_split, local_of
 
-_NOTE_SECONDS_MAX = 5e-3  # a value that takes longer at each of some steps is not noted from then on
+_NOTE_SECONDS_MAX = 5e-3  # a value that takes longer at `_SLOW_STEPS` steps in a row is not noted again
 _SLOW_STEPS = 10
 _LISTED_AGAIN_STEPS = 64
 
 
 class _Noted(NamedTuple):
-    """A step. `values`: the small ones, as they were; `skipped`: names of those that cannot be noted, with why."""
+    """A finished step. `values`: Small values as they were. `skipped`: Name → why the value could not be noted."""
 
     step: int
     updates: int
@@ -36,7 +36,7 @@ class _Noted(NamedTuple):
 
 
 class _AsItWas:
-    """Stands in the state for an object, with what its `state_dict()` gave."""
+    """Stands in for an object of the state, with the `state_dict()` that it had."""
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
@@ -49,7 +49,7 @@ class _AsItWas:
 
 
 class FinishedStep:
-    """See the module. Training thread. `put_back` changes `state`. `updates` counts steps of optimizers."""
+    """The last finished step. Training thread. `put_back` changes `state`. `updates` counts steps of optimizers."""
 
     def __init__(self, state: MutableMapping[str, Any], updates: Callable[[], int]) -> None:
         self._state, self._updates = state, updates
@@ -60,7 +60,7 @@ class FinishedStep:
 
     @property
     def step(self) -> int:
-        """The step; -1 before the first."""
+        """Number of the step; -1 before the first."""
         return -1 if self._noted is None else self._noted.step
 
     def note(self, step: int) -> None:
@@ -78,7 +78,7 @@ class FinishedStep:
         self._noted = _Noted(step, self._updates(), versions, values, skipped)
 
     def why_not(self) -> str:
-        """Why the state is not that of the step any more; empty if it is, but for the small values."""
+        """Return why the state is no longer that of the step; empty if at most small values differ."""
         noted = self._noted
         if noted is None:
             return "no step was finished"
@@ -93,10 +93,10 @@ class FinishedStep:
         changed = next((path for path, live in _leaves(noted.values) if live.changed), "")
         if changed:
             return f"{changed} was changed after step {noted.step}"
-        return next((f"{name} is not known as it was: {why}" for name, why in noted.skipped.items()), "")
+        return next((f"{name} of that step is unknown: {why}" for name, why in noted.skipped.items()), "")
 
     def put_back(self) -> None:
-        """Let a save of the state take the small values as they were. The script's own objects are not touched."""
+        """Replace the small values in the state by those of the step. The script's own objects are not touched."""
         assert self._noted is not None
         for name, tree in self._noted.values.items():
             value = self._state[name]
@@ -107,7 +107,7 @@ class FinishedStep:
                 self._state[name] = _AsItWas(found) if hasattr(value, "state_dict") else found
 
     def _note_value(self, name: str, value: Any, values: dict[str, Any]) -> str:
-        """Note a small value; or why it cannot be."""
+        """Note a small value; return why if that fails."""
         if self._slow.get(name, 0) >= _SLOW_STEPS:
             return f"its state_dict() takes more than {_NOTE_SECONDS_MAX * 1000:g} ms"
         begun = time.perf_counter()
@@ -122,7 +122,7 @@ class FinishedStep:
 
 
 class _Live(NamedTuple):
-    """A tensor among the small values, and how often it had been changed."""
+    """A tensor among the small values, and its version counter at the step."""
 
     tensor: torch.Tensor
     version: int
@@ -150,7 +150,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _kept(tree: Any) -> Any:
-    """The tree with containers of its own; tensors with how often they were changed."""
+    """Copy the tree's containers, and pair each tensor with its version counter."""
     return _mapped(tree, lambda leaf: _Live(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf)
 
 

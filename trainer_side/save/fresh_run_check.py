@@ -6,8 +6,8 @@
                               checkpoints there ─ fresh=True ───────────────► a new run, with a warning
                                                 └ otherwise ────────────────► refused, on all ranks alike
 
-A script that forgot restore() trains from its random start, and its checkpoints are newer than the good ones: a restore
-takes them, and retention removes the others.
+A script that forgot restore() trains from its random start, and its checkpoints are newer than the good ones: a later
+restore would take them, and retention would remove the good ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMED = 3
 
 
 class FreshRunCheck:
-    """See the module. Training thread. A tier may take `seconds_max` to say what it keeps."""
+    """Refuses to restart a run by accident. Training thread. A tier may take `seconds_max` to list its checkpoints."""
 
     def __init__(self, *, fresh: bool, seconds_max: float) -> None:
         self._fresh, self._seconds_max = fresh, seconds_max
@@ -35,11 +35,11 @@ class FreshRunCheck:
 
     @property
     def is_known(self) -> bool:
-        """Whether the script has said where it begins."""
+        """Whether the script has chosen between a resume and a fresh start."""
         return self._fresh or self.is_settled
 
     def restored(self) -> None:
-        """The script has called `restore()`. ConfigError: it has also said `fresh=True`."""
+        """Note that the script has called `restore()`. ConfigError: it has also set `fresh=True`."""
         if self._fresh:
             raise ConfigError(
                 "restore() after Checkpointer(..., fresh=True): fresh=True starts a new training, so there is "
@@ -50,9 +50,9 @@ class FreshRunCheck:
     def refusal(
         self, store_url: str, tiers: Sequence[Tier], *, with_store: bool = True
     ) -> HoldfastError | None:
-        """Why the first save must be refused; None if it may go ahead. Each rank asks once and tells the others.
+        """Return why the first save must be refused; None if it may proceed. Each rank asks once and tells the others.
 
-        Each looks into its own tiers, since those of another rank may have been emptied; one lists the store as well.
+        Each rank looks into its own tiers, since those of another may have been emptied; one rank also lists the store.
         """
         if self.is_settled:
             return None
@@ -84,7 +84,7 @@ class FreshRunCheck:
         )
 
     def _there(self, store_url: str, tiers: Sequence[Tier], *, with_store: bool) -> list[str]:
-        """Names of what a restore could look at, newest first."""
+        """Return the names of checkpoints that a restore could use: the store's first, newest first."""
         found = []
         if store_url and with_store:
             names = sorted((info.name for info in open_store(store_url).list()), reverse=True)

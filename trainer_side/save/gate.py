@@ -1,11 +1,11 @@
-"""The gate: an optimizer may not overwrite what is still being copied, and waits for nothing else.
+"""The gate: keeps an optimizer from overwriting tensors that are still being copied. It waits for nothing else.
 
     save(step) ── close ──► copy thread: hold(storages), passed(storage) … passed(storage) ──► open
-    forward, backward go on …      optimizer.step(): layers that are copied are updated, the next ones waited for
+    forward, backward continue …   optimizer.step(): update the layers that are copied, wait for the next ones
 
-A hook on each optimizer does the waiting; the training loop is not changed. Optimizers that update each parameter by
-itself step layer by layer behind the copy (split_step.py; LightCheck, ICCD 2023, section III-B). Others
-wait for the whole copy (two-phase checkpointing as in CheckFreq, FAST 2021), and that is said once.
+A hook on each optimizer does the waiting; the training loop is not changed. Optimizers that update each parameter
+independently step layer by layer behind the copy (split_step.py; LightCheck, ICCD 2023, section III-B). Others wait for
+the whole copy (two-phase checkpointing as in CheckFreq, FAST 2021), after one warning.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from trainer_side.state.split_tensor import local_of
 
 _log = logging.getLogger("holdfast.trainer.gate")
 
-# An update waits until at least one in this many of its parameters is free. Checking all of them whenever one has been
-# copied would cost more than the update itself, and hold the GIL that the copy thread needs.
+# A waiting update resumes when one in this many of its held storages is free. Checking all of them after each copied
+# one would cost more than the update itself, and hold the GIL that the copy thread needs.
 _PIECES = 8
 
 
 class Gate:
     """Holds back updates of tensors that are being copied.
 
-    Made and closed by the training thread; passed and opened by the copy thread. A storage is named by its address
-    (`storage_address`): tensors that share one are held together. `optimizers`: Those whose parameters and state are
-    copied behind the gate, and those that they wrap; hook_coverage.py finds out whether their hooks are called.
-    `seconds_max`: How long an update is held back; then `on_late` is called, and the update goes ahead: the copy must
-    not be used any more. `on_hook`: Called with the optimizer at the start of each hook.
+    The training thread makes and closes the gate; the copy thread passes storages and opens it. A storage is known by
+    its address (`storage_address`): tensors that share one are held together. `optimizers`: All whose parameters and
+    state are copied behind the gate, and those that they wrap; hook_coverage.py finds out whether their hooks are
+    called. `seconds_max`: Most seconds that an update is held back; then `on_late` is called and the update proceeds:
+    the copy must not be used any more. `on_hook`: Called with the optimizer at the start of each hook.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Gate:
     ) -> None:
         self._clock, self._seconds_max, self._on_late, self._on_hook = clock, seconds_max, on_late, on_hook
         self._changed = threading.Condition()
-        self.closed = False  # a copy is under way
+        self.closed = False  # a copy is in flight
         self._held: set[int] | None = set()  # None: everything
         self._waiting: dict[int, float] = {}  # thread → since when
         self._waited_seconds = 0.0
         self._update_order: list[Optimizer] = list(optimizers)
-        self.order_changed = True  # updates may come in another order than at the last `update_order`
+        self.order_changed = True  # the order may have changed since the last `update_order()`
         self._coarse = {id(one): reason for one in optimizers if (reason := why_not_split(one))}
         self._said: set[str] = set()
         hook = opaque_hook(self._hook)
@@ -74,9 +74,9 @@ class Gate:
         ]
 
     def close(self) -> None:
-        """Shut the gate, from `save()` on, for every parameter. Training thread only."""
+        """Close the gate for every parameter. Training thread only."""
         for optimizer, hook in self._hooks:
-            # Last of the hooks: one after it, such as gradient clipping, would find some parameters updated already.
+            # The last hook: a later one, such as gradient clipping, would find some parameters updated already.
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)  # type: ignore[attr-defined]
         with self._changed:
             self._waited_seconds = 0.0
@@ -84,19 +84,19 @@ class Gate:
             self.closed = True
 
     def leave_open(self) -> None:
-        """A save that holds back nothing. Training thread only."""
+        """Begin a save that holds back nothing. Training thread only."""
         with self._changed:
             self._waited_seconds = 0.0
 
     def hold(self, storages: Collection[int]) -> None:
-        """Only these are going to be read: what is not among them may be updated at once. Copy thread."""
+        """Hold only these storages; all others may be updated at once. Copy thread."""
         with self._changed:
             if self.closed:
                 self._held = set(storages)
                 self._changed.notify_all()
 
     def passed(self, storages: Collection[int]) -> None:
-        """The storages at these addresses are read, whole. Copy thread; many at a time."""
+        """Release storages that were read completely, many at a time. Copy thread."""
         with self._changed:
             if self._held is not None:
                 self._held.difference_update(storages)
@@ -104,7 +104,7 @@ class Gate:
                 self._changed.notify_all()
 
     def open(self) -> float:
-        """Let all updates pass; returns for how many seconds the training thread was held back. Any thread."""
+        """Let all updates pass; return for how many seconds updates were held back. Any thread."""
         with self._changed:
             now = self._clock() if self._waiting else 0.0
             waited = self._waited_seconds + sum(now - since for since in self._waiting.values())
@@ -114,14 +114,14 @@ class Gate:
         return waited
 
     def wait(self) -> None:
-        """Return when no copy is under way."""
+        """Wait until no copy is in flight."""
         if self.closed:
             self._wait(lambda: not self.closed)
 
     def update_order(self) -> dict[int, int]:
-        """Address of each storage → its place in the order in which the last steps came to them. The gate is closed.
+        """Return each storage's place in the order of the last updates, by address. The gate is closed.
 
-        Copied in this order, the first layer is free when the next update begins.
+        A copy in this order has usually released the first layer when the next update begins.
         """
         self.order_changed = False
         order: dict[int, int] = {}
@@ -151,18 +151,18 @@ class Gate:
         if not self.closed:
             return None
         if reason := self._coarse.get(id(optimizer), COMPILED if compiled else ""):
-            # Only now: a hook that is never called holds nothing.
+            # Warned of only here, since a hook that is never called holds nothing back.
             self._say(reason)
             self.wait()
             return None
         arguments, computed = with_gradients((args, kwargs))
         if self._held is not None and not self._held:
-            return arguments if computed else None  # all is copied, or was never to be: nothing to look up
+            return arguments if computed else None  # nothing is held
         if reason := communicates(optimizer):
             self._say(reason)
             self.wait()
             return arguments if computed else None
-        places: dict[int, tuple[int, ...]] = {}  # looked up once a step: the answer does not change within it
+        places: dict[int, tuple[int, ...]] = {}  # a cache: they do not change within a step
 
         def held(parameter: torch.Tensor) -> bool:
             storages = places.get(id(parameter))
@@ -176,7 +176,7 @@ class Gate:
                 self._wait(lambda: self._held is not None)
                 return
             waited_for = {storage for storages in places.values() for storage in storages} & now
-            if waited_for:  # else one was passed since it was looked at
+            if waited_for:  # empty if they were passed meanwhile
                 enough = max(1, len(waited_for) // _PIECES)
                 self._wait(lambda: self._held is not None and len(waited_for - self._held) >= enough)
 
@@ -205,12 +205,12 @@ class Gate:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """The name of the storage under a tensor; of a DTensor, of that under the part that is here."""
+    """Return the address of a tensor's storage, by which the gate knows it; for a DTensor, of its local tensor's."""
     return local_of(tensor).untyped_storage().data_ptr()
 
 
 def _storages(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[int]:
-    """Addresses of what a step of this parameter changes: itself and its state."""
+    """Yield the addresses of the storages that a step of this parameter changes: its own and its state's."""
     yield storage_address(parameter)
     state = optimizer.state.get(parameter)
     if state:

@@ -1,4 +1,4 @@
-"""Shows whether a copy may stay behind the gate: hooks are called before parameters change, and nothing else changes.
+"""Decides whether a copy may stay behind the gate: hooks run before parameters change, and nothing else changes them.
 
     save() ─► SavedInstant ── a hook is called: nothing that its optimizer updates has changed since ─► it is proven
                             ├ something has changed before a hook was called ────────────────────────► escaped
@@ -8,10 +8,9 @@
                                                                                 └ no ─► distrusted, for good
     quiet ─► copies stay behind the gate: 7 8 9 … ─► a save that the step draws, about one in 50: as at first
 
-The hooks of optimizers, counters and sampled words (tearing.py) do not show a few elements that are
-written through `.data` or numpy. A rank that finds some tells all ranks: each of them copies inside `save()` from then
-on, and what was copied behind the gate since its last comparison is doubtful. A slice that is quickly copied never
-stays behind the gate.
+Optimizer hooks, counters and sampled words (tearing.py) miss a few elements written through `.data` or numpy. A rank
+that finds some tells all ranks: each of them copies inside `save()` from then on, and the steps copied behind the gate
+since its last comparison are doubtful. A slice that is quickly copied never stays behind the gate.
 """
 
 from __future__ import annotations
@@ -41,32 +40,32 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("holdfast.trainer.gate")
 
-_CLEAN_AFTER_ESCAPE = 16  # saves; twice as many each time after which another one comes
+_CLEAN_AFTER_ESCAPE = 16  # saves; doubled after each further escape
 _CLEAN_MAX = 1024
 
 
 class HookCoverage:
-    """Which optimizers are shown to call their hook before they change parameters. Training thread.
+    """Finds out which optimizers call their hook before they change parameters. Training thread.
 
-    Until all that is copied behind the gate belongs to such optimizers, `save()` finishes its copy before it returns.
-    An optimizer may escape its hook because its class never calls `Optimizer.__init__`, because other code changes its
-    parameters (averages that are swapped in, a search for sharpness), or because a recorded CUDA graph updates them.
+    Until all gated tensors belong to such optimizers, `save()` finishes its copy before it returns. An optimizer may
+    escape its hook because its class never calls `Optimizer.__init__`, because other code changes its parameters
+    (swapped-in averages, sharpness-aware minimization), or because a recorded CUDA graph updates them.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._clean: dict[int, int] = {}  # optimizer → after how many saves its hook came first
-        self._recorded: set[int] = set()  # optimizers; for good
+        self._clean: dict[int, int] = {}  # optimizer → after how many saves its hook came before any change
+        self._recorded: set[int] = set()  # optimizers whose step is part of a graph
         self._clean_needed = 1
-        self._holds_for: TearCheck | None = None  # the plan for which all that is needed is proven
-        self._pending: SavedInstant | None = None  # nothing was changed since, as far as is known
-        self._seen: set[int] = set()  # storages whose changes may come by now
+        self._holds_for: TearCheck | None = None  # the plan for which coverage is proven
+        self._pending: SavedInstant | None = None  # no change is known since
+        self._seen: set[int] = set()  # storages whose changes a hook has announced
         self._said = False
 
     def saved(self, instant: SavedInstant | None) -> bool:
-        """A save was taken; returns whether its copy may be left behind the gate."""
+        """Note a save; return whether its copy may stay behind the gate."""
         if (before := self._pending) is not None:
-            # Where a hook was called for everything, nothing is left to be seen.
+            # If hooks have announced everything, nothing is left to check.
             unseen = set(before.storages()) - self._seen
             if unseen and (path := before.changed_at(unseen)):
                 self.escaped(path, before.step, "no hook of an optimizer was called before that")
@@ -79,11 +78,11 @@ class HookCoverage:
         return False
 
     def expect(self, instant: SavedInstant) -> None:
-        """The copy of this save is done: whether hooks come before changes shows until the next one."""
+        """Watch until the next save whether hooks precede changes. The copy of this save is done."""
         self._pending = instant
 
     def hooked(self, optimizer: Optimizer) -> None:
-        """The hook of an optimizer is called: it is about to change what it holds."""
+        """Note that an optimizer is about to change its parameters and state."""
         instant = self._pending
         if instant is None:
             return
@@ -98,17 +97,17 @@ class HookCoverage:
             self._clean[id(optimizer)] = self._clean.get(id(optimizer), 0) + 1
 
     def recorded(self, optimizer: Optimizer) -> None:
-        """A graph of its step is being recorded: the replays will call no hook."""
+        """Note that a graph of its step is being recorded: the replays will call no hook."""
         self._recorded.add(id(optimizer))
         self._holds_for = None
 
     def excused(self) -> None:
-        """The copy was waited for: what is changed from here on needs no hook."""
+        """Stop watching: the script has waited for the copy, so changes need no hook."""
         self._pending = None
 
     def escaped(self, path: str, step: int, how: str) -> None:
-        """A tensor was changed that the gate did not hold back."""
-        again = 2 if self._holds_for is not None else 1  # it was shown before, and was not so for ever
+        """Note a change that the gate did not hold back."""
+        again = 2 if self._holds_for is not None else 1  # an earlier proof has failed
         self._clean_needed = min(_CLEAN_MAX, max(_CLEAN_AFTER_ESCAPE, again * self._clean_needed))
         self._pending, self._holds_for = None, None
         self._clean.clear()
@@ -150,7 +149,7 @@ _RATES_KEPT = 8
 
 
 class _ExpectedCopy(NamedTuple):
-    """A save whose copy was finished inside `save()`, and is compared before anything may change it."""
+    """A save with a finished copy, to be compared with the live tensors before anything may change them."""
 
     instant: SavedInstant
     area: Staging
@@ -177,23 +176,23 @@ class Quietness:
         self._tell, self._ledger, self._events = tell, ledger, events
         self._guard = threading.Lock()
         self._distrusted = False
-        # First and last step since the last comparison that was good.
+        # First and last step copied behind the gate since the last good comparison.
         self._behind: tuple[int, int] | None = None
         self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
         self._awaited: _ExpectedCopy | None = None
 
     @staticmethod
     def is_drawn(step: int) -> bool:
-        """Whether the save of this step is compared whole: drawn, so that no period of the training hides from it."""
+        """Whether the save of this step is compared; drawn, so that no periodic change can hide."""
         return first_row(step, _COMPARED_EVERY) == 0
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """A slice was copied. Copy thread, before it opens the gate."""
+        """Note how long a slice took to copy. Copy thread, before it opens the gate."""
         with self._guard:
             self._rates.append(seconds / max(1, nbytes))
 
     def is_inside(self, nbytes: int, *, on_device: bool) -> bool:
-        """Whether `save()` waits for a copy of `nbytes`, whatever the hooks have proven.
+        """Whether `save()` waits for a copy of `nbytes`, regardless of the hooks.
 
         `on_device`: Whether some of the live tensors are on a device. Their copy runs after all work queued there, so
         `save()` would wait for that work, however quick the copy is.
@@ -206,14 +205,14 @@ class Quietness:
             return bool(self._rates) and statistics.median(self._rates) * nbytes <= self._inside_seconds_max
 
     def leave_behind(self, step: int) -> bool:
-        """The copy of this step may stay behind the gate; False: another rank has said meanwhile that it may not."""
+        """Leave the copy of this step behind the gate; return False if trust was lost meanwhile."""
         with self._guard:
             if not self._distrusted:
                 self._behind = (step if self._behind is None else self._behind[0], step)
             return not self._distrusted
 
     def expect(self, instant: SavedInstant, area: Staging, is_whole: Callable[[], bool]) -> None:
-        """The copy of this instant is going to be compared, if all of it came into the area."""
+        """Schedule a comparison of this instant with its copy, provided that the copy is whole."""
         self._awaited = _ExpectedCopy(instant, area, is_whole)
 
     @property
@@ -221,14 +220,14 @@ class Quietness:
         return self._awaited is not None
 
     def excused(self) -> None:
-        """The script has waited for the copy: it may change the state by any means."""
+        """Cancel the comparison: the script has waited for the copy, so it may change the state by any means."""
         self._awaited = None
 
     def compare(self) -> bool:
-        """Compare what is expected; returns whether all is as it was, except for what torch has counted.
+        """Run the scheduled comparison; return whether all bytes are equal, except for changes that torch has counted.
 
-        Before the first update after a save, or before the next save; no copy is under way. The area is as the copy has
-        left it: only a later save takes it again.
+        Called before the first update after a save, or before the next save; no copy is in flight. The area still holds
+        the copy: only a later save reuses it.
         """
         awaited, self._awaited = self._awaited, None
         if awaited is None or not awaited.is_whole():
@@ -250,7 +249,7 @@ class Quietness:
         return False
 
     def distrust(self, reason: str) -> None:
-        """This rank has seen a change that the gate does not hold back: say so to all ranks. Any thread."""
+        """Tell all ranks that this one has found a change that the gate does not hold back. Any thread."""
         doubt = self._lose_trust(reason)
         if doubt is None:
             return
@@ -265,7 +264,7 @@ class Quietness:
         self._tell(doubt)
 
     def hear(self, doubt: Doubt) -> None:
-        """A rank has lost its trust. Link's or council's thread."""
+        """Take in the doubt of another rank. Link's or council's thread."""
         mine = self._lose_trust(doubt.reason)
         if mine is None:
             return

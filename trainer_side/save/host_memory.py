@@ -1,7 +1,7 @@
 """Host memory that a device copies into: staging areas and slots of tiers, locked in place.
 
-An area is mapped and touched (tiers/first_touch.py), and then locked. torch's own pinned memory is rounded up to a
-power of two, up to twice of what is asked for, and is never given back to the system.
+An area is mapped and touched (tiers/first_touch.py), and then locked. torch's own pinned memory is not used: torch
+rounds it up to a power of two, and never returns it to the system.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _CAUSES = {
 
 
 def locked_buffer(nbytes: int) -> torch.Tensor:
-    """As `huge_buffer`, locked for the device of this rank; given back when the last tensor over it is gone.
+    """Return a `huge_buffer` locked for the device of this rank; freed with the last tensor over it.
 
-    A forked child does not have it: the kernel would copy all of it there, as it does with pages that a device uses.
+    A forked child does not get it: the kernel would copy all of it there, as it does with pages that a device uses.
     """
     memory = huge_buffer(nbytes, beside_children=True)
     _lock(memory, "host memory for checkpoints")
@@ -47,9 +47,9 @@ def locked_buffer(nbytes: int) -> torch.Tensor:
 
 
 def in_slot(slot: memoryview, *, pinned: bool) -> torch.Tensor:
-    """A tensor over writable memory that stays mapped as long as the tensor lives; what is there stays there.
+    """Return a tensor over writable memory, which keeps its content, and stays mapped as long as the tensor lives.
 
-    `pinned`: lock it for the device. Where that is refused, copies from the device still work, and hold up the CPU.
+    `pinned`: Lock it for the device. If that is refused, copies from the device still work, but block the CPU.
     """
     memory = torch.frombuffer(slot, dtype=torch.uint8)
     if pinned:
@@ -77,7 +77,7 @@ def lock(memory: torch.Tensor) -> str | None:
     if runtime is None:
         return None
     address, nbytes = memory.data_ptr(), memory.numel()
-    # Else it would make a context on the first device.
+    # Otherwise the call would create a context on the first device.
     with contextlib.nullcontext() if device is None else module_of(device).device(device):
         code = runtime.lock(address, nbytes)
     if code:
@@ -111,13 +111,13 @@ def _file_at(address: int) -> Path | None:
     return None
 
 
-Make = Callable[[], torch.Tensor | None]  # None: whoever needs it makes it
+Make = Callable[[], torch.Tensor | None]  # None: the taker makes it itself
 
 
 class MemoryAhead:
     """Makes memory in a thread, ahead of its use. Training thread.
 
-    `makes` has how the memory of each key is made, in the order of their use; called in any thread.
+    `makes`: For each key, in the order of use, a function that makes its memory; called in any thread.
     """
 
     def __init__(self, makes: Mapping[int, Make]) -> None:
@@ -130,7 +130,7 @@ class MemoryAhead:
             self._thread.start()
 
     def take(self, key: int) -> torch.Tensor | None:
-        """Hand out the memory of this key, once; waits if the thread is making it, and raises what that raised.
+        """Hand out the memory of this key, once; wait if the thread is making it, and raise its error.
 
         None: there is no such key, or it could not be made ahead.
         """
@@ -141,27 +141,27 @@ class MemoryAhead:
         return None if begun is None else begun.result()
 
     def stop(self) -> None:
-        """Begin nothing more, and give back what was made and not taken."""
+        """Make nothing more, and free memory that was not taken."""
         with self._lock:
             self._unbegun.clear()
             self._begun.clear()
 
     def close(self, seconds_max: float) -> None:
-        """`stop`, and wait for the piece that is under way, at most so long."""
+        """`stop`, and wait at most `seconds_max` for the memory being made."""
         self.stop()
         if self._thread is not None:
             self._thread.join(seconds_max)
 
     def _run(self) -> None:
         if (device := own_device()) is not None:
-            enter_thread(device)  # and so no graph that training records is ended by a lock
+            enter_thread(device)  # also keeps a lock from ending a graph capture of the training
         while (made := self._next()) is not None:
             make, future = made
             try:
                 future.set_result(make())
-            except BaseException as error:  # noqa: BLE001 - raised by whoever takes it
+            except BaseException as error:  # noqa: BLE001 - raised by `take`
                 future.set_exception(error)
-            del made, make, future  # nobody else may want it
+            del made, make, future  # a waiting thread must not keep the memory alive
 
     def _next(self) -> tuple[Make, Future[torch.Tensor | None]] | None:
         with self._lock:

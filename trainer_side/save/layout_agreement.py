@@ -27,7 +27,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class LayoutAgreement:
-    """See the module. Training thread."""
+    """Negotiates the layout with the other ranks. Training thread."""
 
     def __init__(self, given: GivenState, context: RankContext) -> None:
         self._given, self._state = given, given.held
@@ -37,12 +37,12 @@ class LayoutAgreement:
         self._said: set[str] = set()
         self._is_staged_said = False
         self._names: dict[str, list[list[str]]] = {}
-        self._before: TensorTable | None = None  # what was agreed on
+        self._before: TensorTable | None = None  # the agreed table
         self._step = -1
         self.sum_seconds = 0.0  # of the checksums when the ranks last agreed
 
     def check_fresh_run(self) -> None:
-        """Refuse the first save if it would begin the run again unasked (`FreshRunCheck`), and tell the other ranks."""
+        """Refuse the first save if it would restart the run unasked (`FreshRunCheck`), and tell the other ranks."""
         if self._context.fresh_run.is_settled:
             return
         url, tiers = self._context.link.job.store_url, self._context.tiers.tiers
@@ -52,7 +52,7 @@ class LayoutAgreement:
             raise error
 
     def collect(self) -> Any:
-        """The state, where all ranks are about to agree on it. Some `state_dict()` work on one rank only.
+        """Collect the state for an agreement; if some `state_dict()` fails on this rank, tell the other ranks.
 
         StateError: it failed here, or on another rank.
         """
@@ -90,7 +90,7 @@ class LayoutAgreement:
         return agreement
 
     def named(self, tree: Any, agreement: Agreement) -> Any:
-        """The tree as the ranks have agreed to have it: optimizers by name, where the ranks have different tensors."""
+        """Return the agreed form of the tree: optimizer state keyed by name, if the ranks have different tensors."""
         union = agreement.union
         return tree if union is None else by_name(tree, self._names, union.groups)
 
@@ -121,7 +121,7 @@ class LayoutAgreement:
         return proposed, agreement
 
     def _refuse(self, error: HoldfastError) -> None:
-        """Raises the error that all ranks are told: this one's own, or that of a rank before it."""
+        """Send this rank's error to all ranks. Raises it, or the error of a rank before this one."""
         try:
             self._council.agree(Proposal.refused(error, self._step))
         except (StateError, type(error)):
@@ -130,7 +130,7 @@ class LayoutAgreement:
             _log.debug("the refusal could not be sent to the other ranks", exc_info=True)
 
     def _say_staged(self, agreement: Agreement) -> None:
-        """Once: a tensor that a rank lacks by mistake would be saved like one of another stage."""
+        """Warn once: a tensor that a rank lacks by mistake is saved like one of another stage."""
         union = agreement.union
         if union is None or self._rank != 0 or self._is_staged_said:
             return
@@ -145,7 +145,7 @@ class LayoutAgreement:
         )
 
     def _say_rank0_only(self, paths: Sequence[str]) -> None:
-        """Once for each tensor: other ranks have other bytes there, which no checkpoint has."""
+        """Report each tensor once: other ranks have other bytes there, which no checkpoint has."""
         news = [path for path in paths if path not in self._said]
         self._said.update(news)
         if not news or self._rank != 0:

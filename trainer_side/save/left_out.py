@@ -1,9 +1,9 @@
-"""Names what the script trains and no checkpoint has, or what a resume would not bring back.
+"""Names trained values that no checkpoint has, or that a resume would not restore.
 
     Checkpointer()   restore()                 first step                  save() with a new layout, and the next one
     watch the steps  remember what was filled  is it still in the state?   optimizers, groups, schedulers, gradients
 
-Nothing here refuses a save: each finding may be meant. Rank 0 logs each once, by path; every rank writes an event.
+A finding never refuses a save, since it may be intended. Rank 0 logs each once, by path; every rank writes an event.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import children, containers, tensor_paths, with_inner
 
-_SAMPLE_BYTES = 64  # at the begin and at the end of a tensor
+_SAMPLE_BYTES = 64  # at each end of a tensor
 
 
 class _Filled(NamedTuple):
@@ -40,17 +40,17 @@ class RestoredTensors:
         self._filled: dict[str, _Filled] = {}
 
     def remember(self) -> None:
-        """`restore()` has just come to its end."""
+        """Note the parameters, at the end of `restore()`."""
         self._filled = {
             path: _Filled(weakref.ref(tensor), _sample(tensor))
             for path, tensor in module_parameters(self._state)
         }
 
     def strays(self) -> list[str]:
-        """One sentence for each parameter that was restored and is no longer in the state.
+        """Return one sentence for each restored parameter that is no longer in the state.
 
-        Call it before the first step after `remember`: a parameter that was made again from the restored one is
-        recognised by its bytes. Parameters on a device, and those that have become DTensors, are not read.
+        Call it before the first step after `remember`: a parameter recreated from the restored one is recognised by its
+        bytes. Parameters on a device, and those that have become DTensors, are not read.
         """
         now = dict(module_parameters(self._state))
         path_of = {id(tensor): path for path, tensor in reversed([*now.items()])}
@@ -60,7 +60,7 @@ class RestoredTensors:
             if current is not None and current is tensor:
                 continue
             if tensor is not None and id(tensor) in path_of:
-                continue  # it has another name now: a wrapper, a parametrization
+                continue  # renamed by a wrapper or a parametrization
             if current is None:
                 said.append(f"{path} is no longer part of the state")
             elif local_of(current) is not current or (filled.sample and _sample(current) == filled.sample):
@@ -79,7 +79,7 @@ class RestoredTensors:
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
-    """Some bytes of a tensor in host memory; none of others, which would have to be waited for."""
+    """Return some bytes of a plain tensor in host memory; empty for others, whose bytes would take a wait."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or local_of(tensor) is not tensor:
         return b""
     if not tensor.is_contiguous() or not tensor.numel() or tensor.is_quantized:
@@ -92,22 +92,22 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 _log = logging.getLogger("holdfast.trainer")
 
-_LOOKS = 2  # saves of each layout
+_LOOKS = 2  # inspected saves of each layout
 _DEPTH_MAX = 4  # of attributes of a script's own object
 _OBJECTS_MAX = 2000
-_OF_SCHEDULERS = {"last_epoch", "_last_lr", "base_lrs"}  # in the state of one of torch's
+_OF_SCHEDULERS = {"last_epoch", "_last_lr", "base_lrs"}  # keys in the state of torch's schedulers
 _T = TypeVar("_T")
 
 
 class LeftOut:
-    """Looks at the state of one rank for values that no checkpoint has. Training thread."""
+    """Searches the state of one rank for values that no checkpoint has. Training thread."""
 
     def __init__(self, state: Mapping[str, Any], *, rank: int, events: EventLog) -> None:
         self._state, self._rank, self._events = state, rank, events
         self._restored = RestoredTensors(state)
         self._steps = OptimizerSteps(self._look_at_restored)
         self._said: set[str] = set()
-        self.looks_left = 0  # how many more saves of this layout are to call `look`: it costs time
+        self.looks_left = 0  # how many more saves of this layout call `look`, which costs time
         self._unused_gradients = 0
         self._steps.watch()
 
@@ -116,7 +116,7 @@ class LeftOut:
         self._say(_frozen_with_moments(self._state))
 
     def look(self, tree: Mapping[str, Any], *, new_layout: bool = False) -> None:
-        """A save has collected `tree`. Not after the second save of a layout: see `looks_left`."""
+        """Search the `tree` that a save has collected. Called only while `looks_left`, or for a new layout."""
         if new_layout:
             self.looks_left = _LOOKS
             self._steps.watch()
@@ -203,16 +203,16 @@ class _Held:
         self._copies = [(path, one) for path, one in self._named if path.partition("/")[0] not in modules]
 
     def path(self, tensor: torch.Tensor) -> str | None:
-        """Where it is in the checkpoint; None if it is not, as far as addresses tell."""
+        """Return the tensor's path in the checkpoint; None if no tensor there shares its storage."""
         return self._paths.get(_storage(tensor)) if _is_plain(tensor) else ""
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether it, or a copy of it that an object's `state_dict()` made, is in the checkpoint."""
+        """Whether the tensor, or a copy of it that an object's `state_dict()` made, is in the checkpoint."""
         return self.path(tensor) is not None or any(
             one.shape == tensor.shape
             and one.dtype == tensor.dtype
             and one.device == tensor.device
-            # A copy has the same bytes; this waits for a device, and only where a warning would follow.
+            # A copy has the same bytes. This waits for a device, but only where a warning would follow.
             and torch.equal(one, tensor)
             for _, one in self._copies
         )
@@ -246,7 +246,7 @@ def _parameters_left_out(name: str, optimizer: Optimizer, held: _Held) -> Iterat
 
 
 def _groups_of_wrappers(state: Mapping[str, Any]) -> Iterator[str]:
-    """Wrappers of optimizers that hold other groups than the optimizer inside."""
+    """Warn of optimizer wrappers that hold other groups than the optimizer inside."""
     for name, value in state.items():
         groups = _groups(value)
         if groups is None:
@@ -278,7 +278,7 @@ def _schedulers(
             )
     if any(isinstance(node, dict) and not _OF_SCHEDULERS.isdisjoint(node) for _, node in containers(tree)):
         return
-    # Schedulers that are not torch's, as timm's, say nothing in their state that tells them.
+    # The state of other schedulers, such as timm's, has no key that identifies them.
     others = [value for value in state.values() if not hasattr(value, "param_groups")]
     driven = {id(getattr(value, "optimizer", None)) for value in others}
     for optimizer in optimizers:
@@ -293,7 +293,7 @@ def _schedulers(
 
 
 def _frozen_with_moments(state: Mapping[str, Any]) -> Iterator[str]:
-    """Parameters that were trained when they were saved, and are not now."""
+    """Warn of parameters that were trained when they were saved, and are frozen now."""
     for name, value in state.items():
         if not isinstance(value, Optimizer):
             continue
@@ -314,7 +314,7 @@ def _frozen_with_moments(state: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-# -- small questions ---------------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:
@@ -331,7 +331,7 @@ def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:
 
 
 def _trained(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Group, place and parameter of each that a step may change."""
+    """Yield group, place and parameter of each parameter that a step may change."""
     for group, place, parameter in _all_parameters(optimizer):
         if parameter.numel() and (parameter.requires_grad or optimizer.state.get(parameter)):
             yield group, place, parameter
@@ -370,7 +370,7 @@ def _ids(parameters: Iterable[Any]) -> list[int]:
 
 
 def _inside(value: Any) -> Any:
-    """The tree inside a `PerRank` value; None for an object that has none. Other values as they are."""
+    """Return the tree inside a `PerRank` value, None if it has no tree; other values unchanged."""
     if not isinstance(value, PerRank):
         return value
     inner = value.value

@@ -26,7 +26,7 @@ class MetricsGiven:
         self._said = False
 
     def to_step(self, metrics: Any, step: int) -> None:
-        """`step()` has these; says once that earlier ones are lost. Raises `ConfigError` as `check_metrics`."""
+        """Note the metrics of `step()`; warn once if earlier ones are lost. Raises `ConfigError` as `check_metrics`."""
         if self._unsaved_step not in (-1, step) and not self._said and self._rank == 0:
             self._said = True
             _log.warning(
@@ -40,17 +40,17 @@ class MetricsGiven:
             self._unsaved_step = step if metrics else -1
 
     def to_save(self, metrics: Any, step: int) -> dict[str, float] | None:
-        """The values to save with `step`; None on other ranks than 0. Raises `ConfigError` as `check_metrics`."""
+        """Return the values to save with `step`; None except on rank 0. Raises `ConfigError` as `check_metrics`."""
         check_metrics(metrics, "save()")
         return metric_values(metrics, step) if self._rank == 0 else None
 
     def saved(self) -> None:
-        """A save of the last step was begun, with its metrics."""
+        """Note that a save of the last step has begun, with its metrics."""
         self._unsaved_step = -1
 
 
 def check_metrics(metrics: Any, call: str) -> None:
-    """See that `call` was given names and real numbers; else ConfigError. No value of a device is waited for."""
+    """Check that `call` was given names and real numbers; else ConfigError. Waits for no device."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"{call}: metrics: expected a mapping of names to numbers, got {shown(metrics)}")
     if len(metrics) > METRICS_MAX:
@@ -69,7 +69,7 @@ def check_metrics(metrics: Any, call: str) -> None:
 
 
 def metric_values(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
-    """The values as floats. One that is not finite is left out, with a warning. A tensor of a device is waited for."""
+    """Return the values as floats; warn of non-finite ones and leave them out. Waits for tensors on a device."""
     values: dict[str, float] = {}
     for name, value in metrics.items():
         try:

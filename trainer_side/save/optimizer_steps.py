@@ -1,7 +1,7 @@
-"""Watches which optimizers step, whether or not the state has them, and what gradients each step has used.
+"""Watches which optimizers step, whether or not the state has them, and which gradients each step has used.
 
-torch calls the global hooks for every optimizer of the process. They are set only while somebody looks: a compiled step
-breaks its graph at each hook.
+torch calls the global hooks for every optimizer of the process. They are set only while needed: a compiled step breaks
+its graph at each hook.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer_side.opaque import opaque
 
 
 class OptimizerSteps:
-    """The steps since `watch`. Hooks run in the thread that steps an optimizer; all else is of the training thread.
+    """The steps since `watch`. Hooks run in the thread that steps an optimizer; all else is for the training thread.
 
     `before_first` is called before the first step since `watch` changes anything.
     """
@@ -31,11 +31,11 @@ class OptimizerSteps:
         self._unwatch: weakref.finalize[[list[Any]], OptimizerSteps] | None = None
 
     def watch(self) -> None:
-        """Set the hooks, if they are not set. They go with this object, too."""
+        """Set the hooks, unless they are set. They are removed with this object, too."""
         if self._unwatch is None or not self._unwatch.alive:
             before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
             hooks = [
-                # Traced into a compiled step, they would see the first step alone.
+                # Traced into a compiled step, they would see only its first call.
                 register_optimizer_step_pre_hook(opaque(lambda *step: _call(before, *step))),
                 register_optimizer_step_post_hook(opaque(lambda *step: _call(after, *step))),
             ]
@@ -50,10 +50,10 @@ class OptimizerSteps:
         return list(self._stepped)
 
     def unused_gradient(self, optimizer: Optimizer) -> tuple[int, int] | None:
-        """A gradient that no step has used: numbers of a group, and of its first parameter with a gradient.
+        """Find a gradient that no step has used; return the numbers of its group and parameter.
 
-        A gradient on a device counts only if it is another tensor than at the last step: its value would have to be
-        waited for.
+        A gradient on a device counts only if it is another tensor than at the last step: reading its value would wait
+        for the device.
         """
         for number, place, parameter, gradient in _first_gradients(optimizer):
             if self._is_unused(parameter, gradient):
@@ -93,7 +93,7 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _first_gradients(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """The first parameter with a gradient of each group, after their numbers; and this gradient."""
+    """Yield group number, parameter number, parameter and gradient of each group's first one with a gradient."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if (gradient := parameter.grad) is not None:

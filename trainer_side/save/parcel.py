@@ -6,12 +6,12 @@
                          └───── run ─────┘ └run┘    each run crosses in one transfer, straight into the area
     staging area      lit─w─lit──m──lit─v─ ▓▓▓ ─x─
 
-A hole is what lies between two pieces of a run: zip headers, padding, small tensors of the host such as a counter of
-steps. A transfer overwrites the holes, so their bytes are put aside before it is queued and put back when it has
-arrived. A run ends where the area has bytes that must not be overwritten: those of other parcels, large tensors of the
-host, tensors that are left out because they did not change, and frames that the sender may read already.
+A hole lies between two pieces of a run: zip headers, padding, small host tensors such as a step counter. A transfer
+overwrites the holes, so their bytes are put aside before it is queued and put back when it has arrived. A run ends at
+bytes that must not be overwritten: other parcels, large host tensors, unchanged tensors that are left out, and frames
+that the sender may read already.
 
-Views of the parcel's memory and of the live tensors are made once, and hold as long as no tensor moves.
+Views of the parcel's memory and of the live tensors are made once, and reused as long as no tensor moves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trainer_side.save.device_stream import DeviceStream, empty
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import Sources
 
-_WIDEST_BYTES = 8  # of the widest element; not more, or the first address may be nobody's
+_WIDEST_BYTES = 8  # of the widest element; a wider one could begin in memory of others
 
 
 class LiveTensors:
-    """The tensors of some batches, while they live."""
+    """Views of the live tensors of some batches."""
 
     def __init__(self, stream: DeviceStream, sources: Sources, batches: Iterable[Batch]) -> None:
         begins: list[int] = []
@@ -44,7 +44,7 @@ class LiveTensors:
             ends += map(int.__add__, batch.addresses, batch.sizes)
         self._begin = min(begins) // _WIDEST_BYTES * _WIDEST_BYTES
         nbytes = -(-(max(ends) - self._begin) // _WIDEST_BYTES) * _WIDEST_BYTES
-        # All memory from the first to the last of them, with whatever lies between.
+        # All memory from the first tensor to the last, gaps included.
         self._all = stream.span(self._begin, nbytes)
         # Whether the views may be kept for the next save. Views that are not made by address (XPU) would keep tensors
         # alive that training has replaced.
@@ -53,9 +53,9 @@ class LiveTensors:
         self._wide: dict[torch.dtype, torch.Tensor] = {}
 
     def view(self, address: int, piece: CopyPiece, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes from the first one of a piece on, as elements of a dtype that address and size are multiples of.
+        """View `nbytes` from the begin of a piece on as elements of `dtype`, which divides address and size.
 
-        `nbytes`: How many; the piece may be followed by others of its tensor.
+        `nbytes` may include the next pieces of the same tensor.
         """
         if self._all is None:
             assert self._sources is not None
@@ -67,13 +67,13 @@ class LiveTensors:
         return self._wide[dtype][at // width : (at + nbytes) // width]
 
 
-# Headers and the padding of a page. In the time that a transfer of its own would take to begin, 64 KiB could cross, but
-# the places of each hole's words are kept.
+# Enough for headers and the padding of a page. Another transfer takes as long to begin as 64 KiB take to cross, but
+# larger holes cost memory: the place of each word in them is kept.
 _HOLE_BYTES_MAX = 8 << 10
 _ALIGNMENT_BYTES = 512
-# The kernel behind `_foreach_copy_` moves elements, so they are as wide as place and size allow.
+# The kernel behind `_foreach_copy_` moves elements, so it gets the widest ones that place and size allow.
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-# A copy takes the host some microseconds to queue: the device needs as long for this much.
+# The device copies this much in the microseconds that the host needs to queue one copy.
 LARGE_BYTES = 8 << 20
 _by_offset = attrgetter("offset")
 
@@ -107,12 +107,12 @@ def runs_of(pieces: Iterable[CopyPiece], slice_: SliceSources) -> tuple[Run, ...
 
 
 def packed_bytes(runs: Sequence[Run]) -> int:
-    """Memory that a parcel of these runs takes; each may be followed by another one."""
+    """Return the memory that a parcel of these runs takes, aligned so that another may follow."""
     return _aligned(runs[-1].start + runs[-1].nbytes) if runs else 0
 
 
 def spans(runs: Iterable[Run]) -> Iterator[tuple[Run, CopyPiece, int]]:
-    """The pieces, joined where they lie side by side in the tensor and in the area: run, first piece, bytes.
+    """Yield run, first piece and bytes of each span: pieces that are adjacent in the tensor and in the area.
 
     A large tensor has a piece for each chunk of the image.
     """
@@ -140,7 +140,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class _LargeCopy(NamedTuple):
-    """A copy of its own, into the memory of a parcel from byte `at` on."""
+    """Copy of one large span into the memory of a parcel, from byte `at` on."""
 
     memory: torch.Tensor
     at: int
@@ -151,16 +151,16 @@ class _LargeCopy(NamedTuple):
 
 
 class Packing:
-    """The copies of pieces into parcels' memory, ready to be queued again and again."""
+    """Copies of pieces into parcels' memory, queued again at each save."""
 
     def __init__(self) -> None:
         self._small: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._large: list[_LargeCopy] = []
 
     def add(self, runs: Iterable[Run], memory: torch.Tensor, live: LiveTensors, sources: Sources) -> None:
-        """The pieces of one parcel, too.
+        """Add the pieces of one parcel.
 
-        `memory`: Its memory, bytes; it is there. Later its storage may be emptied and filled again.
+        `memory`: The parcel's bytes, allocated now; their storage may be emptied and filled again later.
         """
         wide = {width: memory.view(dtype) for width, dtype in _WIDTHS.items()}
         for run, first, nbytes in spans(runs):
@@ -186,7 +186,7 @@ class Packing:
 
 
 class Parcel:
-    """The way of one parcel from its memory into an area."""
+    """The transfers of one parcel from its memory into an area."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -196,7 +196,7 @@ class Parcel:
             for before, after in zip(run.pieces, run.pieces[1:], strict=False)
             if before.offset + before.nbytes < after.offset
         ]
-        # One call for all of them, not one for each: those would fight with the training for the GIL.
+        # One call for all holes: a call for each would compete with the training for the GIL.
         width = next(one for one in _WIDTHS if not any((begin | end) % one for begin, end in holes))
         self._dtype = np.dtype(f"u{width}")
         self._holes = np.concatenate(
@@ -205,8 +205,8 @@ class Parcel:
         self._aside = np.empty(len(self._holes), self._dtype)
 
     def put_aside(self, area: torch.Tensor) -> None:
-        """Keep what lies in the holes. Before `send`; nobody else writes there until `put_back`."""
-        np.take(self._words(area), self._holes, out=self._aside, mode="clip")  # others would copy `out`
+        """Keep the bytes of the holes, before `send`. Nothing else writes there until `put_back`."""
+        np.take(self._words(area), self._holes, out=self._aside, mode="clip")  # `raise` would copy `out`
 
     def send(self, memory: torch.Tensor, area: torch.Tensor) -> None:
         """Queue the transfers on the current stream: one for each run."""
@@ -214,11 +214,11 @@ class Parcel:
             area[begin : begin + nbytes].copy_(memory[start : start + nbytes], non_blocking=True)
 
     def put_back(self, area: torch.Tensor) -> None:
-        """The transfers have arrived: lay what was put aside into the holes again."""
+        """Restore the bytes of the holes, once the transfers have arrived."""
         self._words(area)[self._holes] = self._aside
 
     def _words(self, area: torch.Tensor) -> np.ndarray[Any, Any]:
-        """The area without its end, where no hole is."""
+        """The area as words, without the odd bytes at its end, where no hole is."""
         return area.numpy()[: area.numel() // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
 
 
@@ -233,7 +233,7 @@ class Crossing:
 
 
 class LiveBatches:
-    """Batches of live tensors, and memory of the device in which each is packed before it crosses.
+    """Batches of live tensors, and device memory in which each is packed before it crosses.
 
     `slots`: How many batches are in flight at once.
     """
@@ -261,7 +261,7 @@ class LiveBatches:
     def take(
         self, make: Callable[[int], torch.Tensor], fill: Callable[[Sequence[torch.Tensor]], None]
     ) -> None:
-        """Take the memory, if there is any. `fill` fills slots that were emptied."""
+        """Allocate the memory, if the device has enough. `fill` reallocates emptied slots."""
         if not self.nbytes:
             return
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -274,7 +274,7 @@ class LiveBatches:
             self.give_back()
 
     def give_back(self) -> None:
-        """No batch is queued any more until the next save."""
+        """Free the memory: no batch is queued until the next save."""
         self.is_there = False
         for memory in self.slots:
             empty(memory)
@@ -292,7 +292,7 @@ class LiveBatches:
         self, number: int, crossing: Crossing, area: torch.Tensor, stream: DeviceStream, sources: Sources
     ) -> None:
         """Queue one batch on the current stream."""
-        with torch.inference_mode(mode=False):  # views that are made in it could not be written outside of it
+        with torch.inference_mode(mode=False):  # inference tensors could not be written to later
             if self._live is None:
                 self._live = LiveTensors(stream, sources, self.batches)
             if crossing.parcel is None or crossing.memory is None:

@@ -1,11 +1,11 @@
-"""The planner: finds what this rank copies at a `save()`, by a plan that all ranks agree on and keep while they can.
+"""The planner: what this rank copies at a `save()`, by a plan that all ranks agree on and reuse while it is valid.
 
     take(state): the tensors of the plan ───────────────────────────────────────► Plan, Capture
                  other tensors, or none before ─► all ranks agree ─► a new plan ─► Plan, Capture
                  values were given more room ──────────────────────► a new plan ─► Plan, Capture
                  values do not fit their room ────────────────────────────────────► Outgrown
 
-With a new plan come new areas.
+Each new plan makes new staging areas.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class SavePlan:
 
     skeleton: Skeleton
     router: Router
-    watched: Sequence[int]  # entries that get fingerprints; empty if fingerprints are not wanted
+    watched: Sequence[int]  # entries that get fingerprints; empty if fingerprints are off
     shared: frozenset[int]  # watched entries that are sharded
     tear_check: TearCheck
-    samples: dict[torch.device, DeviceSamples] = field(default_factory=dict)  # of fingerprints
+    samples: dict[torch.device, DeviceSamples] = field(default_factory=dict)  # for the fingerprints
 
 
 class Planner:
-    """The plan of this rank. Training thread.
+    """Makes and reuses the plan of this rank. Training thread.
 
-    The council of the tiers agrees with the other ranks. With local tiers the ranks agree among themselves, the same
-    way before and after the stager is lost.
+    The tiers' council negotiates it with the other ranks. With local tiers the ranks agree among themselves, in the
+    same way before and after the stager is lost.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Planner:
     def take(self, step: int = -1) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
 
-        By `step` the ranks notice that one of them has changed its state alone; -1 if it is unknown.
+        `step` lets the ranks notice that one of them has changed its state alone; -1 if unknown.
 
-        Outgrown: a plain value, or one of `PerRank`, does not fit its room. StateError: the state cannot be saved, or
+        Outgrown: a plain value, or one of `PerRank`, does not fit its space. StateError: the state cannot be saved, or
         the ranks' states differ. ConfigError: `host_bytes_max` is too small for one staging area; or the run has
         checkpoints, and the script has neither called `restore()` nor set `fresh=True`. StoreError: the store cannot be
         listed. PeerLost: a rank did not answer during the agreement.
         """
-        # The first time all ranks wait for each other.
+        # At the first save all ranks wait for each other.
         if self._plan is None:
             self._agreeing.check_fresh_run()
         with self._names.telling() as told:
@@ -107,8 +107,8 @@ class Planner:
                     self._left_out.look(collected)
                 self._tiers.council.fits(step)
                 return self._plan, taken
-        # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
-        # each other; a rank that is still sending must wait for its buffer first, and not decline.
+        # First save, or the tensors have changed. All ranks get here at the same step, so they may wait for each
+        # other; a rank that is still sending must wait for its buffer, and must not decline.
         settle(collected)
         self._left_out.look(collected, new_layout=True)
         self._names.renew(collected, told)
@@ -116,7 +116,7 @@ class Planner:
         try:
             self._agreed = self._agreeing.agree(collected, len(self._names.trailer), step)
         except StateError as error:
-            if self._plan is not None:  # other ranks may have begun it, and wait for this one's slice
+            if self._plan is not None:  # other ranks may have begun this step, and wait for this rank's slice
                 self._tiers.skip(step, Reason.of_error(error))
             raise
         tree = self._agreeing.named(collected, self._agreed)
@@ -126,7 +126,7 @@ class Planner:
         return planned, taken
 
     def _widen(self, tree: Any) -> None:
-        """Plan again if rank 0 was given more room. No agreement is needed: every rank was told the same."""
+        """Renew the plan if rank 0 was granted more space. Every rank was told the same, so no agreement is needed."""
         before = self._agreed
         wanted = max(self._link.job.new_pickle_reserve_bytes, self._tiers.council.new_pickle_reserve_bytes)
         if self._plan is None or wanted <= before.pickle_reserve_bytes:
@@ -136,12 +136,12 @@ class Planner:
         try:
             self._renew(tree)
         except Outgrown:
-            # Rank 0 alone: the others have the new plan by now, so this one must come to it too, at a later step.
+            # Only rank 0 gets here. The other ranks have the new plan by now, so rank 0 tries again at a later step.
             self._agreed = before
             raise
 
     def _renew_together(self, tree: Any) -> SavePlan:
-        """The first plan with local tiers: what one rank cannot do, all ranks hear of, and none trains on alone."""
+        """Make the plan. With local tiers, an error in the first one is raised on all ranks: none trains on alone."""
         if self._tiers.is_prepared:
             return self._renew(tree)
         try:
@@ -157,11 +157,11 @@ class Planner:
 
     @property
     def _trailer(self) -> bytes:
-        """Nothing where optimizers have names in place of numbers."""
+        """Empty if optimizer state is keyed by name, not by number."""
         return self._names.trailer if self._agreed.union is None else b""
 
     def _renew(self, tree: Any) -> SavePlan:
-        """Make a plan within the room that was agreed on, and the areas for it."""
+        """Make a plan within the agreed sizes, and its staging areas."""
         self._pool.clear()
         begun = time.monotonic()
         rank, ranks = self._link.job.rank, self._link.job.ranks
@@ -174,7 +174,7 @@ class Planner:
             agreed=self._agreed,
             trailer=self._trailer,
         )
-        self._plan = None  # its memory goes back before areas for the new one are taken
+        self._plan = None  # frees its memory before the new areas are allocated
         layout = skeleton.layout
         slice_plan = SlicePlan.of(layout, skeleton.rank, skeleton.gated)
         count_max = areas_max(

@@ -1,6 +1,6 @@
-"""All memory of this process, to read words and CRCs of thousands of tensors with one call of a loop in C.
+"""Views of all memory of this process: one loop in C reads words or CRCs of thousands of tensors.
 
-Making these touches nothing, and they are read only where tensors lie that are kept alive meanwhile.
+Making these views touches no memory. They are read only at tensors that are kept alive meanwhile.
 """
 
 from __future__ import annotations

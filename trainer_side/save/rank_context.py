@@ -14,7 +14,7 @@ from trainer_side.tiers.tier_set import TierSet
 
 @dataclass(frozen=True)
 class RankContext:
-    """Made once by the `Checkpointer`, and handed to all that take part in a save."""
+    """Made once by the `Checkpointer`, and passed to every part of a save."""
 
     config: TrainerConfig
     link: ToStager

@@ -1,4 +1,4 @@
-"""One `save()`, from the call until training may go on.
+"""One `save()`, from the call until training continues.
 
     save(step), training thread                      copy thread            link thread
     ───────────────────────────────────────          ─────────────          ─────────────────
@@ -6,17 +6,16 @@
     room for it (staging_pool.py), or declined
     copy what anything may change
     close the gate, offer ────────────────────────────────────────────────► OFFER … credits
-    return                                           data.pkl, if it was left to it; then
+    return                                           data.pkl, if deferred; then
                                                      copy the slice ──────► frames, as the bytes get ready
                                                                        └──► local tiers (tiers/tier_set.py)
     next optimizer.step(): waits for the gate ◄───── open the gate
-    (where it is not shown that all updates wait for it, and nothing else changes it, return waits for that:
-    hook_coverage.py)
+    (`save()` returns only then, unless everything that changes the tensors is proven to wait: hook_coverage.py)
 
-No collective operation. A step that cannot be taken (all staging areas are still being sent) is declined by this rank,
-the stager tells the others, and training goes on. It is declined when training does go on: at the next `step()`,
-`save()` or update. If the block ends before, it was the last one, and is waited for (`save_late`). Local tiers take
-steps beside the stager, without one, and when it is lost: what one of the two declines may still go to the other.
+A save needs no collective operation. If all staging areas are still being sent, this rank declines the step, the stager
+tells the other ranks, and training continues. The rank declines at the next `step()`, `save()` or update: if the block
+ends before that, the step was the last one, and `save_late` waits for room. Local tiers take steps beside the stager,
+without one, and after it is lost; a step that one of the two declines may still go to the other.
 """
 
 from __future__ import annotations
@@ -57,12 +56,11 @@ from trainer_side.transfer import Transfer
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """The search for garbage in cycles pauses in the whole process. Any thread, one at a time.
+    """Pause Python's cyclic garbage collector for the whole process. Any thread, one at a time.
 
-    A capture makes thousands of objects and drops them at once; a plan makes dozens for each tensor and keeps them.
-    Every few hundred objects start a search, and now and then a full one: with torch imported that is a quarter of a
-    second in `save()`, for nothing. Objects that are dropped before the pause ends do not count towards the next
-    search.
+    A capture makes thousands of short-lived objects, and a plan keeps dozens for each tensor. Every few hundred new
+    objects start a collection, sometimes a full one: with torch imported, that adds a quarter of a second to `save()`
+    and frees nothing. Objects dropped before the pause ends do not count towards the next collection.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -94,21 +92,21 @@ class Saver:
         self.trackers: dict[str, str] = {}  # experiment tracker → its run; written into each checkpoint
         self._warned = ""
         self._late = FinishedStep(state, lambda: copier.updates)
-        self._late_step = -1  # the step that was noted there last
-        self._late_reason: Reason | None = None  # why it is not taken yet
+        self._late_step = -1  # the step that `_late` has noted last
+        self._late_reason: Reason | None = None  # why that step is not saved yet
         self._late_metrics: dict[str, float] | None = None
         copier.on_update = self.decline_late
 
     def decline_late(self) -> None:
-        """Training goes on past a step that found no room, so it is declined."""
+        """Decline the step that found no room, since training continues past it."""
         reason, self._late_reason = self._late_reason, None
         if reason is not None:
             self._decline(self._late_step, reason)
 
     def save_late(self, seconds_max: float) -> int:
-        """The block ends: save the last step if it found no room, and wait for that. Raises as `Checkpointer.save`.
+        """Save the last step if it found no room, waiting for room. Raises as `Checkpointer.save`.
 
-        Returns the step, if a save of it was begun; else -1.
+        Called at the end of the block. Returns the step if its save has begun; else -1.
         """
         step = self._late_step
         if self._late_reason is None:
@@ -121,7 +119,7 @@ class Saver:
             return -1
         if self._link.job.rank == 0:
             _log.warning(
-                "step %d, the last one, found no room (%s); it is waited for, at most %g s",
+                "step %d, the last one, found no room (%s); waiting for room, at most %g s",
                 step,
                 self._late_reason,
                 seconds_max,
@@ -132,9 +130,9 @@ class Saver:
     def save(
         self, step: int, wait_seconds_max: float | None = None, metrics: dict[str, float] | None = None
     ) -> bool:
-        """See `Checkpointer.save`. `wait_seconds_max`: wait so long for room, whatever the settings say."""
+        """Begin a save, as `Checkpointer.save`. `wait_seconds_max` for room replaces that of the settings."""
         begun, saved_at_unix = time.monotonic(), time.time()
-        self._come_to(step)
+        self._settle_late(step)
         reach(Point.SAVE_BEGUN)
         self._copier.look_whether_quiet()
         self._tiers.follow(self._link.job.attempt)
@@ -145,10 +143,10 @@ class Saver:
                 plan, taken = self._planner.take(step)
         except PeerLost as lost:
             if not self._link.job.has_lost(lost) or self._tiers.takes_steps:
-                raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
+                raise  # a rank is lost, not the stager: continuing would leave the ranks at different steps
             return self._decline(step, DeclineCause.STAGER_LOST.because(lost))
         except Outgrown as outgrown:
-            # More room for a PerRank value takes a new agreement of all ranks, which this rank cannot call alone.
+            # More room for a PerRank value needs a new agreement of all ranks, which this rank cannot call alone.
             needed = 0 if outgrown.name else outgrown.needed_bytes
             if needed and self._link.job.rank == 0:
                 self._tiers.council.make_room(needed)
@@ -159,7 +157,7 @@ class Saver:
             saved_at_unix=saved_at_unix, metrics=metrics, trackers=dict(self.trackers) or None
         )
         try:
-            # The training thread is here, so what was taken stays as it is meanwhile.
+            # The training thread waits here, so the captured state does not change meanwhile.
             wait_seconds = self._pool.wait(step, wait_seconds_max)
             answer = self._link.answer(step)
             if answer is not None and not self._tiers.takes_steps:
@@ -174,7 +172,7 @@ class Saver:
             with no_collections():
                 job = self._begin(step, plan, taken, place, answer, record, begun)
         except torch.OutOfMemoryError as error:
-            # The device is full: training may go on in what it has, and a checkpoint is no reason to end it.
+            # The training itself may still fit into the full device, so only the save fails.
             full = DeclineCause.NO_MEMORY.because(f"the device has none left: {error}")
             self._give_back(place, full)
             return self._decline(step, full)
@@ -186,20 +184,20 @@ class Saver:
         return job is not None
 
     def _reserve(self, step: int, record: SaveRecord) -> Reservation:
-        """As `StagingPool.take`. PoolFull also: the copy thread is stuck."""
+        """As `StagingPool.take`. Raises PoolFull also if the copy thread is stuck."""
         place = self._pool.take(step, record)
         if stuck := self._copier.wait():
             self._pool.give_back(place, stuck)
             raise PoolFull(stuck)
         return place
 
-    def _come_to(self, step: int) -> None:
+    def _settle_late(self, step: int) -> None:
         if step != self._late_step:
             self.decline_late()
         self._late_reason = None
 
     def _no_room(self, step: int, reason: Reason, *, is_late: bool) -> bool:
-        """Decline the step; one that was only busy when training goes on. `is_late`: it was waited for."""
+        """Decline the step; a busy one only once training continues. `is_late`: the save has waited for room."""
         if is_late or reason.cause != DeclineCause.BUSY:
             return self._decline(step, reason)
         self._link.tell(StagerMessage.fits(step))
@@ -217,7 +215,7 @@ class Saver:
         record: SaveRecord,
         begun: float,
     ) -> CopyJob | None:
-        """Take what must be taken at once, and set the rest going. `answer`: what the stager has said already."""
+        """Capture what must be captured now, and start copying the rest. `answer`: the stager's refusal, if any."""
         area, device = place.area, _device(taken.sources)
         streams = self._copier.update_streams
         with contextlib.nullcontext() if device is None else in_order_with(device, streams):
@@ -255,8 +253,8 @@ class Saver:
             device=device,
             route=begins.route,
         )
-        # Freed before the copy thread is busy: torch gives up the GIL for each tensor that it frees, and a busy thread
-        # makes it wait ten microseconds to have the GIL back. `instant` has those that are looked at.
+        # Free these before the copy thread is busy: torch releases the GIL for each tensor that it frees, and a busy
+        # thread delays getting it back by ten microseconds. `instant` keeps the tensors that are checked.
         taken.tensors.clear()
         self._copier.copy(job)
         self._ledger.begun(transfer, place.keeping)
@@ -265,7 +263,7 @@ class Saver:
     def _take(
         self, step: int, plan: SavePlan, taken: Capture, area: Staging, device: torch.device | None
     ) -> _Taken:
-        """Take what must be taken at once: with room on the device for a mirror, all that is there."""
+        """Capture what must be captured now: with room for a mirror, all tensors on the device."""
         sources, gate = taken.sources, self._copier.gate
         route = versions = None
         if device is not None:
@@ -285,7 +283,7 @@ class Saver:
         return _Taken(is_live, instant, fingerprints, after, route)
 
     def _undo(self, step: int, place: Reservation, error: BaseException) -> None:
-        """An exception has ended the save: a copy that has begun goes on, anything else is given up."""
+        """Give up a save that has raised an exception, unless its copy has begun."""
         if self._copier.reopen_if_idle():
             failed = DeclineCause.COPY_FAILED.because(f"save() was ended by {type(error).__name__}")
             self._give_back(place, failed)
@@ -315,7 +313,7 @@ class Saver:
     def _decline(self, step: int, reason: Reason, *, tell: bool = True, needed_pickle_bytes: int = 0) -> bool:
         self._ledger.declined(reason.cause)
         self._events.emit("declined", {"reason": reason.text, "cause": reason.cause}, step=step)
-        # A lost stager is said by the link, once and loudly.
+        # The link itself reports a lost stager, once.
         if reason.text != self._warned and self._link.job.problem is None:
             _log.warning("rank %d: step %d is not checkpointed: %s", self._link.job.rank, step, reason)
             self._warned = reason.text
@@ -326,21 +324,21 @@ class Saver:
 
 
 class _Taken(NamedTuple):
-    """A save, after what must be taken at once."""
+    """A save after its synchronous captures."""
 
-    is_live: bool  # the rest is copied from live tensors, so that updates must wait for it
+    is_live: bool  # the rest is copied from live tensors, so updates must wait for it
     instant: SavedInstant | None
     fingerprints: Fingerprints | None  # begun
-    after: StreamEvent | None  # where the current stream is then
-    # The way through what is gated, where some of it is on a device: memory was taken for exactly this one.
+    after: StreamEvent | None  # recorded on the current stream afterwards
+    # The route through the gated tensors, if some are on a device; memory is reserved for exactly this route.
     route: Route | None
 
 
 def _device(sources: Sources) -> torch.device | None:
-    """The device that tensors of the state lie on; None: all are in host memory."""
+    """Return the device that holds tensors of the state; None if all are in host memory."""
     if accelerator.kind() is None:
         return None
-    everywhere = {*map(_device_of, filter(None, sources))}  # no Python code for each
+    everywhere = {*map(_device_of, filter(None, sources))}  # in C: no Python call per tensor
     devices = {device for device in everywhere if device.type != "cpu"}
     if len(devices) > 1:
         raise StateError(

@@ -4,8 +4,8 @@
 
 A view is an optimizer of the same class that shares state and options with the real one, and has only some of its
 parameters. Updates of different parameters do not depend on each other in the optimizers named here, so the result is
-the plain step's, bit for bit, whatever the pieces (tested for each of them); foreach and fused kernels run as they are,
-on fewer tensors at a time. The layer-wise update of LightCheck (ICCD 2023, section III-B), for any of these optimizers.
+the plain step's, bit for bit, for any pieces (tested for each optimizer); foreach and fused kernels run unchanged, on
+fewer tensors at a time. This is the layer-wise update of LightCheck (ICCD 2023, section III-B) for these optimizers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INDEPENDENT = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam"),
     *("RMSprop", "Rprop", "SGD", "SparseAdam"),
 )
-# These look at a whole tensor at once: of one that is split among ranks, together with the other ranks.
+# These update a whole tensor at once: one that is split among ranks together with the other ranks.
 _OF_WHOLE_TENSORS = ("Adafactor", "Muon")
 COMPILED = (
     "the step of an optimizer is compiled (torch.compile), and pieces of it would be compiled one by one and may round "
@@ -35,7 +35,7 @@ _KNOWN_STEPS = {
 
 
 def why_not_split(optimizer: Optimizer) -> str:
-    """Why the step of this optimizer is not taken in pieces; empty if it can be."""
+    """Return why the step of this optimizer cannot be split; empty if it can."""
     step = type(optimizer).step
     if not step.__module__.startswith("torch.optim") or step.__qualname__ not in _KNOWN_STEPS:
         return (
@@ -59,12 +59,10 @@ def _is_compiled(step: Any) -> bool:
 
 
 def communicates(optimizer: Optimizer) -> str:
-    """Why the ranks take the next step of this optimizer together; empty if each rank takes it by itself.
+    """Return why the next step of this optimizer is collective; empty if each rank takes it by itself.
 
-    In pieces, it would make one rank's collective operations come in another order than those of the others: these
-    would hang, or add up tensors that do not belong together.
-
-    Only for an optimizer that `why_not_split` accepts, and once the gradients are there.
+    Split, it would run this rank's collective operations in another order than the other ranks': they would hang, or
+    combine unrelated tensors. Only for an optimizer that `why_not_split` accepts, once the gradients are computed.
     """
     name = _KNOWN_STEPS[type(optimizer).step.__qualname__]
     for group in optimizer.param_groups:
@@ -101,14 +99,14 @@ def split_step(
     held: Callable[[torch.Tensor], bool],
     wait_for_more: Callable[[], None],
 ) -> StepArguments | None:
-    """Update what is free, as it becomes free; leave the last piece to the step that called the hook.
+    """Update parameters as they become free; leave the last piece to the step that called the hook.
 
-    To be called as the last of the optimizer's step-pre-hooks: hooks after it would see some parameters updated.
-    `optimizer`: One for which `why_not_split` says nothing. `arguments`: Those of `step()`, as a pre-hook gets them;
-    the first is the optimizer. `held`: Whether a parameter, or a tensor of its state, is still being copied; never true
-    again once false. `wait_for_more`: Returns when a parameter that was held may be free; called only when one is.
+    Call it as the last of the optimizer's step-pre-hooks: hooks after it would see some parameters updated.
+    `optimizer`: Accepted by `why_not_split`. `arguments`: Those of `step()`, as a pre-hook gets them; the first is the
+    optimizer. `held`: Whether a parameter, or a tensor of its state, is still being copied; never true again once
+    false. `wait_for_more`: Returns when a held parameter may be free; called only while one is held.
 
-    Returns arguments for the rest of the step, as a pre-hook gives them back; None: nothing was held, step as usual.
+    Returns arguments for the rest of the step, as a pre-hook returns them; None: nothing was held, step as usual.
     """
     args, kwargs = arguments
     groups = optimizer.param_groups
@@ -117,7 +115,7 @@ def split_step(
     if not any(map(held, left)):
         return None
     if _makes_state(optimizer):
-        # The order in which state comes to be is the order in which it is saved, on all ranks: not by chance of a copy.
+        # State is saved in the order of its creation on all ranks, which must not depend on the timing of a copy.
         while any(map(held, left)):
             wait_for_more()
         return None
@@ -150,10 +148,10 @@ def _makes_state(optimizer: Optimizer) -> bool:
 
 
 def with_gradients(arguments: StepArguments) -> tuple[StepArguments, bool]:
-    """Compute the gradients now, where the step has a closure that would: no part of it may come before them.
+    """Run the closure of a step now, since no piece of the step may precede the gradients.
 
-    The optimizers for which `why_not_split` says nothing begin with just that, once. Returns arguments with a
-    closure in its place that gives the loss again, and True; else the arguments as they were, and False.
+    The optimizers that `why_not_split` accepts begin by calling it once, too. Returns arguments whose closure only
+    returns the loss, and True; without a closure the arguments unchanged, and False.
     """
     args, kwargs = arguments
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -1,4 +1,4 @@
-"""The staging areas of this rank, slots of its local tiers, and the wait for them: how many checkpoints are in flight.
+"""The staging areas of this rank and the slots of its local tiers: they limit how many checkpoints are in flight.
 
     save(9) ─► wait, with on_full="wait": until the oldest is staged ─► take: an area, a slot in each tier ─► send
                  └── late: who waited for whom ──────────────────────────┴──► PoolFull: busy, late
@@ -8,9 +8,9 @@
     save(8)      ─► area 1 ══ being sent ═══════════════►│
     save(9)           declined, or waits: all areas are taken ─► area 0
 
-An area is taken when it is first needed, touched once, and kept until the layout changes. With strategy D an area is a
-slot of a local tier: the tier says which one is free, and no other memory is taken. Several checkpoints in flight:
-PCcheck, ASPLOS 2025. Every wait has a deadline; if it is missed, the message says who waited for whom.
+An area is allocated when first needed, touched once, and kept until the layout changes. With strategy D an area is a
+slot of a local tier: the tier says which one is free, and no other memory is allocated. Several checkpoints in flight
+follow PCcheck (ASPLOS 2025). Every wait has a deadline; the message of a missed one says who waited for whom.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None) -> int:
-    """How many areas each rank may have: the same number on every rank, so that all ranks skip the same steps.
+    """Return the most areas of each rank: the same on every rank, so that all ranks skip the same steps.
 
     ConfigError: not even one fits into `host_bytes_max`, the most host memory for one rank.
     """
@@ -85,8 +85,8 @@ class AreaUse:
     def __init__(self, transfer: Transfer, keeping: TierWrite | None) -> None:
         self.transfer, self.keeping = transfer, keeping
         kept = [keeping.released] if keeping is not None else []
-        self.released = _All([transfer.released, *kept])  # nobody reads the area any more
-        self.settled = _All([transfer.settled, *kept])  # staged, or not; and sealed in the tiers, or not
+        self.released = _All([transfer.released, *kept])  # nothing reads the area any more
+        self.settled = _All([transfer.settled, *kept])  # its outcome is known, at the stager and in the tiers
 
     @property
     def step(self) -> int:
@@ -94,15 +94,15 @@ class AreaUse:
 
 
 class Areas:
-    """The areas, and what is made of them. Training thread."""
+    """The staging areas and their uses. Training thread."""
 
     def __init__(self) -> None:
         self._make: Callable[[SliceWriter | None], Staging] | None = None
         self.count_max = 0
         self._areas: list[Staging] = []
         self._slots: dict[int, Staging] = {}  # by address
-        self._sent_from: dict[Staging, AreaUse] = {}  # the last one of each area
-        self._flights: list[AreaUse] = []  # not at an end for this rank, oldest first
+        self._sent_from: dict[Staging, AreaUse] = {}  # last use of each area
+        self._flights: list[AreaUse] = []  # uses that may be unfinished, oldest first
 
     @property
     def nbytes(self) -> int:
@@ -111,24 +111,24 @@ class Areas:
     def renew(
         self, make: Callable[[SliceWriter | None], Staging], count_max: int, *, in_slots: bool = False
     ) -> None:
-        """Forget all areas; `make` makes new ones, the first of them now. Nothing may be read from the old ones.
+        """Drop all areas, and make the first new one. Nothing may still read the old ones.
 
-        `make` is given the slot in whose memory the area is to be, if any. With `in_slots` all areas are slots of a
-        tier, and none is made now.
+        `make` gets the slot whose memory becomes the area, if any. With `in_slots` all areas are slots of a tier, and
+        the first one is not made now.
         """
         assert not self.being_read(), "an area is still being sent"
         self._make, self.count_max = make, count_max
         self._sent_from.clear()
-        self._areas.clear()  # the memory goes back before the new one is taken
+        self._areas.clear()  # frees their memory before the new area is allocated
         self._slots.clear()
         if not in_slots:
             self._areas.append(make(None))
 
     def take(self) -> Staging | None:
-        """An area that nothing reads; None if all are taken and there may be no more.
+        """Return an area that nothing reads; None if all are taken and no more are allowed.
 
-        Also None if more steps than there may be areas wait to be staged: sent is sent, but the ring and the store are
-        behind, and further steps would only share them.
+        Also None if more than `count_max` steps wait to be staged: the ring and the store are behind, and a further
+        step would only compete for them.
         """
         if not self.has_room():
             return None
@@ -139,7 +139,7 @@ class Areas:
             return None
         try:
             area = self._make(None)
-        except (MemoryError, RuntimeError) as error:  # RuntimeError: torch's own for memory
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
             _log.warning(
                 "no memory for one more staging area, %d are in use; lower in_flight_max, or free memory: %s",
                 len(self._areas),
@@ -154,7 +154,7 @@ class Areas:
         return len(self.in_flight()) <= self.count_max
 
     def take_slot(self, writer: SliceWriter) -> Staging:
-        """The area that is this slot of a tier. The tier answers for nobody reading it."""
+        """Return the area in this slot of a tier. The tier guarantees that nothing reads the slot."""
         assert writer.memory is not None
         assert self._make is not None
         address = torch.frombuffer(writer.memory, dtype=torch.uint8).data_ptr()
@@ -163,7 +163,7 @@ class Areas:
         return self._slots[address]
 
     def send(self, area: Staging, transfer: Transfer, keeping: TierWrite | None = None) -> None:
-        """`transfer` and `keeping` read from `area` until they are released."""
+        """Note that `transfer` and `keeping` read from `area` until they are released."""
         flight = AreaUse(transfer, keeping)
         self._sent_from[area] = flight
         self._flights = [*self.in_flight(), flight]
@@ -179,7 +179,7 @@ class Areas:
         ]
 
 
-_LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
+_LOOK_SECONDS = 0.05  # between checks whether another rank has declined the step
 
 
 class PoolFull(Exception):
@@ -199,7 +199,7 @@ class Reservation:
 
 
 class StagingPool:
-    """The areas and the slots. Training thread. `areas` is empty, and for this object alone."""
+    """The areas and slots of this rank. Training thread. `areas`: Empty, and used by this object alone."""
 
     def __init__(self, areas: Areas, context: RankContext) -> None:
         self._areas = areas
@@ -210,7 +210,7 @@ class StagingPool:
     # -- for a plan ----------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Wait until nothing reads a staging area; steps that take too long are given up for the new plan.
+        """Wait until nothing reads a staging area; give up steps that take too long.
 
         StateError, or another HoldfastError if the stager is lost: the transport still holds the memory of such a step.
         """
@@ -231,7 +231,7 @@ class StagingPool:
         for before in late:
             if not before.released.wait(max(0.0, deadline - time.monotonic())):
                 if before.keeping is not None:
-                    self._tiers.let_go(before.keeping)  # a device that hangs is no reason to end a training
+                    self._tiers.let_go(before.keeping)  # a hanging device must not end the training
                 if before.released.is_set():
                     continue
                 raise self._link.job.problem or StateError(
@@ -243,11 +243,10 @@ class StagingPool:
     def furnish(
         self, make: MakeArea, layout: Layout, area_bytes: int, count_max: int, *, pinned: bool
     ) -> None:
-        """Make room for slices of a new plan. The pool is clear.
+        """Prepare areas and slots for a new plan, after `clear`.
 
-        `make` makes an area, over memory that is ready where it is given some. `count_max` is that of `areas_max`. With
-        `pinned` a device copies into the areas. ConfigError: a local tier is too small for its first layout.
-        StoreError: a tier's device refused.
+        `make` makes an area, in the given memory if any. `count_max`: Result of `areas_max`. `pinned`: A device copies
+        into the areas. ConfigError: a local tier is too small for its first layout. StoreError: a tier's device failed.
         """
         numbers = itertools.count()
 
@@ -264,7 +263,7 @@ class StagingPool:
             self._ahead = MemoryAhead(self._to_make(max(1, area_bytes), count_max))
 
     def close(self) -> None:
-        """No further step comes: memory that was made ahead of its use goes back."""
+        """Free memory that was made ahead of its use. No save follows."""
         self._tiers.stop_making()
         if self._ahead is not None:
             self._ahead.close(self._config.full_seconds_max)
@@ -273,7 +272,7 @@ class StagingPool:
         return None if self._ahead is None else self._ahead.take(key)
 
     def _to_make(self, area_bytes: int, count_max: int) -> dict[int, Make]:
-        """The memory that later saves will want locked: slots by their address, or areas by their number."""
+        """Return how to make the locked memory of later saves: slots by address, or areas by number."""
         if self._tiers.is_direct:
             slots = self._tiers.slot_memories()
             return {
@@ -283,7 +282,7 @@ class StagingPool:
         return dict.fromkeys(range(1, count_max), functools.partial(locked_buffer, area_bytes))
 
     def _locked_slot(self, number: int, slot: memoryview) -> torch.Tensor | None:
-        # Locking would make the missing pages in one thread.
+        # Locking would fault in missing pages in a single thread.
         return in_slot(slot, pinned=True) if self._tiers.await_slot(number) else None
 
     # -- for a step ----------------------------------------------------------------------------------------------
@@ -291,11 +290,11 @@ class StagingPool:
     def wait(self, step: int, seconds_max: float | None = None) -> float:
         """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
 
-        With `seconds_max`, wait for this long regardless of the settings. If all areas are taken, that is until the
-        oldest is staged, or has ended: every rank has sent it then, and the stager has room. Also ends when another
-        rank has declined the step. PoolFull: not within `full_seconds_max`, or `seconds_max`.
+        With `seconds_max`, wait up to this long regardless of the settings. If all areas are taken, the wait ends when
+        the oldest step is staged or given up (every rank has sent it then, and the stager has room), or when another
+        rank has declined `step`. PoolFull: neither came within `full_seconds_max`, or `seconds_max`.
 
-        Returns how long training stood still; 0 with `seconds_max`, when training is over.
+        Returns how long training waited; 0 with `seconds_max`, when training is over.
         """
         if seconds_max is None and self._config.on_full == "skip":
             return 0.0
@@ -311,7 +310,7 @@ class StagingPool:
                 gone = oldest.settled.wait(_LOOK_SECONDS) and oldest.released.wait(_LOOK_SECONDS)
                 waited_seconds = time.monotonic() - begun
                 if not gone and self._link.answer(step) is not None:
-                    break  # another rank does not wait any longer
+                    break  # another rank has declined the step
                 if not gone and waited_seconds > seconds_max:
                     raise PoolFull(
                         DeclineCause.LATE.because(
@@ -327,7 +326,7 @@ class StagingPool:
         return waited_seconds
 
     def take(self, step: int, record: SaveRecord) -> Reservation:
-        """An area for this step, and slots of the tiers as far as there are any. Follow with `send` or `give_back`.
+        """Reserve an area for this step, and the free slots of the tiers. Follow with `send` or `give_back`.
 
         PoolFull: all areas are taken.
         """
@@ -341,7 +340,7 @@ class StagingPool:
         return place
 
     def send(self, place: Reservation, transfer: Transfer) -> None:
-        """The step has begun: the area belongs to it until the stager and every tier have read it."""
+        """Start the step, which keeps its area until the stager and every tier have read it."""
         keeping = place.keeping
         self._areas.send(place.area, transfer, keeping)
         transfer.record.in_flight = len(self._areas.in_flight())
@@ -350,14 +349,14 @@ class StagingPool:
             self._tiers.keep(keeping, place.area)
 
     def give_back(self, place: Reservation, reason: Reason) -> None:
-        """The step is not taken after all. Slots in which it has begun already are left to their lanes."""
+        """Release the reservation of a step that is not saved. Slots already in use are left to their lanes."""
         if place.keeping is not None and place.keeping.area is None:
             self._tiers.drop(place.keeping, reason)
 
     # -- details -------------------------------------------------------------------------------------------------
 
     def _take_slot(self, step: int, record: SaveRecord) -> Reservation | None:
-        """A slot of the first tier, which is the area: without one there is nowhere to copy to."""
+        """Reserve a slot of the first tier as the area; None if none of its slots is free."""
         keeping = self._take_slots(step, record) if self._areas.has_room() else None
         if keeping is None:
             return None
@@ -367,7 +366,7 @@ class StagingPool:
         return Reservation(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
 
     def _take_slots(self, step: int, record: SaveRecord) -> TierWrite | None:
-        """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
+        """Reserve free slots. With `on_full="wait"`, wait for slots that a verdict will free soon after the seal."""
         if not self._tiers.tiers:
             return None
         if self._config.on_full == "skip" or not self._tiers.takes_steps:

@@ -1,14 +1,14 @@
 """Checks that bytes copied behind the gate are still those of `save()`; otherwise the copy is torn, and not used.
 
     save()        TearCheck.take ─► SavedInstant: the version counter of each tensor, and four words of each piece
-    copy thread   each batch, read and not yet given free: counters and live words as at save()? words in the copy, too?
+    copy thread   each batch, read and not yet released: counters and live words as at save()? words in the copy, too?
     first update  before it changes anything: all counters and live words as at save()?
 
 torch counts in-place changes by its own operations, but not changes through `.data`, a numpy view, a fused optimizer or
-a foreign kernel: the words are for those. They are the first word of a piece, and three at places that depend on the
-step. A change that is not counted and touches none of these words is missed: docs/design/006-torn-copies-withdrawn.md.
-Changes of a DTensor are counted in the DTensor, changes through `to_local()` in its local tensor: both counters are
-compared. In DTensors torch does not count changes by foreach and fused kernels at all.
+a foreign kernel. Words detect those: the first word of a piece, and three at places that depend on the step. An
+uncounted change that touches none of these words is missed (docs/design/006-torn-copies-withdrawn.md). torch counts
+changes of a DTensor in the DTensor, changes through `to_local()` in its local tensor: both counters are compared. In
+DTensors it does not count changes by foreach and fused kernels at all.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 _WORDS = 4  # of one piece
 _DRAWN_OF = 1 << 24
-_LOOKS_MAX = 4096  # batches; they hold no tensor
-# at one save: each takes a call of torch or two, and others have their turn at the next
+_LOOKS_MAX = 4096  # cached batches; they keep no tensor alive
+# at one save, others at the next: each costs a call or two of torch
 _DEVICE_PIECES_MAX = 32
-_COMPARED_BYTES = 32 << 20  # of a tensor on a device, compared there at a time
+_COMPARED_BYTES = 32 << 20  # of a tensor on a device, compared at a time
 _UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _version = attrgetter("_version")
 _address = attrgetter("data_ptr")
@@ -57,7 +57,7 @@ compare_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 class TearCheck:
     """The checks in each save of one plan. Training thread. `gated`: Per entry, whether it is copied behind the gate.
 
-    `watched`: Entry of which a fingerprint is made → its bytes on this rank: they must be of the saved instant, whoever
+    `watched`: Fingerprinted entry → its bytes on this rank, which must be of the saved instant even if another rank
     sends them.
     """
 
@@ -83,22 +83,20 @@ class TearCheck:
         self.starts = np.array([piece.entry_offset for piece in self.pieces], np.int64)
         sizes = np.array([piece.nbytes for piece in self.pieces], np.int64)
         self.wide = sizes >= WORD_BYTES
-        self._room = sizes - np.where(self.wide, WORD_BYTES, 1)  # for the place of a word
+        self._room = sizes - np.where(self.wide, WORD_BYTES, 1)  # range for the place of a word
         whole = _without_gaps(layout, {piece.entry for piece in self.pieces})
         self.whole = np.array([piece.entry in whole for piece in self.pieces], bool)
         self.copies = np.array([piece.offset for piece in self.pieces], np.int64)
         self._pieces_of_entry = [piece.entry for piece in self.pieces]
         self._looks: dict[int, BatchLook] = {}
         self._tensor_entries: Sequence[int] = ()
-        self._tensors: list[int] = []  # places among all tensors of those that are looked at
-        self._dtensors: list[int] = []  # of those of which the tensor inside is looked at, too
-        self.entry_of_tensor: list[int] = []  # of each of those
-        self.tensors_of: Mapping[int, list[int]] = {}  # entry → places among those
+        self._tensors: list[int] = []  # indices of the checked tensors
+        self._dtensors: list[int] = []  # of the DTensors, whose local tensors are checked, too
+        self.entry_of_tensor: list[int] = []  # of each checked tensor
+        self.tensors_of: Mapping[int, list[int]] = {}  # entry → places among the checked tensors
 
     def take(self, taken: Capture, step: int) -> SavedInstant | None:
-        """Note the tensors' counters and words, in `save()`, on the stream of the training. None: nothing is left to
-        copy.
-        """
+        """Note counters and words of the tensors in `save()`, on the training's stream; None without any to copy."""
         if not self.pieces:
             return None
         if taken.tensor_entries is not self._tensor_entries:
@@ -106,7 +104,7 @@ class TearCheck:
         tensors = [*map(taken.tensors.__getitem__, self._tensors)]
         tensors += map(local_of, map(taken.tensors.__getitem__, self._dtensors))
         sources: list[Any] = [*map(taken.sources.__getitem__, self._pieces_of_entry)]
-        # As the rows of the fingerprints: drawn, not counted.
+        # Drawn from the step, as the rows of the fingerprints are.
         drawn = [0, *(first_row(_WORDS * step + word, _DRAWN_OF) for word in range(1, _WORDS))]
         within = (self._room[:, None] * (np.array(drawn) / _DRAWN_OF)).astype(np.int64)
         readable, device_words = self.whole, None
@@ -116,12 +114,12 @@ class TearCheck:
             chosen = np.flatnonzero(self.whole & on_device)
             if chosen.size:
                 chosen = np.roll(chosen, -first_row(step, chosen.size))[:_DEVICE_PIECES_MAX]
-                with contextlib.suppress(torch.OutOfMemoryError):  # counters are compared all the same
+                with contextlib.suppress(torch.OutOfMemoryError):  # counters are still compared
                     device_words = DeviceWords(chosen.tolist(), self, sources, within)
         return SavedInstant(self, step, tensors, sources, within, readable, device_words)
 
     def on_host(self, sources: Sources) -> TearCheck:
-        """The checks of what is in host memory, where all that is on a device is copied already."""
+        """Return the checks of host tensors alone, for a save that has already captured all device tensors."""
         layout, slice_plan, gated, watched = self._made_of
         here = [
             one and source is not None and source.device.type == "cpu"
@@ -133,7 +131,7 @@ class TearCheck:
         return self._on_host[1]
 
     def look(self, batch: Batch) -> BatchLook:
-        """The checks of a batch. Cached, since batches stay the same as long as no tensor moves. Copy thread."""
+        """Return the checks of a batch, cached: batches stay the same as long as no tensor moves. Copy thread."""
         found = self._looks.get(id(batch))
         if found is None or found.batch is not batch:
             if len(self._looks) >= _LOOKS_MAX:
@@ -165,9 +163,9 @@ class BatchLook(NamedTuple):
 
 
 class SavedInstant:
-    """The tensors as they were at one `save()`. It keeps them alive until they are copied or proven.
+    """Counters and words of the tensors at one `save()`; keeps the tensors alive until they are copied or compared.
 
-    Made by `TearCheck.take`; its methods may be called by any thread. Each gives the path of a tensor, or nothing.
+    Made by `TearCheck.take`. Any thread may call its methods. Each check returns the path of a tensor, or "".
     """
 
     def __init__(
@@ -190,7 +188,7 @@ class SavedInstant:
         self._words = _read(self._live, check.wide, readable)
 
     def changed(self) -> str:
-        """A tensor that has changed."""
+        """Return a tensor that has changed."""
         versions = _versions(self._tensors)
         if versions != self._versions:
             pairs = zip(versions, self._versions, self._entry_of_tensor, strict=True)
@@ -199,19 +197,19 @@ class SavedInstant:
         return self._path(np.arange(len(wrong)), wrong)
 
     def changed_at(self, storages: Collection[int]) -> str:
-        """A tensor in one of the storages at these addresses that has changed."""
+        """Return a changed tensor in one of the storages at these addresses."""
         mine = [place for place, storage in enumerate(self.storages()) if storage in storages]
         entries = {self.check.pieces[place].entry for place in mine}
         tensors = [place for entry in entries for place in self._tensors_of.get(entry, ())]
         return self._changed(np.array(mine, np.int64), tensors)
 
     def changed_in(self, batch: Batch) -> str:
-        """A tensor that was copied in `batch` and has changed; called before the update may change it. Copy thread."""
+        """Return a changed tensor of `batch`, before an update may change it. Copy thread."""
         look = self.check.look(batch)
         return self._changed(look.places, look.tensors)
 
     def copied_wrong(self, batch: Batch, area: torch.Tensor) -> str:
-        """A tensor whose bytes in the staging area are not those that it had. Copy thread."""
+        """Return a tensor whose words in the staging area differ from those at `save()`. Copy thread."""
         places, check = self.check.look(batch).places, self.check
         words = self._device_words
         if words is not None and (place := words.wrong(places.tolist(), area)) is not None:
@@ -221,9 +219,9 @@ class SavedInstant:
         return self._path(places, here != self._words[places])
 
     def changed_uncounted(self, area: torch.Tensor) -> str:
-        """A tensor of which a byte is not as in the staging area, though torch has counted no change of it. Reads all.
+        """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes.
 
-        Training thread, on the stream of the training. The area has all bytes of this instant.
+        Training thread, on the training's stream. The area has all bytes of this instant.
         """
         versions = _versions(self._tensors)
         counted = {
@@ -240,7 +238,7 @@ class SavedInstant:
         return ""
 
     def storages(self) -> list[int]:
-        """The address of the storage under each piece that is checked."""
+        """Return the address of the storage under each checked piece."""
         return [source.data_ptr - source.start_bytes for source in self._sources]
 
     def _changed(self, places: _Places, tensors: list[int]) -> str:
@@ -265,7 +263,7 @@ class SavedInstant:
 class DeviceWords:
     """Words of some device tensors, on their way to the host in the order of the current stream.
 
-    They begin in each piece where `within` says.
+    `within`: Where they begin in each piece.
     """
 
     def __init__(
@@ -285,7 +283,7 @@ class DeviceWords:
         self._here, self._arrived = brought(torch.cat(parts))
 
     def wrong(self, places: Iterable[int], area: torch.Tensor) -> int | None:
-        """One of these places of which the staging area has other words; None: of none that is looked at."""
+        """Return one of these places whose words in the staging area differ; None without one."""
         mine = [place for place in places if place in self._begin_of]
         if not mine:
             return None
@@ -323,7 +321,7 @@ def _is_same(piece: CopyPiece, source: StorageSource, area: torch.Tensor) -> boo
 def _differs_in(
     tensors: Iterable[torch.Tensor], piece: CopyPiece, source: StorageSource, area: torch.Tensor
 ) -> bool:
-    """Whether one of the bytes that differ belongs to a tensor, and does not lie between two."""
+    """Whether a byte that differs belongs to a tensor, not to a gap between two."""
     belongs = torch.zeros(source.storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
     for tensor in tensors:
         unit = _UNITS[tensor.element_size()]
@@ -347,7 +345,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _read(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:
-    """A word at each address; of pieces that are smaller than one, a byte. Zero where it is not readable."""
+    """Read the word at each address, or a byte of pieces smaller than a word; zero if not readable."""
     words, single_bytes = wide & readable, ~wide & readable
     if words.all():
         found: _Words = AT_EACH_BYTE[addresses - PROCESS_BEGIN].view(np.uint64)
@@ -359,7 +357,7 @@ def _read(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:
 
 
 def _without_gaps(layout: Layout, entries: Collection[int]) -> set[int]:
-    """The entries without gaps between tensors: bytes in a gap belong to nobody and may change at any time."""
+    """Return the entries without gaps between tensors; bytes in a gap may change at any time."""
     sizes: dict[int, list[int]] = {}
     for tensor in layout.tensors:
         if tensor.entry in entries:

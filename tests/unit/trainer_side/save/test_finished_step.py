@@ -108,7 +108,7 @@ def test_without_a_step_and_with_values_that_cannot_be_noted_it_is_said(scene: S
     scene.counter.seconds = 0.006
     for step in range(5, 6 + _SLOW_STEPS):
         scene.finished.note(step)
-    assert scene.finished.why_not() == "data is not known as it was: its state_dict() takes more than 5 ms"
+    assert scene.finished.why_not() == "data of that step is unknown: its state_dict() takes more than 5 ms"
 
     class Broken(Counter):
         def state_dict(self) -> dict[str, Any]:
@@ -116,4 +116,4 @@ def test_without_a_step_and_with_values_that_cannot_be_noted_it_is_said(scene: S
 
     broken = FinishedStep({"data": Broken()}, lambda: 0)
     broken.note(1)
-    assert broken.why_not() == "data is not known as it was: its state_dict() raised RuntimeError: gone"
+    assert broken.why_not() == "data of that step is unknown: its state_dict() raised RuntimeError: gone"
