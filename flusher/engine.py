@@ -107,7 +107,7 @@ class Engine:
         self._growing = False
         self._opened_early: list[Opened] = []
 
-    # -- what the stager says ------------------------------------------------------------------------------------
+    # -- messages from the stager --------------------------------------------------------------------------------
 
     def begin(self, key: CheckpointId, layout: Layout) -> None:
         """Begin a checkpoint, or resume it where a dead flusher left it. For a known one, only repeat `began`."""

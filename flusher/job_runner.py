@@ -110,7 +110,7 @@ class JobRunner:
             )
         return 0
 
-    # -- once more -----------------------------------------------------------------------------------------------
+    # -- retries -------------------------------------------------------------------------------------------------
 
     def retry(self, item: Retry, failed: Callable[[JobFailed], None]) -> None:
         """Retry a job after a pause. `failed` is called instead if its checkpoint is being given up."""

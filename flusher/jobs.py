@@ -251,7 +251,7 @@ class Jobs:
     def _open(self, job: Open) -> Event:
         self._others.note(job.key, job.share)
         if job.resume is not None:
-            return self._go_on(job)
+            return self._resume(job)
         layout = job.index.layout
         if job.share is not None and not self._leads:
             return self._join(job, job.share)
@@ -323,7 +323,7 @@ class Jobs:
                 self._resume_upload(dead, self._ring.layout(dead.head.layout_digest)).abort()
             take_back(self._store, dead.head.write_id)
 
-    def _go_on(self, job: Open) -> Event:
+    def _resume(self, job: Open) -> Event:
         """Resume the upload of a dead flusher, and check that the store has the parts that the record names."""
         progress, layout = self._progress[job.key], job.index.layout
         head = progress.head

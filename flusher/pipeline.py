@@ -149,7 +149,7 @@ class Pipeline:
         return None if flight is None or flight.anew else flight.error
 
     def is_dropping(self, key: CheckpointId) -> bool:
-        """Whether this checkpoint is being given up: its jobs need not succeed any more."""
+        """Whether this checkpoint is being given up: its jobs need not succeed."""
         flight = self._flights.get(key)
         return flight is not None and flight.error is not None and not flight.anew
 
@@ -316,11 +316,11 @@ class Pipeline:
             return self._drop(flight, error)
         reads = self._read_others(flight)
         if flight.resume is not None:
-            return reads + self._go_on(flight)
+            return reads + self._resume(flight)
         writes = [action for part in flight.parts for action in self._maybe_write(flight, part)]
         return reads + writes + self._maybe_put_crcs(flight)
 
-    def _go_on(self, flight: Flight) -> list[Action]:
+    def _resume(self, flight: Flight) -> list[Action]:
         """Resume a dead flusher's upload: free the slots of written chunks, verify the others."""
         written = tuple(chunk for chunk in flight.slots if flight.is_written(chunk))
         actions: list[Action] = []
@@ -482,7 +482,7 @@ class Pipeline:
             flight.error, flight.anew = error, True
         return self._drop(flight, error)
 
-    def _begin_anew(self, flight: Flight) -> list[Action]:
+    def _start_over(self, flight: Flight) -> list[Action]:
         """Start over with a new upload: every chunk that arrived is still in its slot."""
         again = self._flights[flight.key] = Flight(flight.key, flight.index)
         actions: list[Action] = self._start(again, [Open(flight.key, flight.index)])
@@ -497,7 +497,7 @@ class Pipeline:
             flight.anew = False  # aborted meanwhile, or damaged
             flight.error = error
         if flight.anew:
-            return [] if flight.jobs else self._begin_anew(flight)
+            return [] if flight.jobs else self._start_over(flight)
         idle = {chunk: slot for chunk, slot in flight.slots.items() if slot not in flight.busy}
         for chunk in idle:
             del flight.slots[chunk]

@@ -17,7 +17,7 @@ Good is verified or durable. A bad one newer than all good ones stays, as eviden
 Finite means that no verified checkpoint has fewer numbers that are not finite. A mask of minus infinity in the state
 counts in every checkpoint and says nothing; NaN in the weights adds to it. A checkpoint without a count (an older
 version wrote it) passes for finite: more is then kept, not less. A checkpoint that is not finite, drifted apart, or
-doubtful gets no rung, so that a training that goes on with NaN for a week leaves the ladder before it unchanged.
+doubtful gets no rung, so that a training that continues with NaN for a week leaves the ladder before it unchanged.
 
 Best are those with the lowest or highest value of the metric. A checkpoint without the metric is never best; a drifted
 or doubtful one only if there are too few others. A checkpoint may turn out bad before it is verified, and doubtful if
@@ -138,7 +138,7 @@ def to_remove(
     branches: Branches | None = None,
 ) -> list[StoredStep]:
     """Return the checkpoints of `known` that need not be kept, oldest first. `set_aside`: checkpoints that restore
-    skips while a supervised run goes on, oldest first; older ones are kept as if these did not exist. `branches`: of a
+    skips while a supervised run lasts, oldest first; older ones are kept as if these did not exist. `branches`: of a
     rewound run; no checkpoint of an older branch takes the place of one of the current line.
     """
     if branches is None:

@@ -49,7 +49,7 @@ class StagerHandler(FlushListener):
         self.refuse_begins = ""
         self._held_said = ""
 
-    # -- what the stager says ------------------------------------------------------------------------------------
+    # -- messages from the stager --------------------------------------------------------------------------------
 
     def hear(self, engine: Engine) -> bool:
         """Handle the stager's messages; False: it said hello and needs an answer. Raises `ProtocolError`."""
@@ -186,7 +186,7 @@ class StagerHandler(FlushListener):
             _log.error("%s", error)
             engine.abort_receiving(error)
 
-    # -- what the stager is told ---------------------------------------------------------------------------------
+    # -- messages to the stager ----------------------------------------------------------------------------------
 
     def _concerns(self, key: CheckpointId) -> bool:
         return self.welcomed and key.attempt == self._ring.attempt

@@ -103,7 +103,7 @@ class WriterLease:
         with self._lock:
             self._claim.beat()  # checks, and stores how this job ended, for the next claim
             # The takeover is of our own claim: nobody else loses anything. If the store's answers are lost, the next
-            # claim may exist while this one goes on; `tried` tells it from another writer's.
+            # claim may exist while this one continues; `tried` tells it from another writer's.
             self._claim = Lease.take(
                 self._store,
                 heartbeat_seconds=self._heartbeat_seconds,

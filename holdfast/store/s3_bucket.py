@@ -80,11 +80,11 @@ class S3Bucket:
             cause = error.__cause__
             if not isinstance(cause, ClientError) or code_of(cause) not in _MAY_BE_RENEWED:
                 raise
-            if not self._read_credentials_anew() or error.retriable:
+            if not self._renew_credentials() or error.retriable:
                 raise
             raise StoreError(str(error), retriable=True) from cause
 
-    def _read_credentials_anew(self) -> bool:
+    def _renew_credentials(self) -> bool:
         """Make another client, unless that was just done; return whether its credentials may differ."""
         with self._making_client:
             if self._client is None or time.monotonic() - self._renewed_at < _RENEW_SECONDS_MIN:
