@@ -4,7 +4,7 @@
         [1] check each sender's CRC; patch the CRC fields of the zip file into the chunk           pipeline, jobs
         [2] write the part as soon as its chunks are complete, and free their slots                workers, jobs
             after each part: record it beside the ring, so that the next flusher resumes here      progress
-        [3] all parts are written and the step is staged: check the claim on the run               writer_lease
+        [3] all parts are written and the step is staged: check the lease on the run               writer_lease
         [4] publish the file, then the manifest: the step is DURABLE                               jobs
         [5] read the file back and compare; write `verified` or `bad` into the manifest            verify_and_prune
         [6] remove older checkpoints by the retention rule, never the newest verified one          retention
@@ -13,22 +13,22 @@
     the flusher dies: the next one takes over ring, journal and records                            recovery
 
     several flushers write one file, each a run of parts (holdfast/image/shares.py):
-        [3] seal the share: it is written                                                          share_jobs
-        [4] the flusher that leads, which alone has the claim, publishes when all seals are there
+        [3] seal the share: all its parts are written                                              share_jobs
+        [4] the lead, which alone holds the lease, publishes when every share is sealed
 
-Not guaranteed: that a checkpoint whose ranks died before it was staged is kept. It is discarded.
+A checkpoint whose ranks died before it was staged is discarded.
 
 command                      `holdfast flusher`
-lifetime, writer_lease       from start to end; the claim on the run, so that there is one flusher
-service, stager_handler, listener    the event loop; the connection to one stager; the listeners of outcomes
-engine, flusher_context      pipeline, threads and ring together; the objects that its parts share
-job_runner, flush_events     runs jobs in threads, again if need be; the events of checkpoints
+lifetime, writer_lease       start and shutdown in order; the lease that makes this the run's only flusher
+service, stager_handler, listener    the event loop; the connection to one stager; callbacks for outcomes
+engine, flusher_context      joins pipeline, threads and ring; the objects that all parts share
+job_runner, flush_events     runs jobs in threads, with retries; the event log's entries about checkpoints
 pipeline, steps, flight      the pure core; its events and actions; one checkpoint in flight
-jobs, workers                the work on bytes and store; the threads that do it
-share_jobs, looks, orphaned_shares    what flushers of one image tell each other; when they look; their lead is gone
+jobs, workers                what each job does to bytes and store; the worker threads
+share_jobs, looks, orphaned_shares    several flushers of one image: records, polling, shares whose lead is gone
 progress, recovery           the record of written parts; the takeover of a ring
-retry_queue, succession      retries while the store fails; an older checkpoint then gives its place to the newest
-verify_and_prune, read_pace, retention    read-back and removal; its speed beside writes; the rule of removal
+retry_queue, succession      retries while the store fails; when an older checkpoint makes room for the newest
+verify_and_prune, read_pace, retention    read-back and removal; the pace of reads beside writes; the retention rule
 ring_room                    memory of the ring: huge pages, growth
 doubt_marks, proof_writing   marks checkpoints that may be torn; writes proofs of resumes beside checkpoints
 """

@@ -1,8 +1,7 @@
 """`python -m flusher`: the same as `holdfast flusher`, for a stager that starts it with its own Python.
 
-`python -m flusher ahead …` does nothing but load its modules, until it is told to begin by a line on its standard
-input, with further options. It ends where that comes to its end first: the stager that has started it is dead, or does
-not need it.
+`python -m flusher ahead …` loads its modules, then waits for a line on standard input with further options before it
+starts. It exits if standard input ends first: the stager that started it has died, or does not need it.
 """
 
 import os
@@ -13,10 +12,10 @@ from flusher.command import flusher
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ahead"]:
         del sys.argv[1]
-        said = sys.stdin.readline()
-        if not said:
+        line = sys.stdin.readline()
+        if not line:
             sys.exit(0)
-        sys.argv += said.split()
-        with open(os.devnull) as nothing:  # noqa: PTH123 - as where it is started to begin at once
+        sys.argv += line.split()
+        with open(os.devnull) as nothing:  # noqa: PTH123 - stdin as in a flusher without `ahead`
             os.dup2(nothing.fileno(), sys.stdin.fileno())
     flusher()

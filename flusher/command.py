@@ -1,7 +1,7 @@
 """`holdfast flusher`: the process that owns the ring. Usually the stager starts it.
 
-Prints one line of JSON on stdout when stagers may connect, `{"ready": true, "directory": …, "attempt": …}`, or
-`{"error": {"code": …, "message": …, "help": …}}` and ends with the exit code of the error's class.
+Prints one line of JSON on stdout: `{"ready": true, "directory": …, "attempt": …}` when stagers may connect, or
+`{"error": {"code": …, "message": …, "help": …}}` before it exits with the error class's exit code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.errors import HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.process import yield_to_training
 
-_OBJECTS_BETWEEN_SEARCHES = 200_000
+_GC_THRESHOLD_OBJECTS = 200_000
 _log = logging.getLogger("holdfast.flusher")
 
 
@@ -75,15 +75,15 @@ def flusher(**arguments: Any) -> None:
         nonlocal is_ready
         is_ready = True
         _say({"ready": True, **said})
-        # Not before: the stager waits for all of this, and the ranks for the stager.
+        # Lower the priority only now: until then the stager waits for this process, and the ranks for the stager.
         yield_to_training(config.niceness)
 
     try:
         identify("flusher")
         config = FlusherConfig.from_sources(**arguments)
-        # A manifest is some objects for each tensor, none of them in a cycle: of tens of thousands of tensors half the
-        # time would be spent on looking through them for garbage.
-        gc.set_threshold(_OBJECTS_BETWEEN_SEARCHES)
+        # A manifest has a few objects per tensor, and no cycles. With tens of thousands of tensors the cyclic garbage
+        # collector would take half of the time.
+        gc.set_threshold(_GC_THRESHOLD_OBJECTS)
         live(config, ready)
     except HoldfastError as error:
         _log.error("%s", error)
@@ -97,5 +97,5 @@ def _say(document: dict[str, Any]) -> None:
     try:
         click.echo(json.dumps(document))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever started this process is gone; the ring is worth keeping all the same
+    except BrokenPipeError:  # the process that started this one is gone; keep serving the ring
         _log.warning("the process that started this flusher does not read its output any more: %s", document)

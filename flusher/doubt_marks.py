@@ -1,7 +1,7 @@
-"""Marks in the manifests of checkpoints that may be torn: a rank has doubted its copy of these steps.
+"""Marks checkpoints that may be torn, because a rank reported doubt about its copy of these steps.
 
-doubts beside the ring ─► each published manifest of these steps gets `doubt`, tried until the store takes all
-└─► so does whatever is published later
+doubts beside the ring ─► each published manifest of these steps gets `doubt`, with retries until the store has all
+└─► so does each manifest published later
 """
 
 from __future__ import annotations
@@ -22,45 +22,43 @@ _NOTE_CHARACTERS_MAX = 4096
 
 
 class DoubtMarks:
-    """See the module. `write_all` and `marked` are called in the thread of the maintenance.
+    """Marks torn checkpoints in the store. `write_all` and `marked` run in the maintenance thread.
 
     Args:
-        context: The run. Its inbox gets a `FencedError` when the run was taken over.
-        replace: Writes a manifest once more.
+        context: Its inbox gets a `FencedError` when another writer has taken the run over.
+        replace: Overwrites a manifest in the store.
 
     Attributes:
-        owed: A published checkpoint may lack its mark.
+        owed: Whether a published checkpoint may still lack its mark.
     """
 
     def __init__(self, context: FlusherContext, replace: Callable[[Manifest], None]) -> None:
         self._store, self._inbox, self._events = context.store, context.inbox, context.events
         self._replace = replace
         self._doubts: tuple[DoubtedSteps, ...] = ()
-        self._refused: tuple[float, HoldfastError] | None = None  # since when, and the last reason
+        self._refused: tuple[float, HoldfastError] | None = None  # when marking began, and the last error
         self._stopped = False
         self.owed = False
 
     @property
     def refused(self) -> tuple[float, HoldfastError] | None:
-        """For how many seconds the store has refused marks, and the last reason; None while it does not."""
+        """Seconds for which the store has refused marks, and its last error; None while it accepts them."""
         refused = self._refused
         return None if refused is None else (time.monotonic() - refused[0], refused[1])
 
     def learn(self, found: Sequence[DoubtedSteps]) -> bool:
-        """Take all doubts that there are so far; whether they are news."""
+        """Take the full list of doubts; return whether it has changed."""
         if not found or tuple(found) == self._doubts:
             return False
         self._doubts = tuple(found)
         return True
 
     def stop(self) -> None:
-        """Try no further."""
+        """Stop retrying."""
         self._stopped = True
 
     def marked(self, manifest: Manifest) -> Manifest:
-        """The manifest with the doubt about its checkpoint added; unchanged without a doubt, or if it states one
-        already.
-        """
+        """Return the manifest with the doubt about its checkpoint, or the same object if there is nothing to add."""
         key = manifest.order
         if manifest.doubt or not (reason := doubt_about(self._doubts, key)):
             return manifest
@@ -70,7 +68,7 @@ class DoubtMarks:
         return manifest.doubted(reason)
 
     def write_all(self) -> None:
-        """Mark all doubted manifests in the store; tried until it succeeds or `stop`."""
+        """Mark all doubted manifests in the store; retry until that succeeds or `stop` is called."""
         doubts, since = self._doubts, time.monotonic()
         while not self._stopped:
             try:
@@ -79,9 +77,9 @@ class DoubtMarks:
                 self._inbox.put(error)
                 return
             except HoldfastError as error:
-                _log.warning("doubtful checkpoints are not marked yet, and it is tried again: %s", error)
+                _log.warning("doubtful checkpoints are not marked yet; retrying: %s", error)
                 self._refused = since, error
-                self._inbox.put(None)  # the loop may have nothing else to do, and no stager to do it for
+                self._inbox.put(None)  # wakes the loop, which may be idle: it looks at `refused`
                 time.sleep(_AGAIN_SECONDS)
             else:
                 self._refused = None

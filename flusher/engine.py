@@ -1,14 +1,14 @@
-"""The flush at work: the pipeline, its worker threads and the ring, without any stager.
+"""Pipeline, worker threads and ring joined: the whole flush, without any stager.
 
     begin, chunk, staged, abort ─► pipeline ─► workers ─► inbox ─► pipeline ─► … ─► listener (freed, durable, failed, …)
                                       ▲            │ the store fails
-                                      └── held ◄───┘ tried again for as long as it takes; the ring keeps the chunks
+                                      └── held ◄───┘ retried for as long as it takes; the ring keeps the chunks
 
-Runs in the event loop's thread; only the jobs run elsewhere. Recovery of a dead flusher's ring uses it as it is. An
-error of the store never costs the newest checkpoint: disks get room again, permissions are mended. While the store
-takes nothing and the ring has no room for the next one, the newest whole one takes the place of older ones. Otherwise
-costs one is damage, a stager that breaks the protocol, and chunks that are neither in the ring nor in the store.
-Where several flushers write one file, one that is not so far as another is asked again and again, and not for ever.
+The engine runs in the event loop's thread; only jobs run in others. Recovery of a dead flusher's ring uses it as it is.
+Store errors never cost the newest checkpoint: disks get room again, permissions are mended. While the store accepts
+nothing and the ring has no room for the next checkpoint, the newest whole one takes the place of older ones. Otherwise
+a checkpoint is lost only to damage, to a stager that breaks the protocol, or to chunks that are neither in the ring nor
+in the store. Where several flushers write one file, the engine polls for one that is behind, up to a timeout.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Engine:
     """Flushes checkpoints from one ring.
 
     Args:
-        context: The run that they go to, and where the threads answer.
-        want_room: Told of each new image's chunks. True: it will answer, and its last `RingGrown` has a note.
+        context: Store and lease of the run, and the inbox for the threads' answers.
+        want_room: Called with the chunk count of each new image. Returns True if it will put `RingGrown` messages into
+            the inbox, the last one with a note.
 
     Attributes:
         listener: May be replaced between two turns.
@@ -101,26 +102,24 @@ class Engine:
         self._ends = EndedCheckpoints(self._jobs, self._runner.publishers, context.inbox)
         self._opened: dict[CheckpointId, int] = {}  # how many chunks must be in the ring together
         self._discards: set[CheckpointId] = set()
-        self._given_up: set[CheckpointId] = set()  # and the stager was told
+        self._given_up: set[CheckpointId] = set()  # and reported to the stager
         self._orphans: set[CheckpointId] = set()  # whose lead is gone
         self._growing = False
         self._opened_early: list[Opened] = []
 
-    # -- what the stager says ------------------------------------------------------------------------------------
+    # -- messages from the stager --------------------------------------------------------------------------------
 
     def begin(self, key: CheckpointId, layout: Layout) -> None:
-        """A checkpoint begins, or resumes where a dead flusher left it. One that is known is only answered."""
+        """Begin a checkpoint, or resume it where a dead flusher left it. For a known one, only repeat `began`."""
         if layout.digest not in self._indexes:
-            self._indexes = {
-                layout.digest: LayoutIndex(layout)
-            }  # the one before is no longer used for new steps
+            self._indexes = {layout.digest: LayoutIndex(layout)}  # new steps no longer use the previous one
             self._growing = self._want_room(layout.chunks) or self._growing
         if self._pipeline.knows(key):
             self._tell(Begin(key, self._indexes[layout.digest]))
             if key in self._opened:
                 self.listener.began(key, self._opened[key])
             return
-        # The number of shares when its stager began it: the next job may have more or fewer stagers.
+        # The number of shares in its own attempt: the next job may have more or fewer stagers.
         share = self._share_of(layout, self._ring.writers(key.attempt))
         if share is not None and not share.chunks:
             no_share = f"this flusher is {self._share}, and the image has only {share.shares.count} shares"
@@ -131,7 +130,7 @@ class Engine:
         self._tell(Begin(key, self._indexes[layout.digest], resume, share))
 
     def _share_of(self, layout: Layout, writers: int) -> ImageShare | None:
-        """The share of an image that is written here; None: this flusher writes all of it."""
+        """Return the share of an image that this flusher writes; None: all of it."""
         if writers == 1:
             return None
         part_chunks = part_chunks_for(self._store_url, layout.image_bytes, layout.chunk_bytes)
@@ -139,7 +138,7 @@ class Engine:
         return None if shares.count == 1 and self._share.leads else ImageShare(shares, self._share.index)
 
     def _found(self, key: CheckpointId, layout: Layout) -> Resume | None:
-        """A dead flusher's record of this checkpoint."""
+        """Return what a dead flusher recorded of this checkpoint."""
         try:
             progress = self._jobs.find_progress(key)
         except ProtocolError as error:
@@ -157,17 +156,17 @@ class Engine:
             self._submit(EndOrphan(key))
 
     def begin_attempt(self) -> None:
-        """The ring is for another job from now on."""
+        """Note that the ring belongs to another job from now on."""
         self._runner.looks.begin_attempt()
 
     def ask(self, key: CheckpointId) -> None:
-        """Repeat the end of a checkpoint that the ring no longer knows: it ended while no stager listened."""
+        """Report again how a checkpoint ended that the ring no longer has: it ended while no stager listened."""
         ended = self._ends.ask(key)
         if ended is not None:
             self._say_end(key, ended)
 
     def chunk(self, record: SlotRecord) -> None:
-        """A slot is FULL. Raises `ProtocolError` when the journal does not say so."""
+        """Take a FULL slot. Raises `ProtocolError` if the journal says otherwise."""
         if record.state is not SlotState.FULL:
             raise ProtocolError(
                 f"slot {record.slot}: the stager says that it is full, the journal says {record.state.name}"
@@ -176,7 +175,7 @@ class Engine:
         self._tell(ChunkFull(key, record.slot, record.chunk, record.nbytes, record.sources))
 
     def staged(self, key: CheckpointId) -> None:
-        """All chunks of a checkpoint were sent."""
+        """Note that all chunks of a checkpoint were sent."""
         if not self._pipeline.knows(key):
             self._ring.remove_checkpoint(*key)  # it was given up, and the stager did not know yet
             return
@@ -189,20 +188,20 @@ class Engine:
         self._runner.looks.expect(key)
 
     def abort(self, key: CheckpointId, error: HoldfastError) -> None:
-        """A checkpoint is given up; nothing happens if it is not known."""
+        """Give up a checkpoint; an unknown one is ignored."""
         self._tell(Aborted(key, error))
         self._runner.at_once(key)
 
     def doubt(self) -> None:
-        """The file beside the ring says which steps may be torn."""
+        """Read from beside the ring which steps may be torn, and mark them."""
         self._maintenance.doubt(read_doubts(self._ring.directory))
 
     def prove(self) -> None:
-        """The file beside the ring says what the steps after the newest checkpoints used."""
+        """Read from beside the ring what the steps after the newest checkpoints used, and write the proofs."""
         self._maintenance.prove(read_proofs(self._ring.directory))
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
-        """Give up a checkpoint in the ring, whether or not it was begun here: its upload is taken back."""
+        """Give up a checkpoint in the ring, even one that was not begun here, and abort its upload."""
         if self._pipeline.knows(key):
             self.abort(key, error)
             return
@@ -213,7 +212,7 @@ class Engine:
         self._act(Discard(key, error))
 
     def abort_stranded(self, error: HoldfastError) -> None:
-        """Give up the checkpoints that wait for chunks and that no other flusher could go on with."""
+        """Give up the checkpoints that wait for chunks and that no other flusher could resume."""
         for key in self._pipeline.stranded():
             self.abort(key, error)
 
@@ -227,7 +226,7 @@ class Engine:
         return self._pipeline.receiving()
 
     def missing(self, key: CheckpointId) -> int:
-        """How many chunks of one of `receiving` have not come."""
+        """Return how many chunks of one of `receiving` have not arrived."""
         return self._pipeline.missing(key)
 
     def knows(self, key: CheckpointId) -> bool:
@@ -235,24 +234,24 @@ class Engine:
         return self._pipeline.knows(key) or key in self._discards
 
     def pipeline_knows(self, key: CheckpointId) -> bool:
-        """Whether this checkpoint is under way, so that a chunk of it is taken."""
+        """Whether the pipeline accepts chunks of this checkpoint."""
         return self._pipeline.knows(key)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Nothing is to be written, published, discarded or told."""
+        """Whether nothing is left to write, publish, discard or report."""
         return self._pipeline.idle and self.only_sealed
 
     @property
     def only_receiving(self) -> bool:
-        """Nothing is left but checkpoints that wait for chunks, if any: another flusher can go on with them."""
+        """Whether the only checkpoints left wait for chunks, so that another flusher can resume them."""
         return self._pipeline.only_receiving and not self._runner.waits_for_store and not self._discards
 
     @property
     def only_sealed(self) -> bool:
-        """Nothing is left but shares that are sealed, if any: whoever publishes them needs this flusher no more."""
+        """Whether the only work left is sealed shares, which their lead publishes without this flusher."""
         waiting = self._runner.waits_for_store or self._discards or self._orphans
         return self._pipeline.only_sealed and not waiting
 
@@ -262,30 +261,28 @@ class Engine:
 
     @property
     def failing(self) -> str:
-        """Why the store takes nothing; empty while nothing waits for it."""
+        """Why the store fails; empty while nothing waits for it."""
         return str(self._runner.held_error) if self._runner.held_seconds else ""
 
     @property
     def held_error(self) -> StoreError | None:
-        """Why all that is left waits for the store; None while a job runs, or none waits."""
+        """The store's error if all remaining work waits for a retry; else None."""
         runner = self._runner
         waits = runner.waits_for_store and not runner.running and not self._discards
         return runner.held_error if waits else None
 
     def wait_seconds(self) -> float | None:
-        """How long the loop may sleep for all that this engine knows; None: until the inbox is readable."""
+        """Return how long the loop may sleep; None: until the inbox is readable."""
         waits, room = self._runner.wait_seconds, self._succession.wait_seconds
         return min(waits if room is None else [*waits, room], default=None)
 
     def turn(self) -> None:
-        """Take what the threads have said, and start what is due. Raises `FencedError`: the run is another writer's;
-        stop.
-        """
+        """Handle the threads' messages and start due jobs. Raises `FencedError` if another writer took the run over."""
         for item in self._inbox.take():
             if isinstance(item, RingGrown):
                 self._grow(item)
             elif isinstance(item, Opened) and self._growing and not item.resumable:
-                # Whether such an image fits into the ring decides what its flusher's death would cost.
+                # The ring keeps a non-resumable upload's chunks if all fit, so it must have grown first.
                 self._opened_early.append(item)
             else:
                 self._take(item)
@@ -294,7 +291,7 @@ class Engine:
         self._maintenance.give_way(self._runner.running > 0)
 
     def stop(self) -> None:
-        """End the threads; what runs is waited for, what waits is dropped."""
+        """Stop the threads: drop queued jobs, and wait for running ones."""
         self._runner.stop()
 
     def _take(self, item: object) -> None:
@@ -337,7 +334,7 @@ class Engine:
                 self._answered(item)
 
     def _answered(self, item: object) -> None:
-        """A job has done what it was for; or it waits for another flusher."""
+        """Handle the answer of a job that succeeded, or that must wait for another flusher."""
         match item:
             case LookAgain():
                 self._runner.look_again(item, self._ring.attempt, self._fail)
@@ -421,7 +418,7 @@ class Engine:
             self.listener.failed(key, ended)
 
     def _fail(self, failed: JobFailed) -> None:
-        """A job failed for good. If its bytes are lost, the flush may start over, but not at once."""
+        """Handle a job that failed for good. If the store lost its bytes, the flush may start over after a pause."""
         if failed.key in self._orphans:
             _log.warning("%s: given up: %s", failed.key, failed.error)
             self._submit(EndOrphan(failed.key, failed.error))
@@ -430,7 +427,7 @@ class Engine:
             self._runner.later(failed.key, failed.error, lambda: self._tell(failed))
         else:
             self._tell(failed)
-            self._runner.looks.at_once(failed.key)  # the others of its jobs need not wait either
+            self._runner.looks.at_once(failed.key)  # its other jobs need not wait either
 
     def _retry(self, item: Retry) -> None:
         if item.error.no_room and not self._pipeline.is_dropping(item.job.key):
@@ -449,7 +446,7 @@ class Engine:
         self._make_room()
 
     def _make_room(self) -> None:
-        """While the store takes nothing: let an older whole checkpoint go if what comes in has no room."""
+        """Drop an older whole checkpoint if the store fails and incoming chunks have no room."""
         found = self._succession.due(self._pipeline)
         if found is None:
             return
@@ -458,15 +455,15 @@ class Engine:
             f"nothing for {found.stood_seconds:.0f} s, and the ring has no room for the next checkpoint"
         )
         _log.warning("%s", error)
-        # First of all: with a slot of it free, its file would promise what is no longer there.
+        # Before a slot is freed: its record would promise chunks that are no longer there.
         self._ring.remove_checkpoint(*found.older)
         reach(Point.SUPERSEDED)
         self.abort(found.older, error)
 
     def _say_given_up(self, key: CheckpointId, actions: list[Action]) -> None:
-        """Before the first of its slots is free: to a stager a free slot means that the store has the chunk.
+        """Report failure before the first slot is freed: to a stager a free slot means that the store has the chunk.
 
-        Said again when it is discarded, for a stager that attaches in between.
+        The report is repeated on discard, for a stager that attaches in between.
         """
         ended = next((action.error for action in actions if isinstance(action, Discard)), None)
         error = ended or self._pipeline.given_up(key)
@@ -492,7 +489,7 @@ class Engine:
         self._runner.submit(job)
 
     def _discard(self, key: CheckpointId, error: HoldfastError) -> None:
-        """In a worker thread."""
+        """Runs in a worker thread."""
         try:
             self._jobs.discard(key, error)
         except HoldfastError as left:

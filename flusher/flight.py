@@ -1,7 +1,6 @@
-"""One checkpoint on its way through the flusher: which chunks have come, which CRCs are known, what is written.
+"""State of one checkpoint in the flusher: chunks received, CRCs known, parts written.
 
-Changed only by `flusher.pipeline.Pipeline`, which says what follows on what; here is what concerns one checkpoint by
-itself.
+Only `flusher.pipeline.Pipeline` changes it, and decides what follows; this file has the rules of a single checkpoint.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class Flight:
     key: CheckpointId
     index: LayoutIndex
     resume: Resume | None = None
-    share: ImageShare | None = None  # of several flushers; None: it is written by this one alone
-    chunks: range = field(init=False)  # that are written here
+    share: ImageShare | None = None  # where several flushers write it; None: this one writes all of it
+    chunks: range = field(init=False)  # written by this flusher
     entry_crcs: list[int | None] = field(init=False)
     entry_left: list[int] = field(init=False)  # segments of the entry that are not verified yet
     chunk_left: list[int] = field(init=False)  # entries that the chunk's CRC fields still wait for
@@ -37,24 +36,23 @@ class Flight:
     came: dict[int, ChunkFull] = field(default_factory=dict)  # the event of each chunk in `slots`
     opened: bool = False
     resumable: bool = True  # by another process
-    # nobody could go on with the upload, so the ring keeps all until it is published
+    # the upload is not resumable, so the ring keeps all chunks until it is published
     keeps_slots: bool = False
-    anew: bool = False  # once the last job has ended, it starts over
-    seen: set[int] = field(default_factory=set)  # chunks that have come
+    anew: bool = False  # starts over once the last job has ended
+    seen: set[int] = field(default_factory=set)  # chunks received
     busy: set[int] = field(default_factory=set)  # slots that a job uses
     jobs: int = 0
     part_chunks: int = 0  # 0 until the upload is open
     parts_done: set[int] = field(default_factory=set)
     parts_sent: set[int] = field(default_factory=set)
     staged: bool = False
-    publishing: bool = False  # or sealing, from when on only the store knows how it ends
-    waits: bool = False  # only for other flushers
-    seals: dict[int, ShareSeal] = field(default_factory=dict)  # of the shares that are written, at the lead
-    told_crcs: bool = False  # of the share's entries, to the flushers of later ones
+    publishing: bool = False  # or sealing; from then on only the store knows the outcome
+    waits: bool = False  # for other flushers only
+    seals: dict[int, ShareSeal] = field(default_factory=dict)  # of sealed shares; only at the lead
+    told_crcs: bool = False  # the flushers of later shares can read this one's entry CRCs
     unread: list[int] = field(default_factory=list)  # shares whose entry CRCs are needed, the next one last
-    others: dict[int, list[tuple[EntryPiece, int]]] = field(
-        default_factory=dict
-    )  # what other shares hold of an entry
+    # per entry: its pieces in other shares, and their CRCs
+    others: dict[int, list[tuple[EntryPiece, int]]] = field(default_factory=dict)
     error: HoldfastError | None = None
 
     def __post_init__(self) -> None:
@@ -71,7 +69,7 @@ class Flight:
             self._take_over(self.resume)
 
     def _take_over(self, resume: Resume) -> None:
-        """Know all that the dead flusher knew of the parts that it wrote."""
+        """Restore the state of the parts that a dead flusher wrote."""
         self.part_chunks = resume.part_chunks
         for part, segment_crcs in resume.parts.items():
             self.parts_done.add(part)
@@ -82,14 +80,14 @@ class Flight:
                 self.finish_chunk(chunk)
 
     def _shares_needed(self, share: ImageShare) -> set[int]:
-        """The shares with bytes of entries whose CRC stands in this one."""
+        """Return the other shares that hold bytes of entries whose CRC this one states."""
         index = self.index
         entries = {entry for chunk in share.chunks for entry in index.needs[chunk]}
         owners = {share.shares.owner(chunk) for entry in entries for chunk, _ in index.places[entry]}
         return owners - {share.index}
 
     def late_parts(self) -> int:
-        """How many parts wait for the CRC of an entry that begins in another share, while their chunks are here."""
+        """Return how many parts wait for the CRC of an entry that begins in another share."""
         if self.share is None or not self.part_chunks:
             return 0
         elsewhere = {
@@ -101,7 +99,7 @@ class Flight:
         return len({chunk // self.part_chunks for chunk in late})
 
     def note_crcs(self, chunk: int, crcs: tuple[int, ...]) -> list[int]:
-        """The CRCs of a chunk's segments are known; give the chunks whose CRC fields waited for an entry in it."""
+        """Note the CRCs of a chunk's segments; return the chunks whose CRC fields waited for an entry in it."""
         freed: list[int] = []
         self.segment_crcs[chunk] = crcs
         for (_, _, entry), crc in zip(self.index.layout.segments(chunk), crcs, strict=True):
@@ -113,7 +111,7 @@ class Flight:
         return freed
 
     def note_others(self, share: int, crcs: tuple[int, ...]) -> list[int]:
-        """The CRCs of the entries in another share are known; give the chunks here whose CRC fields waited for them."""
+        """Note the entry CRCs of another share; return the chunks here whose CRC fields waited for them."""
         assert self.share is not None
         chunks, freed = self.share.shares.chunks_of(share), []
         for piece, crc in zip(pieces_in(self.index.layout, chunks), crcs, strict=True):
@@ -124,7 +122,7 @@ class Flight:
         return [chunk for chunk in freed if chunk in self.chunks]
 
     def _entry_known(self, entry: int, last_crc: int) -> list[int]:
-        """All bytes of an entry are verified; give the chunks that state its CRC. `last_crc`: of what came last."""
+        """Compute the CRC of a verified entry; return the chunks that state it. `last_crc`: of its last bytes."""
         index = self.index
         places, others = index.places[entry], self.others.get(entry, [])
         here = ((at, number, index.layout.segments(at)[number]) for at, number in places)
@@ -147,7 +145,7 @@ class Flight:
         return index.waiting[entry]
 
     def finish_chunk(self, chunk: int) -> None:
-        """All of a chunk is as it will stand in the file."""
+        """Compute the CRC of a chunk whose bytes are final."""
         segments = self.index.layout.segments(chunk)
         self.unfinished -= self.chunk_crcs[chunk] is None
         self.chunk_crcs[chunk] = combine_all(
@@ -156,12 +154,12 @@ class Flight:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is staged, and every byte of it was found good."""
+        """Whether it is staged, and all its bytes are verified."""
         return self.staged and self.error is None and not self.unfinished
 
     def may_go(self, *, begun: bool) -> bool:
-        """Whether its place may be given to another. `begun`: also when the store has parts of it."""
-        # Opened: an upload that is taken up again may turn out to be published.
+        """Whether another checkpoint may take its place. `begun`: even if the store has some of its parts."""
+        # Until it is open, a resumed upload may turn out to be published.
         return not self.publishing and (not self.parts_done or (begun and self.opened))
 
     def is_written(self, chunk: int) -> bool:
@@ -170,22 +168,22 @@ class Flight:
 
     @property
     def parts(self) -> range:
-        """The parts that are written here."""
+        """The parts that this flusher writes."""
         return range(self.chunks.start // self.part_chunks, -(-self.chunks.stop // self.part_chunks))
 
     @property
     def missing(self) -> int:
-        """How many chunks have not come."""
+        """How many chunks have not arrived."""
         return len(self.chunks) - len(self.seen)
 
     def part_range(self, part: int) -> range:
-        """The chunks of one part."""
+        """Return the chunks of one part."""
         first = part * self.part_chunks
         return range(first, min(first + self.part_chunks, self.index.layout.chunks))
 
 
 def resume_complaint(event: Begin) -> str:
-    """The part of a record of written bytes that does not fit the layout; empty if all fits."""
+    """Return how the record of written parts contradicts the layout; empty if it fits."""
     resume, layout = event.resume, event.index.layout
     if resume is None:
         return ""
@@ -207,7 +205,7 @@ def resume_complaint(event: Begin) -> str:
 
 
 def chunk_complaint(flight: Flight, event: ChunkFull) -> str:
-    """The fault of a chunk that came in; empty without a fault."""
+    """Return what is wrong with an incoming chunk; empty if nothing is."""
     layout = flight.index.layout
     if event.chunk >= layout.chunks:
         return f"the image has {layout.chunks} chunks"

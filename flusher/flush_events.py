@@ -1,4 +1,4 @@
-"""The events that tell how checkpoints fare in a flusher."""
+"""Entries in the event log about a flusher's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.telemetry.events import EventLog
 
 
 class FlushEvents:
-    """Emits them. Any thread."""
+    """Writes the entries. Any thread."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -32,15 +32,15 @@ class FlushEvents:
         self._emit("flush_taken_over", key, file=progress.head.file, parts_done=len(progress.parts))
 
     def share_sealed(self, key: CheckpointId, share: ImageShare) -> None:
-        """Each of several flushers says it; `durable` is said by the one that publishes."""
+        """Emitted by each of several flushers; only the one that publishes emits `durable`."""
         self._emit("share_sealed", key, share=str(share.number), chunks=len(share.chunks))
 
     def seal_read(self, key: CheckpointId, seal: ShareSeal) -> None:
-        """The one that leads says it: another share is written."""
+        """Emitted by the lead: another share is sealed."""
         self._emit("seal_read", key, share=str(ShareNumber(seal.index, seal.count)), host=seal.host)
 
     def published(self, key: CheckpointId, manifest: Manifest) -> None:
-        """The flusher that leads has published it, and has told `durable`: one event a checkpoint."""
+        """Emitted by the others: the lead has published, and emitted the checkpoint's only `durable`."""
         self._emit("published", key, file=manifest.file)
 
     def durable(self, key: CheckpointId, manifest: Manifest) -> None:

@@ -14,12 +14,12 @@ from holdfast.telemetry.events import EventLog
 
 @dataclass(frozen=True)
 class FlusherContext:
-    """Made once, when the run is claimed.
+    """Made once, when the lease is acquired.
 
     Attributes:
-        lease: The claim on it; nothing is changed in a run that is another's.
-        best: The rule by which the best checkpoints are kept; None: by none.
-        share: Which of several flushers of the run this one is.
+        lease: The lease on the run; a flusher that lost it must change nothing there.
+        best: The rule by which the best checkpoints are kept; None: no such rule.
+        share: Which of the run's flushers this one is.
     """
 
     store: Store

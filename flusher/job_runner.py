@@ -1,10 +1,10 @@
-"""Runs the jobs of the pipeline in threads, and once more those that could not be done yet.
+"""Runs the pipeline's jobs in threads, and retries those that must wait.
 
     submit ─► checkers │ writers │ lookers │ publishers ─► inbox: the answer, `JobFailed`, or
                                                            `Retry`      the store fails         ─► retry_queue
                                                            `LookAgain`  another flusher is late ─► looks
 
-For the loop's thread; only what runs in a worker thread says so.
+All methods are for the loop's thread, unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Retry(NamedTuple):
 
 
 class JobRunner:
-    """See the module.
+    """Queues jobs for four kinds of threads.
 
     Args:
-        is_dropping: Whether a checkpoint is being given up: then a job need not succeed any more.
+        is_dropping: Tells whether a checkpoint is being given up, so that its jobs need not succeed.
 
     Attributes:
         running: Jobs that have not answered yet.
-        publishers: One thread for what must wait for the store without a writer's place.
+        publishers: One thread for requests that must not occupy a writer.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class JobRunner:
         is_dropping: Callable[[CheckpointId], bool],
     ) -> None:
         self._jobs, self._inbox, self._is_dropping = jobs, context.inbox, is_dropping
-        # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
+        # Separate from the writers: a chunk queued for its check behind parts being uploaded leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers.most, writers)
-        # One for each other share: what all of them wrote is read in the time of one request.
+        # One for each other share: all their records are read in the time of one request.
         self._lookers = Workers("looker", WRITERS_MAX - 1)
         self.publishers = Workers("publisher", 1)
         self._later = RetryQueue()
@@ -70,24 +70,22 @@ class JobRunner:
         self.running = 0
 
     def stop(self) -> None:
-        """End the threads; what runs is waited for, what waits is dropped."""
+        """Stop the threads: drop queued jobs, and wait for running ones."""
         for workers in (self._checkers, self._writers, self._lookers, self.publishers):
             workers.stop()
 
     def submit(self, job: Job, round_number: int = 0, since: float | None = None) -> None:
-        """Run a job. `round_number`: how often the store has failed it; `since`: its first look at the records of
-        others.
-        """
+        """Run a job. `round_number`: how often the store has failed it; `since`: when it first polled others."""
         self.running += 1
         workers = self._writers if isinstance(job, WritePart) else self._checkers
         if isinstance(job, ReadCrcs | ReadSeal):
             workers = self._lookers
-        elif not job.slots:  # opening and publishing wait for the store, and must not take a writer's place
+        elif not job.slots:  # opening and publishing wait for the store, and must not occupy a writer
             workers = self.publishers
         workers.submit((0, *job.key), lambda: self._run(job, round_number, since))  # older checkpoints first
 
     def _run(self, job: Job, round_number: int, since: float | None) -> int:
-        """In a worker thread. Returns the bytes that the store has taken."""
+        """Run a job in a worker thread; return how many bytes the store accepted."""
         try:
             self._inbox.put(self._jobs.run(job))
             return sum(nbytes for _, nbytes in job.pieces) if isinstance(job, WritePart) else 0
@@ -102,7 +100,7 @@ class JobRunner:
             self._inbox.put(error)
         except HoldfastError as error:
             self._inbox.put(JobFailed(job.key, job.slots, error))
-        except OSError as error:  # of the machine, such as no descriptors: it costs time
+        except OSError as error:  # of this machine, such as no descriptors: retry
             told = StoreError(f"{job.key}: {type(job).__name__}: {error}", retriable=True)
             self._inbox.put(Retry(job, round_number, told))
         except Exception as error:  # noqa: BLE001 - a bug costs this checkpoint, never the ring with all the others
@@ -112,10 +110,10 @@ class JobRunner:
             )
         return 0
 
-    # -- once more -----------------------------------------------------------------------------------------------
+    # -- retries -------------------------------------------------------------------------------------------------
 
     def retry(self, item: Retry, failed: Callable[[JobFailed], None]) -> None:
-        """Run a job again that the store has failed. `failed`: told instead if its checkpoint is being given up."""
+        """Retry a job after a pause. `failed` is called instead if its checkpoint is being given up."""
         job, round_number, error = item
         given_up = JobFailed(job.key, job.slots, error)
         if self._is_dropping(job.key):
@@ -131,7 +129,7 @@ class JobRunner:
         self._later.put(job.key, self._held.held(job.key, error), again)
 
     def look_again(self, item: LookAgain, attempt: int, failed: Callable[[JobFailed], None]) -> None:
-        """Have a job look later whether another flusher is so far, but not for ever. `attempt`: the ring's."""
+        """Have a job poll another flusher again later, up to a timeout. `attempt`: the ring's."""
         job = item.job
 
         def again() -> None:
@@ -149,16 +147,16 @@ class JobRunner:
             self.looks.put(item, again)
 
     def later(self, key: CheckpointId, error: StoreError, act: Callable[[], None]) -> None:
-        """Call `act` after the pause of a checkpoint that the store has failed."""
+        """Call `act` after the retry pause of this checkpoint."""
         self._later.put(key, self._held.held(key, error), act)
 
     def at_once(self, key: CheckpointId) -> None:
-        """A checkpoint that waits for the store, or for other flushers, need not wait any longer."""
+        """Make the pending retries and polls of a checkpoint due now."""
         self._later.at_once(key)
         self.looks.at_once(key)
 
     def progressed(self, key: CheckpointId) -> None:
-        """When the store takes something of a held checkpoint, all that waits for the store is tried at once."""
+        """Note a success. If the store had been failing this checkpoint, make all pending retries due now."""
         if self._held.progressed(key):
             self._later.at_once()
 
@@ -178,7 +176,7 @@ class JobRunner:
 
     @property
     def wait_seconds(self) -> list[float]:
-        """How long until each queue has something to do."""
+        """Seconds until the next retry and the next poll are due, if any."""
         waits = (self._later.wait_seconds, self.looks.wait_seconds)
         return [wait for wait in waits if wait is not None]
 
@@ -189,5 +187,5 @@ class JobRunner:
 
     @property
     def held_error(self) -> StoreError | None:
-        """Why the store takes nothing; None if it has failed nothing."""
+        """The last error of the store; None if it has never failed."""
         return self._held.error

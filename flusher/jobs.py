@@ -1,13 +1,13 @@
-"""Does the jobs of the pipeline: the only place where a checkpoint's bytes meet the store. Runs in worker threads.
+"""Runs the pipeline's jobs in worker threads: the only place where a checkpoint's bytes meet the store.
 
     Open ─► choose a name, Store.begin, intent; or Store.resume with what a dead flusher recorded
     Verify, Patch ─► the slot's memory (holdfast/image/chunks.py)
     WritePart ─► Upload.write_part ─► recorded (flusher/progress.py)
-    Publish ─► Upload.publish ─► manifest        the store looks at the claim in each try (holdfast/store/guarded.py)
-    the others ─► what several flushers of one image tell each other (flusher/share_jobs.py)
+    Publish ─► Upload.publish ─► manifest        the store checks the lease in each try (holdfast/store/guarded.py)
+    the others ─► coordination of the flushers of one image (flusher/share_jobs.py)
 
-Every method gives the event that answers its job, or raises an error of ours. A job that failed may be run again, and
-so may one that found that another flusher is not so far (`NotYet`).
+Each method returns the event that answers its job, or raises a `HoldfastError`, or `NotYet` if another flusher is
+behind. In either case the job may be run again.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class _Target:
     upload: Upload
     file: str
     write_id: str
-    progress: Progress | None  # None where nobody could go on with the upload
+    progress: Progress | None  # None: the upload is not resumable
 
 
 @dataclass(slots=True)
 class _Tally:
-    """The flusher's times for one checkpoint: sums over threads, so they may exceed the time that passed."""
+    """The flusher's times for one checkpoint, summed over threads: they may exceed the elapsed time."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class _Tally:
 
 
 class Jobs:
-    """Takes chunks from the ring to the store; see the module. `clock`: Unix seconds, for the manifest."""
+    """Moves chunks from the ring to the store. `clock`: Unix seconds, for the manifest."""
 
     def __init__(
         self,
@@ -128,12 +128,12 @@ class Jobs:
         self.manifests: dict[CheckpointId, Manifest] = {}
 
     def run(self, job: Job) -> Event | OrphanEnded:
-        """Do one job. From any worker thread."""
+        """Run one job. Any worker thread."""
         try:
             return self._do(job)
         except StoreError as error:
             if error.begin_anew and self._others.is_shared(job.key):
-                self._others.raise_void(job.key)  # who took the upload back has said why
+                self._others.raise_void(job.key)  # the flusher that aborted the upload recorded why
             raise
 
     def _do(self, job: Job) -> Event | OrphanEnded:
@@ -171,7 +171,7 @@ class Jobs:
     def _run_with_others(
         self, job: PutCrcs | ReadCrcs | SealShare | ReadSeal | Assemble | AwaitPublished | EndOrphan
     ) -> Event | OrphanEnded:
-        """Jobs by which the flushers of one image coordinate."""
+        """Run a job by which the flushers of one image coordinate."""
         match job:
             case PutCrcs():
                 self._others.put_crcs(job)
@@ -198,25 +198,25 @@ class Jobs:
                 return OrphanEnded(key, None)
 
     def discard(self, key: CheckpointId, error: HoldfastError) -> None:
-        """Take back what was written of a checkpoint that will not be published. `error`: why. Raises `StoreError`, and
-        `FencedError`: it is another writer's to give up.
+        """Abort the upload of a checkpoint that will not be published. `error`: why. Raises `StoreError`, and
+        `FencedError` if another writer owns the run.
         """
         target, dead = self._targets.get(key), self._progress.get(key)
         shared = self._others.is_shared(key)
         self.forget(key)
         if shared and self._leads:
-            self._lease.check()  # another holder of the claim may be publishing it
+            self._lease.check()  # another lease holder may be publishing it
         if shared:
             self._others.give_up(key, error)
         if self._leads:
             self._abort(target, dead)
         elif target is not None:
-            target.upload.hand_over()  # it is the lead's to take back
+            target.upload.hand_over()  # only the lead aborts it
         if shared and self._leads:
             self._others.clear(key)
 
     def forget(self, key: CheckpointId) -> None:
-        """Nothing more will be asked about this checkpoint."""
+        """Drop all state of a checkpoint that has ended."""
         self._others.forget(key)
         for table in (
             *(self._targets, self._names, self._progress),
@@ -225,13 +225,13 @@ class Jobs:
             table.pop(key, None)
 
     def record(self, key: CheckpointId) -> dict[str, Any]:
-        """This flusher's work for this checkpoint so far: seconds, and parts."""
+        """Return this flusher's tally for a checkpoint so far: seconds, and parts."""
         tally = self._tallies.get(key)
         return {**tally.seconds, **tally.counts} if tally else {}
 
     def find_progress(self, key: CheckpointId) -> Progress | None:
-        """How far a dead flusher came with this checkpoint; its name is taken from now on. From the loop's thread.
-        Raises `ProtocolError`: the record is not readable.
+        """Load a dead flusher's record of a checkpoint, and reserve its file name. For the loop's thread. Raises
+        `ProtocolError` if the record is not readable.
         """
         found = Progress.load(progress_path(self._ring.directory, key))
         if found is not None:
@@ -241,7 +241,7 @@ class Jobs:
         return found
 
     def known_manifest(self, key: CheckpointId) -> Manifest | None:
-        """The store's record of a checkpoint that the ring has forgotten; None if it was given up."""
+        """Return the manifest of a checkpoint that the ring has forgotten; None if it was given up."""
         for file in names_of(key):
             found = self._manifest(file)
             if found is not None and found.order == key:
@@ -251,7 +251,7 @@ class Jobs:
     def _open(self, job: Open) -> Event:
         self._others.note(job.key, job.share)
         if job.resume is not None:
-            return self._go_on(job)
+            return self._resume(job)
         layout = job.index.layout
         if job.share is not None and not self._leads:
             return self._join(job, job.share)
@@ -288,7 +288,7 @@ class Jobs:
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes, resumable)
 
     def _join(self, job: Open, share: ImageShare) -> Event:
-        """Open the upload that the flusher which leads has begun."""
+        """Open the upload that the lead has begun."""
         layout = job.index.layout
         start = self._others.joined(job.key, layout, share)
         with self._timed(job.key, "open_seconds"):
@@ -306,7 +306,7 @@ class Jobs:
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
     def _take_back(self, key: CheckpointId) -> None:
-        """Remove the bytes of an upload that starts over: written by us before, or by a dead flusher."""
+        """Abort the previous upload of a checkpoint that starts over, ours or a dead flusher's."""
         try:
             self._abort(self._targets.pop(key, None), self._progress.pop(key, None))
         except StoreError as error:
@@ -314,17 +314,17 @@ class Jobs:
         progress_path(self._ring.directory, key).unlink(missing_ok=True)
 
     def _abort(self, target: _Target | None, dead: Progress | None) -> None:
-        """Abort an upload of this flusher, else one of a dead flusher, and take back its intent."""
+        """Abort an upload of this flusher, else one of a dead flusher, and remove its intent."""
         if target is not None:
             target.upload.abort()
             take_back(self._store, target.write_id)
         elif dead is not None:
-            with contextlib.suppress(StoreMissing):  # nothing is left of it
+            with contextlib.suppress(StoreMissing):  # it is gone already
                 self._resume_upload(dead, self._ring.layout(dead.head.layout_digest)).abort()
             take_back(self._store, dead.head.write_id)
 
-    def _go_on(self, job: Open) -> Event:
-        """Open the upload of a dead flusher, and check that the store has the parts that the record names."""
+    def _resume(self, job: Open) -> Event:
+        """Resume the upload of a dead flusher, and check that the store has the parts that the record names."""
         progress, layout = self._progress[job.key], job.index.layout
         head = progress.head
         manifest = self._manifest(head.file)
@@ -377,7 +377,7 @@ class Jobs:
         return sealed
 
     def _published_by_lead(self, key: CheckpointId) -> Event:
-        """See how it ended, by the manifest alone: the records go after it is written."""
+        """Learn the outcome from the manifest alone: the lead removes the share records after writing it."""
         self._others.await_end(key)
         target = self._targets[key]
         manifest = self._manifest(target.file)
@@ -422,7 +422,7 @@ class Jobs:
 
 
 def _part_crcs(progress: Progress, layout: Layout) -> dict[int, int]:
-    """CRC-32 of each part that is recorded as written."""
+    """Return the CRC-32 of each part that is recorded as written."""
     part_chunks = progress.head.part_bytes // layout.chunk_bytes
     found: dict[int, int] = {}
     for part, segment_crcs in progress.parts.items():

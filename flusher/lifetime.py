@@ -1,10 +1,10 @@
-"""The life of a flusher process: it takes claim, ring and threads in order, and gives them back in the reverse order.
+"""Life of a flusher process: acquires lease, ring and threads in order, and releases them in the reverse order.
 
-    lock on this machine ─► store answers ─► claim on the run ─► what dead writers left goes, but for uploads in flight
-    ─► a dead flusher's ring, or a new one ─► socket ─► ready ─► Service.run ─► socket, ring, claim and lock given back
+    lock on this machine ─► store answers ─► lease on the run ─► leftovers of dead writers removed, except live uploads
+    ─► a dead flusher's ring, or a new one ─► socket ─► ready ─► FlusherService.run ─► socket, ring, lease, lock freed
 
-A flusher that fails leaves the ring in place, and the next one resumes it. Nothing that takes long is done before the
-socket is there, because a stager may be waiting with slots that fill up.
+If a flusher fails, the ring stays for the next one. Slow work waits until the socket exists, because a stager may be
+waiting with slots that fill up.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Be the flusher of a run until all is done. Main thread only: it handles signals, and ignores them when it ends.
-    `ready` is called once when stagers may connect, with `{"directory", "attempt"}`.
+    """Run the flusher of a run until nothing is left to do. Main thread only: it handles signals, and ignores them at
+    the end. `ready` is called once when stagers may connect, with `{"directory", "attempt"}`.
 
     Raises:
         FencedError: Another flusher serves this run, here or elsewhere, or took it over.
-        ConfigError: The ring does not fit, or its directory is not safely ours.
-        StoreError: The store does not answer or does not take writes.
+        ConfigError: The ring does not fit, or its directory is not private to this user.
+        StoreError: The store does not answer or accepts no writes.
     """
     with contextlib.ExitStack() as held:
         events = EventLog(config.events, role="flusher")
         held.callback(events.close)
         store = open_store(config.store)
         held.callback(store.close)
-        # Before all that others wait for: it may take seconds to end, and claim and ring are given back by then.
+        # Entered before lease and ring, so that they are released before its exit, which may take seconds.
         held.enter_context(export_spans("flusher", store.url, events))
         directory = runtime_directory(config.store, config.runtime_dir, share=config.share.index)
         held.enter_context(_instance(directory))
         refuse_missing_parent(config.store, create=config.create)
         store.check(write=True)
         inbox = Inbox()
-        held.callback(inbox.close)  # last of these: the threads of the others still speak into it
+        held.callback(inbox.close)  # after all that follow, whose threads still use it
         leads = config.share.leads
         lease = WriterLease(store, config.heartbeat_seconds) if leads else MemberLease()
         held.callback(lease.end)
@@ -132,7 +132,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         events.emit("flusher_ready", {"attempt": lease.attempt, "directory": str(directory)})
         ready({"directory": str(directory), "attempt": lease.attempt})
         for number in ENDING_SIGNALS:
-            # `run` hears them; when it is over, told to end is not cut short
+            # `run` installs handlers of its own; after it, a signal must not cut the shutdown short
             signal.signal(number, signal.SIG_IGN)
         service.run()
         maintenance.stop()
@@ -159,7 +159,7 @@ def _ring(
     found: Ring | None,
     is_left: Callable[[], bool],
 ) -> Iterator[Ring]:
-    """The ring that was found, or a new one. Removed when all is done; kept when it is left, or this flusher fails."""
+    """Yield the ring that was found, or a new one. Remove it at the end, unless the next flusher is to take it over."""
     if found is None:
         Ring.remove(directory, keeps_doubts=True)
         chunk_bytes = config.chunk_bytes or chunk_bytes_for(_newest_image_bytes(store), config.ring_bytes)
@@ -174,8 +174,8 @@ def _ring(
         try:
             yield ring
         except FencedError:
-            # Its contents belong to a run that is somebody else's now. Doubts about what this one has published
-            # are known here alone: the next flusher here marks it.
+            # Another writer owns the run, so the chunks are useless. Doubts about checkpoints published from here
+            # are known only here: the next flusher on this machine marks them.
             Ring.remove(directory, keeps_doubts=True)
             raise
     if not is_left():
@@ -183,13 +183,13 @@ def _ring(
 
 
 def _total_bytes(directory: Path) -> int:
-    """The size of the file system: a ring there can never become larger."""
+    """Return the size of the file system: a ring there can never become larger."""
     found = os.statvfs(directory)
     return found.f_blocks * found.f_frsize
 
 
 def _find_ring(directory: Path, events: EventLog) -> Ring | None:
-    """The ring of a flusher that ended too early, if there is one and it can be read."""
+    """Return the ring of a flusher that ended too early; None without one, or if it cannot be read."""
     if not (directory / "journal").exists():
         return None
     reach(Point.RECOVERING)
@@ -202,7 +202,7 @@ def _find_ring(directory: Path, events: EventLog) -> Ring | None:
 
 
 def _fits(ring: Ring, config: FlusherConfig) -> bool:
-    """Whether the ring has the sizes that were set; a size that was not set may be any."""
+    """Whether the ring has the configured sizes; a size that is not configured may be any."""
     chunks_fit = config.chunk_bytes in (None, ring.chunk_bytes)
     return chunks_fit and (
         config.ring_bytes is None or config.ring_chunks(ring.chunk_bytes) == ring.ring_chunks
@@ -210,16 +210,16 @@ def _fits(ring: Ring, config: FlusherConfig) -> bool:
 
 
 def _newest_image_bytes(store: Store) -> int | None:
-    """The size of the run's newest checkpoint whose manifest can be read; None without one."""
+    """Return the size of the run's newest checkpoint whose manifest can be read; None without one."""
     items = Catalog(store).newest_first()
     return next((item.manifest.image_bytes for item in items if item.manifest is not None), None)
 
 
 def _clean_store(store: Store, attempt: int, ring: Ring | None, events: EventLog) -> list[CheckpointId]:
-    """Remove what dead flushers left in the store, but for the uploads that go on. Returns the checkpoints of which
-    other flushers may still write shares, although the one that led is gone.
+    """Remove leftovers of dead flushers from the store, except uploads that are resumed. Return the checkpoints whose
+    lead is gone while other flushers may still write shares of them.
 
-    Files that a later writer is sending are left: this flusher may have stood still since it took its claim.
+    Uploads of later writers stay: this flusher may have been suspended since it acquired its lease.
     """
     objects = store.list()
     orphans = find_orphans(store, objects, attempt, () if ring is None else ring.checkpoint_names())
@@ -256,7 +256,7 @@ def _publish_leftovers(
 
 
 class _Log(FlushListener):
-    """A listener for a flusher without a stager; the event log has the rest."""
+    """Listener of a flusher without a stager; the event log has the rest."""
 
     def durable(self, key: CheckpointId, durable: DurableStep) -> None:
         _log.info("%s: recovered from the ring as %s", key, durable.file)

@@ -1,4 +1,4 @@
-"""The listener that is told how checkpoints end: the stager's handler while one is attached."""
+"""Callbacks for the outcomes of checkpoints; the stager's handler gets them while a stager is attached."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from holdfast.image.manifest import Manifest
 
 
 class FlushListener:
-    """Base of listeners, and the one that passes over everything. Its methods are called in the loop's thread."""
+    """Listener that ignores everything, and base of the others. Its methods are called in the loop's thread."""
 
     def began(self, key: CheckpointId, part_chunks: int) -> None:
-        """The upload takes parts of this many chunks: the ring must keep that many slots for the lowest one."""
+        """The ring must be able to hold `part_chunks` chunks of this checkpoint together before it frees one."""
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
     def grown(self, note: str) -> None:
-        """The ring has more slots, as its journal says. `note`: to be told, once it grows no further; or empty."""
+        """The ring has grown to the size in its journal. `note`: for the user, with the last growth; else empty."""
 
     def durable(self, key: CheckpointId, durable: DurableStep) -> None: ...
 
     def read_back(self, result: ReadBack) -> None:
-        """Verified, bad, or not known."""
+        """The checkpoint is verified or bad, or the read-back failed."""
 
     def failed(self, key: CheckpointId, error: HoldfastError) -> None:
-        """Given up; nothing of it is in the store."""
+        """The checkpoint was given up, and will not be published."""
 
 
 @dataclass(frozen=True, slots=True)
 class DurableStep:
-    """A published checkpoint as a listener sees it, without its manifest, because many of these are remembered."""
+    """A published checkpoint, without its manifest because many of these are remembered."""
 
     file: str
     pgt2_seconds: float
-    record: dict[str, Any]  # the flusher's part of it
+    record: dict[str, Any]  # the flusher's part of the manifest's record
 
     @classmethod
     def of(cls, manifest: Manifest) -> DurableStep:
@@ -52,14 +52,14 @@ _KEPT = 256
 
 
 class LookedUp(NamedTuple):
-    """An answer of the store, for the inbox."""
+    """Message for the inbox: how a checkpoint ended, according to the store."""
 
     key: CheckpointId
     ended: DurableStep | HoldfastError
 
 
 class EndedCheckpoints:
-    """How the last checkpoints ended; of others the store knows it. For the loop's thread."""
+    """Outcomes of the last checkpoints; older ones are looked up in the store. For the loop's thread."""
 
     def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox) -> None:
         self._jobs, self._workers, self._inbox = jobs, workers, inbox
@@ -71,14 +71,14 @@ class EndedCheckpoints:
             self._ended.popitem(last=False)
 
     def ask(self, key: CheckpointId) -> DurableStep | HoldfastError | None:
-        """How it ended; None: the store is asked, and the inbox gets a `LookedUp`."""
+        """Return how a checkpoint ended; None: a thread asks the store, and the inbox gets a `LookedUp`."""
         ended = self._ended.get(key)
         if ended is None:
             self._workers.submit((0, *key), lambda: self._look_up(key))
         return ended
 
     def _look_up(self, key: CheckpointId) -> None:
-        """In a worker thread."""
+        """Runs in a worker thread."""
         try:
             manifest = self._jobs.known_manifest(key)
         except HoldfastError as error:

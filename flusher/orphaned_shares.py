@@ -1,10 +1,10 @@
-"""Checkpoints whose lead is gone while flushers of other shares may still write: whoever holds the run now ends them.
+"""Ends checkpoints whose lead is gone while flushers of other shares may still write. Only the lease holder does so.
 
     records of an earlier attempt ─► all sealed ─► published, as the lead would have done
-                                  ├► not yet    ─► looked at again, until too late ─► void, and the upload is taken back
-                                  └► the lead's own seal is not there ─► the same at once: nobody writes that share now
+                                  ├► not yet    ─► polled up to a timeout ─► voided, and the upload is aborted
+                                  └► the lead's own seal is missing ─► voided at once: nobody writes that share now
 
-The lead's seal has what only the lead knew, so that nothing of its machine is needed.
+The lead's seal has everything that only the lead knew, so its machine is not needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 class OrphanedShares:
-    """Ends them, one call for each look. From any worker thread; one call for one checkpoint at a time."""
+    """Publishes or voids them, one call per poll. Any worker thread; one call for one checkpoint at a time."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class OrphanedShares:
         self._seals: dict[CheckpointId, list[ShareSeal]] = {}
 
     def publish(self, key: CheckpointId) -> Manifest:
-        """Publish one whose shares are all sealed. Raises `NotYet`, and an error of ours where it cannot be done."""
+        """Publish a checkpoint whose shares are all sealed. Raises `NotYet`, or a `HoldfastError` if it cannot."""
         records = ShareRecords(self._store, key)
         start, layout = records.start(), records.layout()
         if start is None or layout is None:
@@ -91,13 +91,13 @@ class OrphanedShares:
         return manifest
 
     def take_back(self, key: CheckpointId, error: HoldfastError) -> None:
-        """Nobody publishes it any more. Raises `FencedError`: the run is another writer's; `StoreError`."""
+        """Void a checkpoint and abort its upload. Raises `StoreError`, and `FencedError` if the run is another's."""
         self._lease.check()
         records = ShareRecords(self._store, key)
         records.put_void(0, str(error))
         start = records.start()
         if start is not None:
-            with contextlib.suppress(StoreMissing):  # nothing is left of it
+            with contextlib.suppress(StoreMissing):  # it is gone already
                 self._store.resume(start.file, start.begun()).abort()
             take_back(self._store, start.write_id)
             records.clear(start.count, keep_void=True)
@@ -129,10 +129,9 @@ class OrphanedShares:
 def find_orphans(
     store: Store, objects: Sequence[ObjectInfo], attempt: int, kept: Collection[CheckpointId]
 ) -> dict[CheckpointId, str]:
-    """Checkpoints of attempts before `attempt` that others may still write, with their write-ids. The records of those
-    that have ended are removed. `kept`: checkpoints that this flusher's own ring goes on with.
-
-    Only for the run's one writer.
+    """Find checkpoints of attempts before `attempt` that others may still write, with their write-ids. Remove the
+    records of those that have ended. `kept`: checkpoints that this flusher's own ring resumes. Only for the lease
+    holder.
 
     Raises:
         StoreError: The store failed; may be called again.
@@ -156,5 +155,5 @@ def _start(store: Store, key: CheckpointId) -> ShareStart | None:
     try:
         return ShareRecords(store, key).start()
     except (ProtocolError, DamageError) as error:
-        _log.warning("%s: no other writer's share is waited for: %s", key, error)
+        _log.warning("%s: the shares of other writers are not waited for: %s", key, error)
         return None

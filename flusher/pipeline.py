@@ -1,26 +1,25 @@
-"""The pure core of the flush: chunks in any order become one file with true CRCs, or nothing.
+"""Pure core of the flush: makes one file with correct CRCs from chunks in any order, or nothing.
 
     ChunkFull ─► Verify ─► all CRC fields in the chunk known? ─► Patch ─► part complete? ─► WritePart ─► FreeSlots
                     │              ▲                                                            │
                     └─ entry CRCs ─┘                         staged, and all parts written ─► Publish
 
 Rules:
-1. A chunk is written only after every sender's CRC held, and after the CRC of every entry that its zip fields state is
-   known: those entries end before the field, so chunks that come in order never wait for later ones.
-2. The CRC that goes with a part is combined from the CRCs of the verified segments, never taken from the memory again:
-   a bit that flips between verify and patch is caught there, one that flips before the write by the store or by
-   read-back.
-3. Published means staged, and all parts written. Whatever fails before drops the whole checkpoint; but when what was
-   written is lost and every chunk is still here, it starts over.
-4. A slot is freed once, when no job reads it any more; a dropped checkpoint is discarded when its last job has ended.
-5. A known event may be repeated (a stager that has found a new flusher says all it knows): nothing happens.
-6. Bytes that a dead flusher had written count once the upload is open again. Until then its chunks only wait: if the
-   store has lost the upload, those that are still in the ring are needed.
+1. A chunk is written once every sender's CRC matched, and the CRC of every entry that its zip fields state is known.
+   These entries end before the field, so chunks that arrive in order never wait for later ones.
+2. The CRC that goes with a part is combined from the CRCs of the verified segments, never computed from memory again.
+   A bit flip between verify and patch is caught there, a later one by the store or by read-back.
+3. A checkpoint is published when it is staged and all parts are written. A failure before that drops the whole
+   checkpoint. Only if the store lost the written parts and every chunk is still here, the flush starts over.
+4. A slot is freed once, when no job reads it any more. A dropped checkpoint is discarded when its last job has ended.
+5. A repeated event has no effect: a stager that has found a new flusher repeats all it knows.
+6. Parts that a dead flusher wrote count once the upload is open again. Until then its chunks only wait: if the store
+   has lost the upload, the chunks still in the ring are needed.
 7. Where several flushers write one file, this one writes a range of chunks. Parts whose CRC fields state entries of
-   another share are late: they wait for the CRCs that its flusher puts into the store. The last act of a share is its
-   seal; only the flusher that leads publishes, when all are sealed. Which share was sealed cannot be given up here.
-8. When there is no room for what comes in, an older whole checkpoint may give up its place; the newest whole one never
-   does (`superseded`). When that is done is not decided here, because it takes a clock.
+   another share are late: they wait for the CRCs that its flusher puts into the store. A share ends with its seal, and
+   the lead publishes when all are sealed. A sealed share cannot be given up here.
+8. When incoming chunks have no room, an older whole checkpoint may lose its place, but never the newest whole one
+   (`superseded`). `flusher.succession` decides when, because that takes a clock.
 
 No threads, clocks, files or memory here: events in, actions out. Not thread-safe.
 """
@@ -69,13 +68,13 @@ from holdfast.image.share_sums import ShareSums, entry_crcs_of
 
 
 class Pipeline:
-    """Takes events, gives actions.
+    """Takes events, returns actions.
 
     Args:
         ring_chunks: Slots in the ring: a part must fit into it.
 
     Attributes:
-        ring_chunks: To be changed when the ring has grown; for checkpoints whose upload is opened after that.
+        ring_chunks: Set by the owner when the ring has grown; counts for uploads that are opened after that.
     """
 
     def __init__(self, ring_chunks: int) -> None:
@@ -84,7 +83,7 @@ class Pipeline:
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way."""
+        """Whether no checkpoint is in flight."""
         return not self._flights
 
     def receiving(self) -> list[CheckpointId]:
@@ -93,20 +92,20 @@ class Pipeline:
 
     @property
     def only_receiving(self) -> bool:
-        """Nothing is under way but checkpoints that wait for chunks, for `Staged` or for other flushers, if any."""
+        """Whether all checkpoints in flight wait for chunks, for `Staged` or for other flushers."""
         waiting = sum(flight.waits for flight in self._flights.values())
         return len(self.receiving()) + waiting == len(self._flights)
 
     @property
     def only_sealed(self) -> bool:
-        """Nothing is under way but shares that are sealed, and wait for the flusher that leads."""
+        """Whether all checkpoints in flight are sealed shares that wait for the lead."""
         return all(
             flight.waits and flight.share is not None and flight.share.index
             for flight in self._flights.values()
         )
 
     def stranded(self) -> list[CheckpointId]:
-        """The uploads of `receiving` that no other process could continue, although parts of them were written."""
+        """Return those of `receiving` that have parts in an upload that no other process could resume."""
         flights = self._flights
         return [
             key
@@ -116,18 +115,18 @@ class Pipeline:
         ]
 
     def any_staged(self) -> bool:
-        """Whether something waits only for the store."""
+        """Whether a staged checkpoint waits for the store."""
         return any(flight.staged and flight.error is None for flight in self._flights.values())
 
     def superseded(self, *, begun: bool) -> tuple[CheckpointId, CheckpointId] | None:
-        """The oldest whole checkpoint that can make room, and the newest whole one, which takes its place. `begun`:
-        whether a checkpoint may go of which the store has parts already. Returns None while there is room for all that
-        comes in, or if nothing can go.
+        """Return the oldest whole checkpoint that can make room, and the newest whole one, which takes its place; None
+        while incoming chunks have room, or if no checkpoint can go. `begun`: include checkpoints of which the store has
+        parts.
         """
         flights = [flight for flight in self._flights.values() if flight.error is None]
         if sum(flight.staged for flight in flights) < 2:
             return None
-        # Slots of what is being given up become free by themselves.
+        # Slots of checkpoints being given up become free by themselves.
         room = self.ring_chunks - sum(len(flight.slots) for flight in flights)
         coming = sum(flight.missing for flight in flights if not flight.staged)
         if coming <= room:
@@ -137,7 +136,7 @@ class Pipeline:
         return (may_go[0], whole[-1].key) if may_go else None
 
     def missing(self, key: CheckpointId) -> int:
-        """How many chunks of this checkpoint have not come; it is one of `receiving`."""
+        """Return how many chunks of one of `receiving` have not arrived."""
         return self._flights[key].missing
 
     def knows(self, key: CheckpointId) -> bool:
@@ -145,17 +144,17 @@ class Pipeline:
         return key in self._flights
 
     def given_up(self, key: CheckpointId) -> HoldfastError | None:
-        """Why this checkpoint is being given up, its slots freed; None if it is not."""
+        """Return why this checkpoint is being given up, its slots freed; None if it is not."""
         flight = self._flights.get(key)
         return None if flight is None or flight.anew else flight.error
 
     def is_dropping(self, key: CheckpointId) -> bool:
-        """Whether this checkpoint is being given up: its jobs need not succeed any more."""
+        """Whether this checkpoint is being given up: its jobs need not succeed."""
         flight = self._flights.get(key)
         return flight is not None and flight.error is not None and not flight.anew
 
     def chunks_together(self, key: CheckpointId) -> int:
-        """How many chunks must be in the ring together before any slot of this checkpoint is freed; 0 if unknown.
+        """Return how many chunks of a checkpoint must be in the ring together before a slot is freed; 0 if unknown.
 
         The stager keeps this many slots free of newer checkpoints.
         """
@@ -164,17 +163,17 @@ class Pipeline:
             return 0
         if flight.keeps_slots:
             return flight.index.layout.chunks
-        # Late parts stay until other flushers have all their chunks, and the part after them must come meanwhile.
+        # Late parts stay until other flushers have all their chunks, and the next part must fit in beside them.
         wanted = flight.part_chunks * (1 + flight.late_parts())
         return max(flight.part_chunks, min(wanted, len(flight.chunks), self.ring_chunks))
 
     def handle(self, event: Event) -> list[Action]:
-        """Take one event; give what is to be done now, in order."""
+        """Take one event; return the actions to perform now, in order."""
         if isinstance(event, Begin):
             return self._begin(event)
         flight = self._flights.get(event.key)
         if flight is None:
-            # Chunks of a checkpoint that was dropped may still come in for a while: they only cost their slot.
+            # Chunks of a dropped checkpoint may still arrive for a while: free their slots.
             return [FreeSlots((event.slot,))] if isinstance(event, ChunkFull) else []
         match event:
             case ChunkFull():
@@ -183,7 +182,7 @@ class Pipeline:
                 return self._staged(flight)
             case Aborted(_, error):
                 if flight.publishing and flight.share is not None and flight.share.index:
-                    return []  # sealed, or just now: the flusher that leads may be publishing it
+                    return []  # sealed or being sealed: the lead may be publishing it
                 return self._drop(flight, error)
         return self._answered(flight, event)
 
@@ -202,7 +201,7 @@ class Pipeline:
         | Published
         | JobFailed,
     ) -> list[Action]:
-        """A job has ended."""
+        """Handle the event by which a job ends."""
         flight.jobs -= 1
         if isinstance(event, CrcsPut | CrcsRead | Sealed | SealRead | AllSealed):
             return self._heard_of_others(flight, event)
@@ -244,10 +243,10 @@ class Pipeline:
             said_again = event.slot in flight.slots.values()
             return [] if said_again else [FreeSlots((event.slot,))]
         if flight.slots.get(event.chunk) == event.slot:
-            return []  # said again
+            return []  # repeated
         if flight.is_written(event.chunk) and event.chunk not in flight.slots:
             if flight.opened and not flight.keeps_slots:
-                # Recorded as written, and the flusher died before it freed it.
+                # Recorded as written by a flusher that died before it freed the slot.
                 return [FreeSlots((event.slot,))]
             self._note(flight, event)
             return []
@@ -266,7 +265,7 @@ class Pipeline:
         flight.came[event.chunk] = event
 
     def _keep(self, flight: Flight, event: ChunkFull) -> list[Action]:
-        """A chunk of a checkpoint that will start over: looked at then."""
+        """Note a chunk of a checkpoint that will start over, and is verified then."""
         if event.chunk not in flight.slots:
             self._note(flight, event)
         return []
@@ -278,7 +277,7 @@ class Pipeline:
 
     def _staged(self, flight: Flight) -> list[Action]:
         if flight.anew:
-            flight.staged = True  # its gaps are seen when it starts over
+            flight.staged = True  # missing chunks are noticed when it starts over
         if flight.error is not None or flight.staged:
             return []
         if flight.missing:
@@ -317,12 +316,12 @@ class Pipeline:
             return self._drop(flight, error)
         reads = self._read_others(flight)
         if flight.resume is not None:
-            return reads + self._go_on(flight)
+            return reads + self._resume(flight)
         writes = [action for part in flight.parts for action in self._maybe_write(flight, part)]
         return reads + writes + self._maybe_put_crcs(flight)
 
-    def _go_on(self, flight: Flight) -> list[Action]:
-        """The upload of a dead flusher is open: what it had written needs no slot, the rest is looked at."""
+    def _resume(self, flight: Flight) -> list[Action]:
+        """Resume a dead flusher's upload: free the slots of written chunks, verify the others."""
         written = tuple(chunk for chunk in flight.slots if flight.is_written(chunk))
         actions: list[Action] = []
         if written and not flight.keeps_slots:
@@ -379,7 +378,7 @@ class Pipeline:
                 return self._start(flight, [Publish(event.image)])
 
     def _read_others(self, flight: Flight) -> list[Action]:
-        """The nearest share by itself, since the others are seldom later. Once it is there, all others together."""
+        """Poll the nearest share by itself, since the others are seldom later; then all others together."""
         if flight.share is None:
             return []
         asked = flight.unread if flight.others else flight.unread[-1:]
@@ -407,7 +406,7 @@ class Pipeline:
         if share.index:
             return self._start(flight, [AwaitPublished(flight.key)])
         flight.seals[0] = event.seal
-        # All at the same time, so that what was sealed last is known within the time of one request.
+        # All polled at the same time, so that the last seal is noticed within the time of one request.
         reads: list[Job] = [ReadSeal(flight.key, share, of) for of in range(1, share.shares.count)]
         return self._start(flight, reads) + self._maybe_assemble(flight)
 
@@ -423,7 +422,7 @@ class Pipeline:
 
     def _maybe_patch(self, flight: Flight, chunk: int) -> list[Action]:
         if chunk not in flight.segment_crcs or flight.chunk_left[chunk] or flight.is_written(chunk):
-            return []  # written: by a dead flusher, before the chunk with the entry was
+            return []  # already written by a dead flusher
         index = flight.index
         fields = index.fields[chunk]
         if not fields:
@@ -483,8 +482,8 @@ class Pipeline:
             flight.error, flight.anew = error, True
         return self._drop(flight, error)
 
-    def _begin_anew(self, flight: Flight) -> list[Action]:
-        """Nothing of the upload counts, and every chunk that came is still in its slot: all once more."""
+    def _start_over(self, flight: Flight) -> list[Action]:
+        """Start over with a new upload: every chunk that arrived is still in its slot."""
         again = self._flights[flight.key] = Flight(flight.key, flight.index)
         actions: list[Action] = self._start(again, [Open(flight.key, flight.index)])
         for chunk in sorted(flight.came.keys() & flight.slots.keys()):
@@ -492,13 +491,13 @@ class Pipeline:
         return actions + (self._staged(again) if flight.staged else [])
 
     def _drop(self, flight: Flight, error: HoldfastError) -> list[Action]:
-        """Give the checkpoint up, or go on giving it up: free what no job uses, discard after the last job."""
+        """Give up a checkpoint, or continue to: free the slots that no job uses, and discard after the last job."""
         flight.error, flight.waits = flight.error or error, False
         if flight.anew and not isinstance(error, StoreError):
             flight.anew = False  # aborted meanwhile, or damaged
             flight.error = error
         if flight.anew:
-            return [] if flight.jobs else self._begin_anew(flight)
+            return [] if flight.jobs else self._start_over(flight)
         idle = {chunk: slot for chunk, slot in flight.slots.items() if slot not in flight.busy}
         for chunk in idle:
             del flight.slots[chunk]

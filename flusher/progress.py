@@ -1,12 +1,12 @@
-"""The record, beside the ring, of the parts that the store has of one checkpoint: the next flusher resumes from it.
+"""Record, beside the ring, of the parts of one checkpoint that the store has: the next flusher resumes from it.
 
     flush-<attempt>-<step>      head: file, write-id, token, part_bytes, layout digest
                                 one line per part that the store has: its index, its segments' CRCs
                                 published
 
 A line is written after the store has the part and before its slots are freed, so a chunk is always in the ring, or
-recorded, or both. Each line carries its own CRC-32; reading ends at the first that does not hold, which is where a
-writer was killed. In memory, as the ring: nothing is synced.
+recorded, or both. Each line carries its own CRC-32; reading ends at the first bad line, where a writer was killed. The
+file is in memory like the ring: nothing is synced.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ class _Published(_Line):
 
 
 def progress_path(directory: Path, key: CheckpointId) -> Path:
-    """Where the record of one checkpoint lies."""
     return directory / f"flush-{key.attempt}-{key.step}"
 
 
 class Progress:
-    """The record of one checkpoint. Get one by `begin` or `load`; parts may be added from any thread. `parts`: per part
-    that the store has, the CRCs of the segments of each of its chunks.
+    """Record of one checkpoint, made by `begin` or `load`. Any thread may add parts. `parts`: for each part that the
+    store has, the segment CRCs of each of its chunks.
     """
 
     def __init__(self, path: Path, head: Head) -> None:
@@ -72,7 +71,7 @@ class Progress:
 
     @classmethod
     def begin(cls, path: Path, head: Head) -> Progress:
-        """Start a new record, in place of one that is there."""
+        """Start a new record, replacing an existing one."""
         path.unlink(missing_ok=True)
         progress = cls(path, head)
         progress._append(head)
@@ -80,12 +79,12 @@ class Progress:
 
     @classmethod
     def load(cls, path: Path) -> Progress | None:
-        """A dead flusher's record; None if there is no record, or not even a head.
+        """Read a dead flusher's record; None if there is no record, or not even a head.
 
-        A line that it was writing when it died is taken off, so that the next one begins where it should.
+        A line that the flusher was writing when it died is truncated.
 
         Raises:
-            ProtocolError: Whole lines that are none of ours.
+            ProtocolError: A whole line is not of this format.
         """
         try:
             fd = open_private_file(path, os.O_RDWR)
@@ -116,12 +115,12 @@ class Progress:
         return Resume(self.head.part_bytes // chunk_bytes, dict(self.parts))
 
     def add_part(self, part: int, segment_crcs: tuple[tuple[int, ...], ...]) -> None:
-        """The store has this part. Raises `StoreError` when the record cannot be written: it is tried again."""
+        """Record that the store has this part. Raises a retriable `StoreError` if the record cannot be written."""
         self._append(_Part(part=part, chunks=segment_crcs))
         self.parts[part] = segment_crcs
 
     def add_published(self) -> None:
-        """The file has its name, and only the manifest is missing."""
+        """Record that the file is published, and only its manifest is missing."""
         self._append(_Published(published=True))
         self.published = True
 
@@ -143,7 +142,7 @@ class Progress:
 
 
 def _whole_lines(data: bytes) -> tuple[int, list[bytes]]:
-    """How many bytes are whole lines, and what stands in these."""
+    """Return how many bytes are whole lines, and the bodies of these lines."""
     bodies: list[bytes] = []
     at = 0
     while (end := data.find(b"\n", at)) >= 0:

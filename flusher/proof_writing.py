@@ -3,8 +3,8 @@
     proofs beside the ring ─┐
     published ──────────────┴─ both are known ─► step-000000123.proof.json
 
-A checkpoint that an earlier flusher has published is found by its name. A proof that cannot be written is tried
-again with the next one; without it the checkpoint is as good as before, and its resume is not proven.
+A checkpoint published by an earlier flusher is found by its name. A proof that cannot be written is retried with the
+next one; without it the checkpoint is intact, but its resume is not proven.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.image.proof_record import ProofRecord, proof_name
 
-_KNOWN_MAX = 64  # checkpoints whose files are known, and proofs whose checkpoints are not published
+_KNOWN_MAX = 64  # entries in each table
 
 
 class ProofWriter:
-    """See the module. In the thread of the maintenance, except `learn`."""
+    """Writes proofs. For the maintenance thread, except `learn`."""
 
     def __init__(self, context: FlusherContext) -> None:
         self._store = context.store
@@ -32,31 +32,26 @@ class ProofWriter:
         self._written: dict[CheckpointId, None] = {}
 
     def learn(self, found: Sequence[ProofRecord]) -> bool:
-        """Take all proofs that are beside the ring; whether one is news. The loop's thread."""
+        """Take all proofs beside the ring; return whether one is new. For the loop's thread."""
         before = {one.key for one in self._found}
         self._found = tuple(found)
         return any(one.key not in before for one in found)
 
     def published(self, key: CheckpointId, file: str) -> None:
-        """This checkpoint is durable. Raises `StoreError`: its proof is known, and the store refuses it."""
+        """Write the proof of a durable checkpoint, if it is known. Raises `StoreError`."""
         self._files[key] = file
         while len(self._files) > _KNOWN_MAX:
             del self._files[next(iter(self._files))]
         self._write([one for one in self._found if one.key == key])
 
     def removed(self, key: CheckpointId, file: str) -> None:
-        """This checkpoint is about to be removed, and its proof goes first. Raises `StoreError`."""
+        """Delete the proof of a checkpoint that is about to be removed. Raises `StoreError`."""
         self._files.pop(key, None)
         self._written[key] = None
         self._store.delete(proof_name(file))
 
     def write_all(self, under_way: Collection[CheckpointId]) -> None:
-        """Write the proofs of all published checkpoints. Nobody looks for those of `under_way`, which are not published
-        yet.
-
-        Raises:
-            StoreError: The store refuses one.
-        """
+        """Write the proofs of all checkpoints but those `under_way`, which are not published. Raises `StoreError`."""
         self._write([one for one in self._found if one.key not in under_way])
 
     def _write(self, found: Sequence[ProofRecord]) -> None:
@@ -73,7 +68,7 @@ class ProofWriter:
                 del self._written[next(iter(self._written))]
 
     def _find(self, key: CheckpointId) -> str | None:
-        """The file of a checkpoint that another flusher has published, or this one long ago."""
+        """Return the file of a checkpoint that another flusher has published, or this one long ago."""
         for file in names_of(key):
             name = manifest_name(file)
             try:

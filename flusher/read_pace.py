@@ -1,10 +1,10 @@
-"""How fast published checkpoints are read while others are written.
+"""The pace at which published checkpoints are read back while others are written.
 
-Training waits for the ring's chunks, and these for the store; nobody is in a hurry to have a checkpoint read. A read
+Training waits for slots of the ring, and these for the store; nobody is in a hurry to have a checkpoint read. A read
 therefore waits while anything is being written. But a training that always writes would never have a checkpoint
-verified, and would pile up those that retention removes only once a newer one is. Therefore half as many bytes are
-read as are written: while one checkpoint is read back, no more than two or three of its size come to be. A store that
-takes nothing for seconds holds no read back.
+verified, and retention, which waits for newer verified ones, would let old ones pile up. Therefore half as many bytes
+are read as are written: during one read-back, at most two or three checkpoints of its size are written. If the store
+accepts nothing for seconds, reads go ahead.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from __future__ import annotations
 import threading
 
 _READ_PER_WRITTEN = 0.5
-_AHEAD_BYTES_MAX = 64 << 20  # what was written while nothing was read is not made up for
+_AHEAD_BYTES_MAX = 64 << 20  # limit of what may be read in return for earlier writes
 _WAITS_SECONDS_MAX = 2.0
 
 
 class ReadPace:
-    """See the module. Any thread. `waits_seconds_max`: how long one read waits while something is being written, and
-    nothing of it gets done.
-    """
+    """Paces reads. Any thread. `waits_seconds_max`: how long one read waits while writes make no progress."""
 
     def __init__(self, waits_seconds_max: float = _WAITS_SECONDS_MAX) -> None:
         self._waits_seconds_max = waits_seconds_max
@@ -28,7 +26,7 @@ class ReadPace:
         self._allowed_bytes = 0.0
 
     def busy(self, is_busy: bool) -> None:
-        """Tell whether something is being written."""
+        """Set whether something is being written."""
         with self._changed:
             self._is_busy = is_busy
             self._changed.notify_all()
@@ -41,7 +39,7 @@ class ReadPace:
             self._changed.notify_all()
 
     def wait(self, nbytes: int) -> bool:
-        """Wait until `nbytes` may be read; False once it has ended."""
+        """Wait until `nbytes` may be read; return False after `end`."""
 
         def may_read() -> bool:
             return not self._is_busy or self._allowed_bytes > 0 or self._ended
@@ -53,7 +51,7 @@ class ReadPace:
             return not self._ended
 
     def end(self) -> None:
-        """Nothing waits any more."""
+        """Release everyone who waits."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

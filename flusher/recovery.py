@@ -1,12 +1,12 @@
-"""Recovers checkpoints of a ring that no message named, because a flusher or a stager has died.
+"""Recovers the checkpoints of a ring after a flusher or a stager has died, without messages.
 
-    checkpoint staged      ─► flushed; what a dead flusher recorded as written is not written again
-    receiving              ─► waits for its stager to come back; when that is over, given up
+    checkpoint staged      ─► flushed; parts that a dead flusher recorded as written are not written again
+    receiving              ─► waits for its stager to reconnect; given up after a timeout
     FULL, of no checkpoint ─► freed
 
-Everything read here was written by processes that are gone, perhaps in the middle of a word: a damaged record or file
-costs its checkpoint, never the start. An error of the machine (`StoreError`: no descriptors, no room) tells nothing of
-what is in the ring: it ends the start, and the ring stays for the next one.
+Everything read here was written by dead processes, perhaps interrupted in the middle of a word: a damaged record or
+file costs its checkpoint, never the start. An error of the machine (`StoreError`: no descriptors, no room) says nothing
+about the ring's contents: it ends the start, and the ring stays for the next flusher.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 def take_up(engine: Engine, ring: Ring) -> list[CheckpointId]:
-    """Hand what is staged to an engine on the same ring, and free what belongs to nothing; give what was taken."""
+    """Hand staged checkpoints to an engine on the same ring, free slots of no checkpoint; return those handed over."""
     keys = ring.checkpoint_names()
     slots = _full_slots(ring)
     for record in slots:
@@ -36,15 +36,15 @@ def take_up(engine: Engine, ring: Ring) -> list[CheckpointId]:
 
 
 def settle(engine: Engine, ring: Ring, why: str) -> None:
-    """No stager will come back: publish what is staged, give up the rest. `why`: the fate of the stager, for the
-    checkpoints that are given up.
+    """Publish what is staged and give up the rest, because no stager will come back. `why`: the stager's fate, for the
+    errors of checkpoints that are given up.
     """
-    engine.doubt()  # the word of it may have been lost
+    engine.doubt()  # the message may have been lost
     engine.prove()
     for record in _full_slots(ring):
         key = CheckpointId(record.attempt, record.step)
         if engine.pipeline_knows(key):
-            engine.chunk(record)  # heard before, or a message that was lost
+            engine.chunk(record)  # no effect if known; its message may have been lost
     for key in engine.receiving():
         said = _said(ring, key)
         if said is not None and said.state == "staged":
@@ -54,7 +54,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
     for slot in range(ring.ring_chunks):
         try:
             if ring.state(slot) is SlotState.FILLING:
-                ring.free(slot)  # its writer is gone, so this state is ours now
+                ring.free(slot)  # its writer is gone, so the flusher may free it
         except ProtocolError as error:
             _log.error("a slot of the ring stays out of use until the next start: %s", error)
     take_up(engine, ring)
@@ -68,7 +68,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
 
 
 def _not_staged(key: CheckpointId, why: str, missing: int | None = None) -> PeerLost:
-    """The reason for giving up what was never staged. `missing`: how many chunks have not come, where that is known."""
+    """Return the reason for giving up an unstaged checkpoint. `missing`: how many chunks have not arrived, if known."""
     if missing == 0:
         return PeerLost(f"{key}: {why} before every rank had said that its bytes are as they were at save()")
     return PeerLost(
@@ -77,7 +77,7 @@ def _not_staged(key: CheckpointId, why: str, missing: int | None = None) -> Peer
 
 
 def recorded(ring: Ring) -> list[Progress]:
-    """The records of uploads in the ring's directory that can be read."""
+    """Return the upload records in the ring's directory that can be read."""
     found: list[Progress] = []
     for key in ring.checkpoint_names():
         try:
@@ -119,7 +119,7 @@ def _take_up_one(engine: Engine, ring: Ring, key: CheckpointId, slots: list[Slot
 
 
 def _said(ring: Ring, key: CheckpointId) -> CheckpointRecord | None:
-    """The checkpoint's file; None if it is gone or damaged."""
+    """Return the checkpoint's record; None if it is gone or damaged."""
     try:
         return ring.checkpoint(*key)
     except (ProtocolError, ConfigError) as error:

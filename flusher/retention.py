@@ -1,34 +1,32 @@
-"""The rule that says which checkpoints of a run may go. It is pure: the service deletes the manifest, then the file.
+"""Pure rule for which checkpoints of a run may be removed; `verify_and_prune` deletes the manifest, then the file.
 
-    kept:   the newest `keep_last` good ones · every step that `keep_every` divides · the newest verified
-        one, always · the newest verified one whose numbers are finite, always · the newest whose replicas are not
-        known to have drifted apart, always · the newest that no rank has copied while training went on, and the newest
-        verified of these: others may turn out to be doubtful · rungs of the ladder: the first one of each of the newest
+    kept:   the newest `keep_last` good ones · every step that `keep_every` divides · the newest verified one, always ·
+        the newest verified one with finite numbers, always · the newest one whose replicas are not known to have
+        drifted apart, always · the newest one that no rank copied while training went on, and the newest verified of
+        these: all others may turn out to be doubtful · rungs of the ladder: the first one of each of the newest
         `keep_hourly` hours and `keep_daily` days that have one · the `keep_best` best ones by a metric, and as many of
         the verified ones
-            · those that `holdfast run` has set aside, the last few: evidence, and no other rule counts them
-            · those that `holdfast rewind` has gone back to; and of each branch that it has left what the rule keeps of
-              the branch alone, without a ladder
-    goes:   the good ones beyond that · bad ones older than the newest good one · of those that are bad for
-        their numbers all but the newest `keep_last`: a training that has diverged makes them without end
+            · the last few that `holdfast run` has set aside: evidence, which no other rule counts
+            · those that `holdfast rewind` has gone back to; on each branch that it has left, what the rule keeps of
+              this branch alone, without a ladder
+    removed:   the other good ones · bad ones older than the newest good one · of those that are bad for their numbers,
+        all but the newest `keep_last`: a diverged training produces them without end
 
-Good is verified or durable. A bad one newer than all the good ones stays: it is the evidence of what just
-went wrong.
+Good is verified or durable. A bad one newer than all good ones stays, as evidence of what just went wrong.
 
-Finite means: with as few numbers that are not finite as any verified one has. A mask of minus infinity in the
-state has its share in each checkpoint and says nothing; NaN in the weights has more. One that was not counted
-(an older version wrote it) passes for finite: more is then kept, not less. A checkpoint that is not finite, drifted
-apart, or doubtful gets no rung, so that a training that goes on with NaN for a week leaves the ladder before it as it
-was.
+Finite means that no verified checkpoint has fewer numbers that are not finite. A mask of minus infinity in the state
+counts in every checkpoint and says nothing; NaN in the weights adds to it. A checkpoint without a count (an older
+version wrote it) passes for finite: more is then kept, not less. A checkpoint that is not finite, drifted apart, or
+doubtful gets no rung, so that a training that continues with NaN for a week leaves the ladder before it unchanged.
 
-Best are those with the lowest or highest value of the metric; one without the metric is never best, and one that is
-drifted apart or doubtful only where there are too few others. A checkpoint may turn out
-bad before it is verified, and doubtful if it was copied while training went on: the best verified ones, and the best
-one that can become neither, stay beside them.
+Best are those with the lowest or highest value of the metric. A checkpoint without the metric is never best; a drifted
+or doubtful one only if there are too few others. A checkpoint may turn out bad before it is verified, and doubtful if
+it was copied while training went on. Therefore the best verified ones, and the best one that can become neither, stay
+beside them.
 
-Hours and days tell how far checkpoints are apart, and never which is newer. The first of an hour stays the
-first whatever comes later, and rungs are counted, not compared with the time now: a clock that jumps, or a
-run that pauses for a month, removes none of them.
+Hours and days tell how far apart checkpoints are, and never which is newer. The first one of an hour stays the first,
+and rungs are counted, not compared with the current time: a clock that jumps, or a run that pauses for a month, removes
+none of them.
 """
 
 from __future__ import annotations
@@ -50,14 +48,14 @@ _DAY_SECONDS = 24 * _HOUR_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """The remembered facts of a checkpoint in the store. Not its manifest: that names every tensor, and a run may keep
-    all of its checkpoints.
+    """Facts about a checkpoint in the store. Manifests are not kept: each names every tensor, and a run may keep all
+    its checkpoints.
 
     Attributes:
-        created_unix: When it was published; None if its manifest does not say so in a way that can be read.
+        created_unix: When it was published; None if its manifest has no readable time.
         nonfinite: How many of its numbers are not finite; None: not counted.
-        is_doubtful: Whether it may be torn. `is_proven`: whether it never can be doubted, as each rank has finished its
-            copy inside `save()`.
+        is_doubtful: Whether it may be torn. `is_proven`: whether it can never be doubted, because each rank finished
+            its copy inside `save()`.
     """
 
     attempt: int
@@ -78,7 +76,6 @@ class StoredStep:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
-        """The same, of a manifest."""
         try:
             created_unix = datetime.fromisoformat(manifest.created).timestamp()
         except (ValueError, OverflowError, OSError):
@@ -106,13 +103,13 @@ class StoredStep:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The checkpoints to keep, as the settings of these names say.
+    """Retention settings.
 
     Args:
         last: How many of the newest good ones; 0 keeps all, bad ones too.
         every: Good ones whose step this divides as well; 0 is off.
-        hourly: Keep the first good one of this many hours as well. `daily`: of days.
-        best: Keep as well this many of the best ones by `rule`.
+        hourly: The first good one of this many hours as well. `daily`: of days.
+        best: This many of the best ones by `rule` as well.
 
     Raises:
         ValueError: A negative number.
@@ -130,7 +127,7 @@ class Keep:
             raise ValueError(f"what is to be kept must not be negative, got {self}")
 
     def without_rungs(self) -> Keep:
-        """The same, but for the ladder: for a store without room."""
+        """Return the same settings without the ladder, for a store that is full."""
         return replace(self, hourly=0, daily=0)
 
 
@@ -140,10 +137,9 @@ def to_remove(
     set_aside: Sequence[CheckpointId] = (),
     branches: Branches | None = None,
 ) -> list[StoredStep]:
-    """The checkpoints of `known` that need not be kept, oldest first. `set_aside`: checkpoints that restore passes over
-    while a supervised run goes on, oldest first; the older ones that it goes back to are kept as if these were not
-    there. `branches`: of a run that was rewound; no checkpoint of an older branch takes the place of one of the current
-    line.
+    """Return the checkpoints of `known` that need not be kept, oldest first. `set_aside`: checkpoints that restore
+    skips while a supervised run lasts, oldest first; older ones are kept as if these did not exist. `branches`: of a
+    rewound run; no checkpoint of an older branch takes the place of one of the current line.
     """
     if branches is None:
         return _to_remove(known, keep, set_aside)
@@ -173,16 +169,16 @@ def _to_remove(
     kept = {one.file for one in evidence} - {one.file for one in diverged[keep.last :]}
     kept.update(one.file for one in good[: keep.last])
     kept.update(one.file for one in good if keep.every and one.step % keep.every == 0)
-    # A durable one is good until it is read back; until then this one is what a restore can be sure of.
     kept.update([one.file for one in good if not one.has_caveat][:1])
     proven = [one for one in good if one.is_proven and not one.has_caveat]
-    # The others may turn out to be doubtful, all at once.
+    # All others may turn out to be doubtful at the same time.
     kept.update([one.file for one in proven][:1])
     kept.update([one.file for one in proven if one.state is State.VERIFIED][:1])
     verified = [one for one in good if one.state is State.VERIFIED]
+    # Durable ones count as good, but may turn out bad when they are read back; this one is certain.
     kept.update(one.file for one in verified[:1])
     fewest = min((one.nonfinite for one in verified if one.nonfinite is not None), default=0)
-    # Without the one that has the fewest, others would pass for finite at the next look.
+    # If the one with the fewest were removed, others would pass for finite the next time.
     kept.update([one.file for one in verified if one.nonfinite == fewest][:1])
     finite = [one for one in good if one.nonfinite is None or one.nonfinite <= fewest]
     kept.update([one.file for one in finite if one.state is State.VERIFIED][:1])
@@ -206,7 +202,7 @@ def _best(good: Sequence[StoredStep], rule: BestRule, count: int) -> list[str]:
 
 
 def _rungs(newest_first: Sequence[StoredStep], seconds: int, rungs: int) -> list[str]:
-    """The first of each of the newest `rungs` spans of time that have one. Which span is newer, the checkpoints say."""
+    """Return the first checkpoint of each of the newest `rungs` time spans that have one; steps order the spans."""
     first: dict[int, str] = {}
     for one in newest_first:
         if one.created_unix is None:

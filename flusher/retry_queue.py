@@ -2,8 +2,8 @@
 
     a job fails ─► held: 1 s, 2 s, 4 s … 60 s, for as long as it takes ─► one succeeds ─► resumed
 
-The newest whole checkpoint loses nothing by waiting: its chunks stay in the ring, what was written stays in the store.
-When the ring is full, it takes the place of older ones (`Engine._make_room`), or the next steps are declined.
+The newest whole checkpoint loses nothing by waiting: its chunks stay in the ring, its written parts in the store. When
+the ring is full, it takes the place of older ones (`Engine._make_room`), or the next steps are declined.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RetryCounts:
         return self._clock() - self._since if self._holds else 0.0
 
     def held(self, key: CheckpointId, error: StoreError) -> float:
-        """A job of this checkpoint failed; returns how long to pause."""
+        """Count a failed job of this checkpoint; return how many seconds to pause."""
         if not self._holds:
             self._since = self._clock()
         self.error = error
@@ -62,7 +62,7 @@ class RetryCounts:
             told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
             self._events.emit("flush_held", told, step=key.step)
         if self._clock() < hold.due:
-            # Its parts fail side by side, and all at once: one failure of the store, not as many as there are parts.
+            # Its parts are written in parallel and fail together: that is one failure of the store.
             return hold.due - self._clock()
         hold.failures += 1
         pause_seconds = min(_PAUSE_SECONDS_FIRST * 2.0 ** min(hold.failures - 1, 16), _PAUSE_SECONDS_MAX)
@@ -71,7 +71,7 @@ class RetryCounts:
         return pause_seconds
 
     def progressed(self, key: CheckpointId) -> bool:
-        """The store accepted a part of this checkpoint; whether it was failing before."""
+        """Note that the store accepted something of this checkpoint; return whether it was failing before."""
         self._since = self._clock()
         hold = self._holds.pop(key, None)
         if hold is not None:

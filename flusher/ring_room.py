@@ -1,12 +1,12 @@
-"""The ring's room: one thread moves its memory into huge pages, and takes more memory when a checkpoint needs it.
+"""Memory of the ring: one thread moves it into huge pages, and allocates more when a checkpoint needs it.
 
-    small ─► a checkpoint begins ─► room for two of its size is wanted ─► memory is taken, a step at a time
+    small ─► a checkpoint begins ─► room for two of its size is wanted ─► memory is allocated, a step at a time
                                                                               │ RingGrown, into the loop's inbox
                                                                               ▼
-                                            the loop adds the slots to the journal, and the stager is told
+                                               the loop adds the slots to the journal, and tells the stager
 
-Memory is taken here and not in the loop: the kernel clears it first, about half a second for each GiB. Until a step is
-taken the ring is as it was, so a checkpoint never waits for it.
+The loop must not allocate: the kernel clears memory first, which takes about half a second per GiB. Until a step is
+allocated the ring keeps its size, so a checkpoint never waits for it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ _GIB = 1 << 30
 
 
 class RingGrown(NamedTuple):
-    """For the inbox: there is memory for `ring_chunks` slots. `note`: what to tell, once it grows no further."""
+    """There is memory for `ring_chunks` slots. `note`: for the user, with the last growth; else empty."""
 
     ring_chunks: int
     note: str
 
 
 class RingRoom:
-    """See the module. A context: the thread ends with it. `grows`: whether it may grow; else the thread only cares for
-    huge pages.
-    """
+    """Runs the thread while the context is open. `grows`: whether the ring may grow, beside moving into huge pages."""
 
     def __init__(self, ring: Ring, inbox: Inbox, *, grows: bool) -> None:
         self._ring, self._inbox, self._grows = ring, inbox, grows
@@ -58,8 +56,8 @@ class RingRoom:
         self._thread.join()
 
     def want(self, image_chunks: int) -> bool:
-        """A checkpoint of `image_chunks` chunks begins. For the loop's thread; never waits. Returns True if a
-        `RingGrown` with a note will come. Memory that was short is asked for again by a larger image only.
+        """Note that checkpoints of `image_chunks` chunks begin; return whether a `RingGrown` with a note will follow.
+        For the loop's thread; never waits. After a shortage only a larger image asks for memory again.
         """
         wanted = wanted_chunks(image_chunks)
         if not self._grows or wanted <= self._wanted_chunks:
@@ -104,7 +102,7 @@ class RingRoom:
         self._inbox.put(RingGrown(self._taken_chunks, self._note(wanted, short)))
 
     def _take(self, target: int) -> None:
-        """One step: memory that the kernel clears within half a second or so."""
+        """Allocate one step: memory that the kernel clears within about half a second."""
         chunk_bytes = self._ring.chunk_bytes
         step_bytes = min(max(_STEP_BYTES_MIN, self._taken_chunks * chunk_bytes // 4), _STEP_BYTES_MAX)
         chunks = min(target, self._taken_chunks + max(1, step_bytes // chunk_bytes))

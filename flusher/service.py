@@ -2,12 +2,12 @@
 
     wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger, keeper)
                            └──stager gone─► dead ─► settle ─► drain ─► grace ─► end, or the next stager attaches
-                                            └ alive: waited for until it is dead, or comes back
-    kept by `holdfast run` (holdfast/ring/ring_keeper.py): nothing ends it but a signal, until the keeper is gone
+                                            └ alive: wait until it is dead, or reconnects
+    kept by `holdfast run` (holdfast/ring/ring_keeper.py): only a signal ends it, until the keeper is gone
     a signal at any time (SIGTERM, SIGINT, SIGHUP) ─► publish what is staged, leave the rest in the ring, end
 
-Draining is nothing special: engine and maintenance become idle. The loop sleeps in one `select` over the stager's
-socket, the listening socket and the threads' inbox.
+Draining needs no code: engine and maintenance become idle. The loop sleeps in one `select` over the stager's socket,
+the listening socket and the threads' inbox.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from holdfast.store.concurrency import writing
 
 _log = logging.getLogger("holdfast.flusher")
 _FIRST_STAGER_SECONDS_MAX = 120.0  # a stager that started us and died must not leave us here for ever
-_OLD_STAGER_SECONDS_MIN = 30.0  # it comes back at once if it lives, but its machine may be busy
-_LOOK_AGAIN_SECONDS = 5.0  # for a stager that lives and says nothing
-# of a dead process the kernel may close the socket a moment before it lets go of the ring
+_OLD_STAGER_SECONDS_MIN = 30.0  # a live stager reconnects at once, but its machine may be busy
+_LOOK_AGAIN_SECONDS = 5.0  # while a stager is alive but silent
+# the kernel may close the socket of a dead process a moment before it releases the process's lock on the ring
 _DYING_SECONDS = 0.2
 _LAST_WORDS_SECONDS_MAX = 5.0
 _LOOK_FOR_KEEPER_SECONDS = 0.3
@@ -49,10 +49,10 @@ class FlusherService:
     """Serves stagers.
 
     Args:
-        ring: The ring. `adopted`: it is one that a dead flusher left, and a stager may still have it mapped.
+        adopted: Whether the ring was left by a dead flusher, so that a stager may still have it mapped.
 
     Attributes:
-        leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.
+        leaves_ring: Whether it was told to end while checkpoints in the ring, or a stager, still need the ring.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class FlusherService:
             want_room=want_room,
         )
         self._handler: StagerHandler | None = None
-        self._is_ours = not adopted  # the ring's attempt is the claim's, and no stager has had it yet
+        self._is_ours = not adopted  # the ring has the lease's attempt, and no stager has used it
         self._waits_for_old_stager = adopted
         self._grace_after_wait_seconds = 0.0
         self._adopted = adopted
         self._drained_said = False
         self._look_again = False
-        self._kept = False  # in the last look: it would have ended
+        self._kept = False  # by the last look, made when it would have ended
         self._terminating = False
         self.leaves_ring = False
-        self._said_it_stands_still = False
+        self._warned_of_hang = False
         wait_seconds = _FIRST_STAGER_SECONDS_MAX
         if adopted:
             wait_seconds = max(_OLD_STAGER_SECONDS_MIN, config.grace_seconds)
@@ -94,19 +94,19 @@ class FlusherService:
         self._selector = selectors.DefaultSelector()
 
     def end_orphans(self, keys: Iterable[CheckpointId]) -> None:
-        """Publish checkpoints of stagers that are gone, once all their shares are sealed. Before `run`."""
+        """Publish checkpoints of stagers that are gone, once all their shares are sealed. Call before `run`."""
         self._engine.end_orphans(keys)
 
     def run(self) -> None:
-        """Serve until all is done. Raises `FencedError`: another writer has taken the run over, and is responsible for
-        the staged checkpoints now.
+        """Serve until nothing is left to do. Raises `FencedError`: another writer took the run over, with its staged
+        steps.
         """
         before = {number: signal.signal(number, self._on_signal) for number in ENDING_SIGNALS}
         self._lease.start_beating(self._inbox.put)
         self._selector.register(self._inbox, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
-            self._engine.doubt()  # of a job before, whose marks may be missing
+            self._engine.doubt()  # marks of an earlier job may be missing
             self._engine.prove()
             if self._adopted:
                 for key in take_up(self._engine, self._ring):
@@ -131,8 +131,8 @@ class FlusherService:
     # -- one turn ------------------------------------------------------------------------------------------------
 
     def _turn(self) -> bool:
-        """Do all that can be done now; False when it is over."""
-        # Before the inbox is emptied: its last words are then in it
+        """Do all that can be done now; return False when it is over."""
+        # Read before the inbox is emptied, so that the last messages of maintenance are in it
         maintenance_was_idle = self._maintenance.idle
         self._engine.turn()
         self._hear()
@@ -144,9 +144,9 @@ class FlusherService:
         if self._handler is not None:
             self._handler.say_held(self._engine.failing)
         upkeep_is_idle = self._maintenance.idle
-        # It may have ended after the first look, and its last word been taken above: nothing would wake the loop again.
+        # If it became idle in between, its last message was taken above, and nothing would wake the loop again.
         self._look_again = upkeep_is_idle and not maintenance_was_idle
-        # Without a stager nobody wants to hear how a sealed share ends.
+        # Without a stager nobody waits for the outcome of a sealed share.
         idle = self._engine.idle if self._handler is not None else self._engine.only_sealed
         done = self._engine.only_receiving if self._terminating else idle
         drained = maintenance_was_idle and done and upkeep_is_idle
@@ -160,7 +160,7 @@ class FlusherService:
         return not (drained and self._is_over())
 
     def _is_over(self) -> bool:
-        """Whether, with nothing left to do, nobody is expected any more."""
+        """Whether an idle flusher has nobody left to wait for."""
         if self._terminating:
             return True
         if self._handler is not None or self._config.linger or self._ends_at is None:
@@ -185,7 +185,7 @@ class FlusherService:
         waiting = self._waits_for_old_stager or not self._config.linger
         if self._handler is None and self._ends_at is not None and waiting:
             left_seconds = self._ends_at - time.monotonic()
-            if left_seconds > 0:  # later than that, only the end of the drain matters, and the inbox tells it
+            if left_seconds > 0:  # after that only the end of the drain matters, which wakes the inbox
                 waits.append(left_seconds + 0.001)
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -225,7 +225,7 @@ class FlusherService:
         )
         self._drained_said = False
         self._selector.register(channel, selectors.EVENT_READ)
-        self._hear()  # hello may be there already
+        self._hear()  # hello may have arrived already
 
     def _welcome(self, handler: StagerHandler) -> None:
         resumed = self._waits_for_old_stager and handler.attempt == self._ring.attempt
@@ -244,7 +244,7 @@ class FlusherService:
             return
         self._is_ours = self._waits_for_old_stager = self._kept = False
         self._ends_at = None
-        if resumed and self._ring.attempt < self._lease.attempt:  # it had a flusher that is dead
+        if resumed and self._ring.attempt < self._lease.attempt:  # its previous flusher died
             self._lease.resume_work()
         seen = self._lease.seen
         handler.welcome(seen, resumed=resumed)
@@ -259,11 +259,11 @@ class FlusherService:
         handler.hear(self._engine)
 
     def _set_attempt(self, lead_attempt: int) -> None:
-        """The ring is for another job. `lead_attempt`: its attempt, where another flusher leads."""
+        """Give the ring to another job. `lead_attempt`: its attempt, where another flusher leads."""
         if not self._config.share.leads:
             if lead_attempt < self._ring.attempt:
                 raise ProtocolError(
-                    f"{self._store.url}: a stager of attempt {lead_attempt} comes to the flusher of share "
+                    f"{self._store.url}: a stager of attempt {lead_attempt} connects to the flusher of share "
                     f"{self._config.share} after one of attempt {self._ring.attempt}; its job is over, end it"
                 )
             self._ring.set_attempt(lead_attempt)
@@ -278,9 +278,9 @@ class FlusherService:
         if handler.welcomed:
             self._events.emit("stager_gone", {"pid": handler.channel.peer_pid, "finished": handler.finishing})
             if not handler.finishing and self._ring.is_held():
-                # It lives: we hung up on it, or it on us. It comes back with the attempt that it has, and until it does
-                # or is dead, what it was filling is its own.
-                self._waits_for_old_stager, self._said_it_stands_still = True, False
+                # Its process is alive, only the connection is closed. It reconnects with the same attempt; until then,
+                # or until it dies, the slots that it fills are its own.
+                self._waits_for_old_stager, self._warned_of_hang = True, False
                 self._grace_after_wait_seconds = self._config.grace_seconds
                 self._ends_at = time.monotonic() + _DYING_SECONDS
                 return
@@ -292,7 +292,7 @@ class FlusherService:
             self._ends_at = time.monotonic() + self._config.grace_seconds
 
     def _forget_channel(self, handler: StagerHandler) -> None:
-        """Stop watching it. A closed socket has already left the selector's kernel side; its key has not."""
+        """Stop watching a channel. The kernel has dropped a closed socket already; the selector still has its key."""
         for key in list(self._selector.get_map().values()):
             if key.fileobj is handler.channel:
                 self._selector.unregister(handler.channel)
@@ -311,19 +311,19 @@ class FlusherService:
         self._inbox.put(None)  # wakes the loop
 
     def _give_up_waiting(self) -> None:
-        """The stager of this ring has not come back in time."""
+        """Stop waiting for the ring's stager once its time is up."""
         if not self._waits_for_old_stager or self._handler is not None:
             return
         if self._ends_at is None or time.monotonic() < self._ends_at:
             return
         if self._ring.is_held():
-            # It stands still. Its slots cannot be another's: it may still write into them.
-            if not self._said_it_stands_still:
+            # The stager hangs. Its slots cannot be reused: it may still write into them.
+            if not self._warned_of_hang:
                 _log.warning(
                     "the stager of attempt %d does not answer, but its process is alive; waiting for it",
                     self._ring.attempt,
                 )
-                self._said_it_stands_still = True
+                self._warned_of_hang = True
             self._ends_at = time.monotonic() + _LOOK_AGAIN_SECONDS
             return
         self._end_waiting("its stager ended, and no stager came back")
@@ -357,15 +357,15 @@ class FlusherService:
             )
 
     def _refused(self) -> tuple[float, HoldfastError] | None:
-        """For how many seconds nothing was left to do but what the store refuses, and why; None while there is."""
+        """Return for how many seconds the store has refused all remaining work, and why; None while not."""
         error = self._engine.held_error
         if error is not None:
             return self._engine.held_seconds(), error
         return self._maintenance.marks.refused if self._engine.idle else None
 
     def _take_no_more(self) -> None:
-        """End as told: staged checkpoints are still published. A checkpoint that is being received may become staged at
-        any moment, so it stays in the ring, as after a crash, and the next flusher continues it.
+        """Finish after a signal: staged checkpoints are still published. A checkpoint being received may become staged
+        at any moment, so it stays in the ring, as after a crash, and the next flusher continues it.
         """
         reason = "this flusher was told to end"
         if self._waits_for_old_stager and not self._ring.is_held():
@@ -373,7 +373,7 @@ class FlusherService:
         self._maintenance.stop()
         if self._handler is not None:
             self._handler.refuse_begins = reason
-        self._engine.abort_stranded(PeerLost(f"{reason}, and the store cannot go on with what it wrote"))
+        self._engine.abort_stranded(PeerLost(f"{reason}, and its upload cannot be resumed"))
 
     def _leave_ring(self) -> None:
         finishing = self._handler is not None and self._handler.finishing

@@ -1,9 +1,9 @@
 """Coordinates the flusher of one share with those of the others, through records in the store.
 
-    lead      start ──────────────────────────────► all seals? ─► (publish) ─► all records go
+    lead      start ──────────────────────────────► all seals? ─► (publish) ─► all records removed
     others      └─► the same upload ─► seal ────────────┘             └─► the manifest is there: durable
 
-Nothing here waits: where another flusher is not so far, `NotYet` is raised, and the engine has the job run again later.
+Nothing here waits: if another flusher is behind, `NotYet` is raised, and the engine runs the job again later.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 class NotYet(Exception):
-    """Another flusher is not so far. Says what is waited for."""
+    """Another flusher is behind. The message says what is awaited."""
 
 
 class ShareJobs:
-    """The records of the checkpoints that are under way. From any worker thread; one job of a checkpoint at a time.
+    """The share records of checkpoints in flight. Any worker thread; one job of a checkpoint at a time.
 
     Args:
-        index: Number of the share that is written here; 0 leads.
-        writers_of: Tells how many flushers write the checkpoints of an attempt.
+        index: Number of this flusher's share; 0 leads.
+        writers_of: Returns how many flushers write the checkpoints of an attempt.
     """
 
     def __init__(self, store: Store, index: int, writers_of: Callable[[int], int]) -> None:
         self._store, self._index, self._writers_of = store, index, writers_of
         self._shares: dict[CheckpointId, ImageShare | None] = {}
         self._starts: dict[CheckpointId, ShareStart] = {}
-        # And how many shares each had: a ring forgets older attempts.
+        # With the number of shares of each: a ring forgets older attempts.
         self._voided: dict[CheckpointId, int] = {}
 
     def note(self, key: CheckpointId, share: ImageShare | None) -> None:
-        """Which share of a checkpoint is written here; None: all of it."""
+        """Note which share of a checkpoint this flusher writes; None: all of it."""
         self._shares[key] = share
 
     def joined(self, key: CheckpointId, layout: Layout, share: ImageShare) -> ShareStart:
-        """The start that the lead has written. Raises `NotYet`, and `ProtocolError`: it splits the image otherwise."""
+        """Return the lead's start. Raises `NotYet`, and `ProtocolError` if it splits the image otherwise."""
         records = self._records(key)
         start = records.start()
         if start is None:
@@ -90,7 +90,7 @@ class ShareJobs:
         file: str,
         write_id: str,
     ) -> None:
-        """The upload is open here. The lead says so to the others. Raises `PeerLost`: it was given up before."""
+        """Note that the upload is open; the lead tells the others. Raises `PeerLost` if it was given up before."""
         self._records(key).refuse_given_up(share.index)
         start = self._starts[key] = ShareStart.of(key, layout, share, upload, file=file, write_id=write_id)
         if self._index == 0:
@@ -114,7 +114,7 @@ class ShareJobs:
         return CrcsRead(job.key, job.of, found.entry_crcs)
 
     def seal(self, job: SealShare, *, staged_at_unix: float, record: dict[str, Any]) -> Sealed:
-        """After `Upload.hand_over`."""
+        """Seal the share. Call after `Upload.hand_over`."""
         made = self._records(job.key).put_seal(
             self._starts[job.key], job.share, job.sums, staged_at_unix=staged_at_unix, record=record
         )
@@ -128,7 +128,7 @@ class ShareJobs:
         return SealRead(job.key, job.of, found)
 
     def assemble(self, job: Assemble) -> tuple[AllSealed, Upload]:
-        """The image, and the upload with all its parts."""
+        """Return the image, and the upload with all its parts."""
         start = self._starts[job.key]
         image = checked_image(start, job.seals, job.index, job.share.shares)
         upload = upload_of(self._store, start, job.index.layout, image.chunk_crc32s, job.share)
@@ -137,14 +137,12 @@ class ShareJobs:
     def await_end(self, key: CheckpointId) -> None:
         """Return once the lead has published it, or never will. Raises `NotYet`."""
         records = self._records(key)
-        if records.start() is not None:  # it goes after the manifest is written
+        if records.start() is not None:  # the lead removes it after it wrote the manifest
             self._raise_void(records)
             raise NotYet("the first stager's flusher to publish")
 
     def committed(self, key: CheckpointId) -> None:
-        """It is listed: nobody needs its records, nor the voids of older ones. If the store fails, they stay for the
-        next writer.
-        """
+        """Remove the records of a published checkpoint, and older voids; after an error the next writer does."""
         share = self._shares.get(key)
         if share is None:
             return
@@ -156,16 +154,16 @@ class ShareJobs:
                 del self._voided[older]
 
     def is_shared(self, key: CheckpointId) -> bool:
-        """Whether other flushers may write a checkpoint that ends here."""
+        """Whether other flushers may write shares of this checkpoint."""
         share = self._shares.get(key, _UNKNOWN)
         return self._writers_of(key.attempt) > 1 if share is _UNKNOWN else share is not None
 
     def give_up(self, key: CheckpointId, error: HoldfastError) -> None:
-        """Nobody is to publish it, unless this share is sealed: then only the lead may say so."""
+        """Void the checkpoint, unless this share is sealed: then only the lead may."""
         self._records(key).put_void(self._index, str(error))
 
     def clear(self, key: CheckpointId) -> None:
-        """The upload is taken back; the void stays for those who still look."""
+        """Remove the records of an aborted upload; the void stays for those who still poll."""
         count = self._voided[key] = self._writers_of(key.attempt)
         self._records(key).clear(count, keep_void=True)
 
@@ -177,7 +175,7 @@ class ShareJobs:
         return ShareRecords(self._store, key)
 
     def raise_void(self, key: CheckpointId) -> None:
-        """Raises `PeerLost` if the flusher of another share has given the checkpoint up."""
+        """Raise `PeerLost` if the flusher of another share has given the checkpoint up."""
         self._raise_void(self._records(key))
 
     @staticmethod
@@ -192,7 +190,7 @@ class ShareJobs:
         try:
             yield
         except StoreError as error:
-            _log.warning("%s: what its writers told each other stays for the next writer: %s", key, error)
+            _log.warning("%s: its share records stay for the next writer: %s", key, error)
 
 
 _UNKNOWN = object()  # a checkpoint that was never begun here: it may have several shares
@@ -201,7 +199,7 @@ _UNKNOWN = object()  # a checkpoint that was never begun here: it may have sever
 def upload_of(
     store: Store, start: ShareStart, layout: Layout, chunk_crcs: tuple[int, ...], share: ImageShare
 ) -> Upload:
-    """The upload of an image whose shares are all sealed, to be published. Raises `StoreError`: parts are not there."""
+    """Open the upload of an image whose shares are all sealed. Raises `PeerLost` if sealed parts are missing."""
     crcs = part_crcs(layout, share.shares, chunk_crcs)
     upload = store.resume(start.file, start.begun(crcs))
     lost = sorted(crcs.keys() - upload.written())

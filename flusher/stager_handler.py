@@ -2,11 +2,11 @@
 
     hello ─► welcome | refused      begin, chunk, staged, abort, doubt, proof ─► engine    finish ─► (drain) ─► drained
 
-A stager whose flusher died says all that it knows to the next one; what this one knows already has no effect, and what
-ended in between is told again.
+A stager whose flusher died repeats all that it knows to the next one. Known facts have no effect, and outcomes in
+between are reported again.
 
-A stager that breaks the protocol is hung up on. If it lives it comes back, as to another flusher, and says all that it
-knows; if it does not, its partial checkpoints are given up and its staged ones published.
+A stager that breaks the protocol is disconnected. If it is alive, it reconnects, as to another flusher, and repeats all
+that it knows; if not, its partial checkpoints are given up and its staged ones published.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from holdfast.wire.failure_count import FailureCount
 
 _log = logging.getLogger("holdfast.flusher")
 _TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error says
-_SLOTS_TOLD_MAX = 4096  # in one message; the numbers of a larger ring would not fit a packet
+_SLOTS_TOLD_MAX = 4096  # per message; the numbers of a larger ring would not fit a packet
 
 
 class StagerHandler(FlushListener):
-    """Talks to one stager. For the loop's thread. `attempt`: the attempt whose ring it still has, as its hello says; 0
-    for a new job. `lead_attempt`: the attempt of the stager that leads, from one that does not; else 0.
+    """Talks to one stager, in the loop's thread. `attempt`: the one whose ring the stager still has, from its hello; 0
+    for a new job. `lead_attempt`: the lead's attempt, named by every other stager; 0 from the lead itself.
     """
 
     def __init__(self, channel: Channel, ring: Ring, store_url: str, share: ShareNumber = WHOLE) -> None:
@@ -44,18 +44,16 @@ class StagerHandler(FlushListener):
         self.attempt = self.lead_attempt = 0
         self._said_share: list[int] = []
         self.finishing = False
-        self.has_begun = False  # it has begun a checkpoint
-        self.interrupted = False  # it has said that the job was
+        self.has_begun = False  # a checkpoint
+        self.interrupted = False  # the stager said that the job was
         self.refuse_begins = ""
         self._held_said = ""
 
-    # -- what the stager says ------------------------------------------------------------------------------------
+    # -- messages from the stager --------------------------------------------------------------------------------
 
     def hear(self, engine: Engine) -> bool:
-        """Take what the stager has said. False: it has just said hello, and wants an answer. Raises `ProtocolError`: it
-        broke the protocol.
-        """
-        # Until nothing comes: a complaint about the last message is only raised when those before it were taken.
+        """Handle the stager's messages; False: it said hello and needs an answer. Raises `ProtocolError`."""
+        # Poll until empty: the error of a bad message is raised only once those before it were taken.
         while messages := self.channel.poll():
             for message in messages:
                 if not self.welcomed:
@@ -74,9 +72,7 @@ class StagerHandler(FlushListener):
         return True
 
     def check_share(self) -> None:
-        """Check that the stager has the share that is written here. Raises `ConfigError`: it has another one, or does
-        not say whose attempt its job is.
-        """
+        """Raise `ConfigError` unless the stager has this flusher's share, and names the lead's attempt if it must."""
         mine = [self._share.index, self._share.writers]
         if self._said_share != mine:
             raise ConfigError(
@@ -97,9 +93,7 @@ class StagerHandler(FlushListener):
             self.channel.send("held", message=message)
 
     def welcome(self, seen: FailureCount, *, resumed: bool) -> None:
-        """Answer hello: from now on its chunks may come. With `resumed` it says once more all that it knows. `seen`:
-        the failures of the attempts before.
-        """
+        """Accept the stager. With `resumed` it repeats all it knows. `seen`: the failures of earlier attempts."""
         self.welcomed, self.resumed = True, resumed
         self.channel.send(
             "welcome",
@@ -114,7 +108,7 @@ class StagerHandler(FlushListener):
         )
 
     def refuse(self, error: HoldfastError) -> None:
-        """Answer hello: no."""
+        """Refuse the stager, and close the connection."""
         self.channel.send("refused", code=error.code, message=str(error)[:_TEXT_CHARACTERS_MAX])
         self.channel.close()
 
@@ -165,11 +159,13 @@ class StagerHandler(FlushListener):
         error = PeerLost(f"aborted by the stager: {reason}")
         if engine.knows(key) or not self.resumed or self._ring.checkpoint(*key) is None:
             if self._ring.writers(key.attempt) > 1:
-                engine.give_up(key, error)  # if it was not begun here: other flushers may wait for this share
+                engine.give_up(
+                    key, error
+                )  # even if it was not begun here: other flushers may wait for this share
             else:
                 engine.abort(key, error)
             return
-        # Given up while there was no flusher: what lies in the ring of it is nobody else's.
+        # Given up while there was no flusher: nobody else frees its slots.
         freed = []
         for slot in range(self._ring.ring_chunks):
             record = self._ring.record(slot)
@@ -183,14 +179,14 @@ class StagerHandler(FlushListener):
         try:
             record = self._ring.record(slot)
             if self.resumed and record.state is not SlotState.FULL:
-                return  # said again, and meanwhile written and freed
+                return  # repeated, and meanwhile written and freed
             engine.chunk(record)
         except ProtocolError as error:
-            # The record would say which checkpoint it is, so all that are coming in are suspect.
+            # Only the record says which checkpoint it is, so all that are being received are suspect.
             _log.error("%s", error)
             engine.abort_receiving(error)
 
-    # -- what the stager is told ---------------------------------------------------------------------------------
+    # -- messages to the stager ----------------------------------------------------------------------------------
 
     def _concerns(self, key: CheckpointId) -> bool:
         return self.welcomed and key.attempt == self._ring.attempt

@@ -1,4 +1,4 @@
-"""The words of the flush pipeline: what happened (events, in) and what is to be done (actions, out)."""
+"""Vocabulary of the flush pipeline: events (in) and actions (out)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from holdfast.image.shares import ImageShare
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A checkpoint that a dead flusher has begun, and how far it came. `parts`: per part that the store has, for each
-    of its chunks the CRCs of the segments as they stand there.
-    """
+    """How far a dead flusher got. `parts`: for each part that the store has, the segment CRCs of each of its chunks."""
 
     part_chunks: int
     parts: Mapping[int, tuple[tuple[int, ...], ...]]
@@ -31,8 +29,8 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Chunks of a checkpoint are going to come; with `resume`, only those that the store does not have yet. `share`:
-    the chunks that come here, where other flushers write the others.
+    """Chunks of a checkpoint will follow; with `resume`, only those that the store does not have. `share`: this
+    flusher's chunks, where other flushers write the others.
     """
 
     key: CheckpointId
@@ -54,7 +52,7 @@ class ChunkFull:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """All slices of the checkpoint were sent; no further chunk will come."""
+    """All slices of the checkpoint were sent; no further chunk will follow."""
 
     key: CheckpointId
 
@@ -81,7 +79,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Every sender's CRC held; these are the CRCs of the chunk's segments, in order."""
+    """Every sender's CRC matched; these are the CRCs of the chunk's segments, in order."""
 
     key: CheckpointId
     chunk: int
@@ -90,7 +88,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """The CRC fields are in place; `(index, crc)` of the segments they lie in."""
+    """The CRC fields are filled; `(index, crc)` of the segments that contain them."""
 
     key: CheckpointId
     chunk: int
@@ -107,7 +105,7 @@ class PartWritten:
 
 @dataclass(frozen=True, slots=True)
 class CrcsPut:
-    """The flushers of later shares can know this one's entry CRCs."""
+    """The flushers of later shares can read this share's entry CRCs."""
 
     key: CheckpointId
 
@@ -123,7 +121,7 @@ class CrcsRead:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """This share is written, and the store says so."""
+    """This share is written, and its seal is in the store."""
 
     key: CheckpointId
     share: ImageShare
@@ -132,7 +130,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class SealRead:
-    """Share `of` is written."""
+    """Share `of` is sealed."""
 
     key: CheckpointId
     of: int
@@ -141,7 +139,7 @@ class SealRead:
 
 @dataclass(frozen=True, slots=True)
 class AllSealed:
-    """Every share is written; of the one that leads."""
+    """Every share is sealed; only the lead gets this."""
 
     image: Finished
 
@@ -159,7 +157,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The job that worked on `slots` of this checkpoint gave up."""
+    """The job that worked on `slots` of this checkpoint failed for good."""
 
     key: CheckpointId
     slots: tuple[int, ...]
@@ -190,7 +188,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Start the upload, or go on with the one of a dead flusher. Answer: `Opened`; `Published` if it was all done."""
+    """Start the upload, or resume a dead flusher's. Answer: `Opened`; `Published` if it was complete."""
 
     key: CheckpointId
     index: LayoutIndex
@@ -213,13 +211,13 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Fill the CRC fields, and CRC the segments that they lie in. Answer: `Patched`."""
+    """Fill the CRC fields, and compute the CRCs of the segments that contain them. Answer: `Patched`."""
 
     key: CheckpointId
     slots: tuple[int, ...]  # one
     chunk: int
     entry_crcs: tuple[int, ...]  # for the fields: see `holdfast.image.index.ChunkFields.entries`
-    verified_crcs: tuple[int, ...]  # of its `segments`, their fields zero
+    verified_crcs: tuple[int, ...]  # of `ChunkFields.segments`, with their fields zero
     index: LayoutIndex
 
 
@@ -240,7 +238,7 @@ class WritePart:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Make it visible and write its manifest. Answer: `Published`."""
+    """Publish the file and write its manifest. Answer: `Published`."""
 
     image: Finished
     slots: tuple[int, ...] = ()
@@ -252,7 +250,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class PutCrcs:
-    """Tell the flushers of later shares the CRCs of this one's entries. Answer: `CrcsPut`."""
+    """Give the flushers of later shares the CRCs of this one's entries. Answer: `CrcsPut`."""
 
     key: CheckpointId
     share: ImageShare
@@ -273,7 +271,7 @@ class ReadCrcs:
 
 @dataclass(frozen=True, slots=True)
 class SealShare:
-    """Say in the store that this share is written. Answer: `Sealed`."""
+    """Record in the store that this share is written. Answer: `Sealed`."""
 
     key: CheckpointId
     share: ImageShare
@@ -293,7 +291,7 @@ class ReadSeal:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """Make one image of all shares, and take up the upload with the parts of all. Answer: `AllSealed`."""
+    """Make one image of all shares, and open the upload with the parts of all. Answer: `AllSealed`."""
 
     key: CheckpointId
     index: LayoutIndex
@@ -304,7 +302,7 @@ class Assemble:
 
 @dataclass(frozen=True, slots=True)
 class AwaitPublished:
-    """Wait until the flusher that leads has published. Answer: `Published`."""
+    """Wait until the lead has published. Answer: `Published`."""
 
     key: CheckpointId
     slots: tuple[int, ...] = ()
@@ -312,7 +310,7 @@ class AwaitPublished:
 
 @dataclass(frozen=True, slots=True)
 class EndOrphan:
-    """Publish a checkpoint whose lead is gone; with `error`, take it back. Answer: `OrphanEnded`, to the engine."""
+    """Publish a checkpoint whose lead is gone; with `error`, void it. Answer: `OrphanEnded`, to the engine."""
 
     key: CheckpointId
     error: HoldfastError | None = None
@@ -321,7 +319,7 @@ class EndOrphan:
 
 @dataclass(frozen=True, slots=True)
 class OrphanEnded:
-    """A checkpoint whose lead is gone has ended. `manifest`: it is published."""
+    """A checkpoint whose lead is gone has ended. `manifest`: None if it was given up."""
 
     key: CheckpointId
     manifest: Manifest | None
@@ -339,7 +337,7 @@ class FreeSlots:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Take back what was written; no job of this checkpoint is left. `error` says why."""
+    """Abort the upload of a checkpoint that has no job left. `error` says why."""
 
     key: CheckpointId
     error: HoldfastError
@@ -347,7 +345,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """The written parts are taken back; to the engine."""
+    """The upload is aborted; to the engine."""
 
     key: CheckpointId
     error: HoldfastError

@@ -1,6 +1,6 @@
-"""Maintenance of durable checkpoints: read them back, record the result in their manifests, and remove old ones.
+"""Maintenance of durable checkpoints: reads them back, records the result in their manifests, and removes old ones.
 
-One thread, one checkpoint after the other. Reading back gives way to what is being written (read_pace.py).
+One thread handles one checkpoint after the other. Read-back gives way to writes (read_pace.py).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and r
 
 
 class ReadBack(NamedTuple):
-    """A checkpoint was read back. `state` is `durable` when the store failed and nothing is known, or when it is whole
-    and has a caveat.
+    """Result of reading a checkpoint back. `state` is `durable` if the store failed, or if the checkpoint is intact
+    with a caveat.
 
     Attributes:
-        caveat: `drifted` or `doubtful`, of one that is whole; else empty.
+        caveat: `drifted` or `doubtful`, of an intact checkpoint; else empty.
         nonfinite: How many of its numbers are not finite; None: not counted. `numbers`: the same in words, if some are.
     """
 
@@ -66,11 +66,11 @@ class Pruned(NamedTuple):
 
 @dataclass(frozen=True)
 class MaintenanceRules:
-    """The settings for checkpoints that are published.
+    """Settings for published checkpoints.
 
     Attributes:
-        reuse: Whether the room of a removed one may be written over by the next checkpoint.
-        refuse_nonfinite: Whether one with numbers that are not finite is marked bad.
+        reuse: Whether the next checkpoint may overwrite the blocks of a removed one.
+        refuse_nonfinite: Whether a checkpoint with numbers that are not finite is marked bad.
     """
 
     verify: bool
@@ -83,8 +83,8 @@ class Maintenance:
     """Verification and retention.
 
     Args:
-        context: The run. Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
-        set_aside: Tells which checkpoints the supervisor of the run has set aside so far.
+        context: Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` if another writer took the run over.
+        set_aside: Returns the checkpoints that the run's supervisor has set aside so far.
 
     Attributes:
         marks: Marks of checkpoints that may be torn.
@@ -107,19 +107,19 @@ class Maintenance:
         self._pending = 0
         self._lock = threading.Lock()
         self._known: dict[str, StoredStep] = {}  # by manifest: nobody else writes them, so each is read once
-        # For the newest that was published, and not for all: a manifest names every tensor.
+        # Only that of the newest published checkpoint: a manifest names every tensor.
         self._newest: Manifest | None = None
-        self._under_way: set[CheckpointId] = set()  # their manifests may be there, and are written once more
-        self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
-        self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
-        self._removed: set[str] = set()  # those that retention removed before they were read back
+        self._under_way: set[CheckpointId] = set()  # manifests of these may exist, and be written again
+        self._write_ids: dict[str, str] = {}  # by manifest: the last write known
+        self._waiting: set[str] = set()  # write-ids queued or in progress; each is handled once
+        self._removed: set[str] = set()  # write-ids that retention removed before their read-back
         self.marks = DoubtMarks(context, self._replace)
         self._proofs = ProofWriter(context)
         self._workers = Workers("maintenance", 1)
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to be done."""
+        """Whether nothing is left to do."""
         with self._lock:
             return self._pending == 0
 
@@ -130,23 +130,23 @@ class Maintenance:
         self._pace.wrote(nbytes)
 
     def under_way(self, key: CheckpointId) -> None:
-        """A checkpoint is being written and published; until it is, retention leaves it alone."""
+        """Protect a checkpoint from retention while it is being written and published."""
         with self._lock:
             self._under_way.add(key)
 
     def given_up(self, key: CheckpointId) -> None:
-        """It will not be published."""
+        """End the protection of a checkpoint that will not be published."""
         with self._lock:
             self._under_way.discard(key)
 
     def published(self, key: CheckpointId, manifest: Manifest) -> None:
-        """A new checkpoint is durable."""
+        """Queue a new durable checkpoint for read-back and retention."""
         if self._stopped:
             return
         with self._lock:
             self._under_way.discard(key)
             self._write_ids[manifest_name(manifest.file)] = manifest.write_id
-            if manifest.write_id in self._waiting:  # as a flusher that takes over may hear of it twice
+            if manifest.write_id in self._waiting:  # a flusher that takes over may report it twice
                 return
             self._waiting.add(manifest.write_id)
             self._pending += 1
@@ -155,14 +155,12 @@ class Maintenance:
         self._workers.submit((0,), lambda: self._look_after(key, known))
 
     def doubt(self, found: Sequence[DoubtedSteps]) -> None:
-        """Mark the published checkpoints of these steps, and those that are published later. The list has all that were
-        given before.
-        """
+        """Mark the published checkpoints of these steps, and those published later. `found` has all earlier doubts."""
         if self.marks.learn(found):
             self._mark_again()
 
     def prove(self, found: Sequence[ProofRecord]) -> None:
-        """Write down beside published checkpoints what the steps after them used."""
+        """Write these proofs beside the published checkpoints that they belong to."""
         if self._proofs.learn(found):
             self._submit(self._write_proofs)
 
@@ -172,16 +170,16 @@ class Maintenance:
         self._guarded(lambda: self._proofs.write_all(under_way), "a proof of a resume is not written")
 
     def _mark_again(self) -> None:
-        """A mark may be missing in the store: it is tried until all are there."""
+        """Retry until every mark is in the store."""
         self.marks.owed = True
         self._submit(self.marks.write_all)
 
     def catch_up(self) -> None:
-        """Do what an earlier flusher left undone: read the newest files back."""
+        """Read back the newest files, if an earlier flusher did not."""
         self._submit(self._look_for_unread)
 
     def _submit(self, call: Callable[[], object]) -> None:
-        """Have the thread do something; nothing waits for it."""
+        """Queue a call for the thread, behind the checkpoints that wait there."""
         if self._stopped:
             return
 
@@ -198,7 +196,7 @@ class Maintenance:
         self._workers.submit((1,), do)
 
     def _look_for_unread(self) -> None:
-        """In the worker thread."""
+        """Runs in the worker thread."""
         try:
             found: list[Manifest] = []
             look = Catalog(self._store).look()
@@ -220,7 +218,7 @@ class Maintenance:
             _log.warning("checkpoints that an earlier flusher did not read back stay unverified: %s", error)
 
     def _say_newest(self, found: Sequence[Manifest]) -> None:
-        """How far the run is as this flusher begins."""
+        """Report how far the run is as this flusher starts."""
         good = next((manifest for manifest in found if manifest.state is not State.BAD), None)
         if good is not None:
             self._events.emit(
@@ -230,7 +228,7 @@ class Maintenance:
             )
 
     def stop(self) -> None:
-        """Give up what waits and what runs: unread checkpoints stay durable."""
+        """Drop queued and running work: unread checkpoints stay durable."""
         self._stopped = True
         self.marks.stop()
         self._pace.end()
@@ -254,7 +252,7 @@ class Maintenance:
                     return
             manifest = self._manifest(known)
             if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:
-                manifest = marked  # before the long look at its bytes
+                manifest = marked  # before the long read-back
                 if not self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful"):
                     self._mark_again()
             if manifest is not None and self._rules.verify:
@@ -266,13 +264,13 @@ class Maintenance:
             with self._lock:
                 self._waiting.discard(known.write_id)
                 self._pending -= 1
-            self._inbox.put(None)  # the loop looks whether all is done
+            self._inbox.put(None)  # wakes the loop, which checks whether all is done
 
     def _is_removed(self, known: StoredStep) -> bool:
         return known.write_id in self._removed
 
     def _is_behind(self) -> bool:
-        """Whether newer ones wait, and one is verified: what is not to be kept then goes without being read."""
+        """Whether newer checkpoints wait and one is verified: then removable ones go without being read."""
         with self._lock:
             waits = self._pending > 1
         return (
@@ -280,7 +278,7 @@ class Maintenance:
         )
 
     def _manifest(self, known: StoredStep) -> Manifest | None:
-        """Its manifest, from the store when newer ones have come since. None: it is not looked at, and it was said."""
+        """Return its manifest, read from the store if it is not the newest; None: unreadable, or of another write."""
         newest = self._newest
         if newest is not None and newest.write_id == known.write_id:
             return newest
@@ -294,7 +292,7 @@ class Maintenance:
         return found[0] if found and found[0].write_id == known.write_id else None
 
     def _read_back(self, key: CheckpointId, manifest: Manifest) -> Manifest:
-        """Verify one file; the manifest as it now stands in the store."""
+        """Verify one file; return the manifest as it now stands in the store."""
         begun = time.monotonic()
         try:
             report = verify_file(_ReadBackStore(self._store, self._wait), manifest)
@@ -304,7 +302,7 @@ class Maintenance:
         counted = report.nonfinite
         numbers = counted.told() if counted is not None and counted.values else ""
         refused = bool(numbers) and self._rules.refuse_nonfinite
-        manifest = self.marks.marked(manifest)  # while it was read more may have become known
+        manifest = self.marks.marked(manifest)  # new doubts may have arrived during the read
         has_caveat = report.ok and not refused and bool(manifest.caveat)
         whole = State.DURABLE if has_caveat else State.VERIFIED
         state = whole if report.ok and not refused else State.BAD
@@ -335,7 +333,7 @@ class Maintenance:
             reach(Point.DOUBT_MARKED)
 
     def _is_of_another_write(self, name: str) -> bool:
-        """Whether the manifest of this name is not the one that is known of it here."""
+        """Whether the manifest known here by this name was replaced by another write."""
         return self._write_ids.get(name, self._known[name].write_id) != self._known[name].write_id
 
     def make_room(self) -> None:
@@ -381,14 +379,14 @@ class Maintenance:
             self._inbox.put(Pruned(tuple(removed)))
 
     def _remove_one(self, name: str, one: StoredStep) -> bool:
-        """Remove a checkpoint, if it is still the write that is meant."""
+        """Remove a checkpoint, unless another write has replaced it."""
         try:
             manifest = Manifest.head_from_bytes(self._store.read(name), source=name)
         except (DamageError, StoreMissing) as error:
             _log.warning("not removed: %s", error)
             return False
         if manifest.write_id != one.write_id:
-            _log.warning("%s: is of another write than the one that is not kept any more; not removed", name)
+            _log.warning("%s: not removed, because another write has replaced it", name)
             return False
         self._proofs.removed(one.order, one.file)
         Intent.to_remove(manifest).write(self._store)
@@ -421,7 +419,7 @@ class Maintenance:
 
 
 class NoMaintenance(Maintenance):
-    """The maintenance of a flusher that does not lead: the lead maintains published checkpoints."""
+    """Maintenance of a flusher that does not lead: only the lead maintains published checkpoints."""
 
     def under_way(self, key: CheckpointId) -> None: ...
 

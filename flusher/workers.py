@@ -1,7 +1,7 @@
-"""Threads that do what takes long, and the inbox by which the event loop hears of it.
+"""Worker threads for slow jobs, and the inbox for their messages to the event loop.
 
-Plain threads are enough: CRC, pwrite and sockets all give the GIL back. The loop waits on one file descriptor for
-all of them, so an idle flusher costs nothing.
+Plain threads are enough: CRC, pwrite and sockets all release the GIL. The loop waits on one file descriptor for all of
+them, so an idle flusher costs nothing.
 """
 
 from __future__ import annotations
@@ -45,18 +45,16 @@ class Inbox:
                 return items
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until a message comes, at most this long; None: without a limit."""
+        """Sleep until a message arrives, at most for `seconds`; None: no limit."""
         wait_readable([self._eventfd], seconds)
 
     def close(self) -> None:
-        """Give the descriptor back; nothing may be put any more."""
+        """Close the descriptor; nothing may be put after that."""
         os.close(self._eventfd)
 
 
 class Workers:
-    """Threads for one kind of job; the most urgent job first. A thread begins when a job finds all others busy.
-    `limit`: lets them run; None: all at once.
-    """
+    """Threads for one kind of job, the most urgent first; started on demand. `limit`: bounds how many run."""
 
     def __init__(self, name: str, threads: int, limit: ConcurrencyLimit | None = None) -> None:
         self._name, self._threads_max = name, threads
@@ -69,7 +67,7 @@ class Workers:
         self._threads: list[threading.Thread] = []
 
     def submit(self, urgency: tuple[int, ...], job: Callable[[], int | None]) -> None:
-        """Run `job`, lower `urgency` first. It must not raise, and may say how many bytes it has carried."""
+        """Queue `job`; lower `urgency` runs first. It must not raise, and may return how many bytes it moved."""
         with self._ready:
             if self._ended:
                 return
@@ -81,7 +79,7 @@ class Workers:
             self._ready.notify()
 
     def stop(self) -> None:
-        """Drop what waits, let what runs end."""
+        """Drop queued jobs, and wait for running ones."""
         with self._ready:
             self._ended = True
             self._jobs.clear()
@@ -99,8 +97,8 @@ class Workers:
                 if self._ended:
                     return
             with self._limit.request() as request:
-                with self._ready:  # only now: meanwhile a more urgent one may have come
+                with self._ready:  # only now: a more urgent one may have arrived meanwhile
                     job = heapq.heappop(self._jobs)[2] if self._jobs else None
                 if job is not None:
                     request.nbytes = job() or 0
-            del job  # what it holds may be large, and the next one may be long in coming
+            del job  # it may refer to much memory, and the next one may be long in coming

@@ -1,7 +1,7 @@
-"""This flusher's lease of the run: kept alive, checked before every publish, renewed for each stager.
+"""This flusher's lease on the run: kept alive, checked before every publish, renewed for each stager.
 
 A flusher may outlive several MPI jobs. Each stager that attaches gets an attempt of its own, because attempts order
-checkpoints: a job that was restored from step 100 must count as newer than step 150 of the job before.
+checkpoints: a job restored from step 100 must count as newer than step 150 of the job before.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 class WriterLease:
-    """Holds the lease, a claim file in the store. May be used from any thread.
+    """Holds the lease, a claim file in the store. Any thread.
 
     Args:
-        heartbeat_seconds: How often other hosts are shown that we live.
+        heartbeat_seconds: Interval of the heartbeats that show other hosts that this writer is alive.
 
     Raises:
         FencedError: Another writer is alive.
@@ -38,7 +38,7 @@ class WriterLease:
 
     def __init__(self, store: Store, heartbeat_seconds: float) -> None:
         self._store, self._heartbeat_seconds = store, heartbeat_seconds
-        self._lock = threading.Lock()  # a check must not meet the old claim while it is renewed
+        self._lock = threading.Lock()  # no check of the old claim during a renewal
         self._claim = Lease.take(store, heartbeat_seconds=heartbeat_seconds)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -52,18 +52,18 @@ class WriterLease:
         """The failures of the attempts before this one."""
         return self._claim.seen
 
-    # These never wait: the next heartbeat carries it to the store, and who finds none takes a running job for lost.
+    # These never wait: the next heartbeat writes it to the store. Without one the next writer counts the job as lost.
 
     def begin_work(self) -> None:
-        """The job of this attempt has begun a checkpoint."""
+        """Note that the job of this attempt has begun a checkpoint."""
         self._claim.begin_work()
 
     def end_work(self, *, lost: bool) -> None:
-        """The job of this attempt is over."""
+        """Note that the job of this attempt is over."""
         self._claim.end_work(lost=lost)
 
     def resume_work(self) -> None:
-        """A stager goes on with the attempt that a dead flusher had."""
+        """Note that a stager continues the attempt of a dead flusher."""
         self._claim.resume_work()
 
     def check(self) -> None:
@@ -77,14 +77,14 @@ class WriterLease:
             self._claim.check(at_once=True)
 
     def keep_whole(self, manifest: Manifest) -> None:
-        """After a manifest was written: take it back if its file has gone meanwhile.
+        """Remove a manifest that was just written, if its file has gone meanwhile.
 
-        A writer that stood still for long writes it when who took the run over has cleared the file away. That name is
-        this writer's alone, so its manifest may be removed though the run is another's.
+        A writer that was suspended for long may write the manifest after its successor removed the file. Only this
+        writer uses that name, so it may remove the manifest although the run is another's.
 
         Raises:
-            FencedError: It was taken back, and the run is another's.
-            DamageError: The manifest was taken back, because its file is gone.
+            FencedError: The manifest was removed, and the run is another's.
+            DamageError: The manifest was removed, because its file is gone.
             StoreError: The store failed.
         """
         store, name = self._store, manifest_name(manifest.file)
@@ -101,9 +101,9 @@ class WriterLease:
     def renew(self) -> int:
         """Acquire the next attempt, for another stager, and return it. Raises `FencedError`, `StoreError`."""
         with self._lock:
-            self._claim.beat()  # as `check`, and the next claim reads how the job of this one ended
-            # Our own claim is the one that is taken over: nobody else lost anything. Where the answers of the store are
-            # lost, the next claim may be there, and this one goes on: it must not take that for another writer's.
+            self._claim.beat()  # checks, and stores how this job ended, for the next claim
+            # The takeover is of our own claim: nobody else loses anything. If the store's answers are lost, the next
+            # claim may exist while this one continues; `tried` tells it from another writer's.
             self._claim = Lease.take(
                 self._store,
                 heartbeat_seconds=self._heartbeat_seconds,
@@ -139,7 +139,7 @@ class WriterLease:
 
 
 class MemberLease(WriterLease):
-    """The lease of a flusher that does not lead: it publishes and removes nothing, so it acquires none.
+    """Lease of a flusher that does not lead: it publishes and removes nothing, so it needs no claim.
 
     It has no attempt of its own: each stager brings that of the lead.
     """
@@ -180,18 +180,18 @@ _MISSES_MAX = 3
 
 
 class InstanceLease:
-    """The lock of the run's only flusher on this machine.
+    """Lock of the run's only flusher on this machine.
 
-    One that ends has closed its socket, and gives the right back a moment later: it is waited for. One that begins, or
-    that was stopped as it ended, is waited for as long.
+    A flusher that ends closes its socket a moment before it releases the lock, so a holder without a socket is waited
+    for. One that is starting, or was stopped as it ended, is waited for as long.
 
     Args:
-        directory: The run's runtime directory; made if it is not there.
-        ends_seconds_max: How long one is waited for that stagers cannot connect to.
+        directory: The run's runtime directory; made if missing.
+        ends_seconds_max: How long to wait for a holder that stagers cannot connect to.
 
     Raises:
         FencedError: Another flusher holds it; names its pid.
-        ConfigError: The directory is not safely ours.
+        ConfigError: The directory is not private to this user.
     """
 
     def __init__(self, directory: Path, *, ends_seconds_max: float = _ENDS_SECONDS_MAX) -> None:
@@ -205,11 +205,11 @@ class InstanceLease:
         listens = misses = 0
         while True:
             try:
-                make_private_directory(self.directory)  # each time: one that ends may have removed it
+                make_private_directory(self.directory)  # each time: a flusher that ends may have removed it
                 fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:
                 misses += 1
-                if misses > _MISSES_MAX:  # nobody has removed it: it cannot be made
+                if misses > _MISSES_MAX:  # not a race with a removal: it cannot be made
                     raise
                 continue
             try:
@@ -217,7 +217,7 @@ class InstanceLease:
             except BlockingIOError:
                 pid = os.pread(fd, _PID_BYTES_MAX, 0).decode("ascii", "replace").strip() or "unknown"
                 os.close(fd)
-                # Twice: who is just closing the socket removes its name next.
+                # Seen twice: a flusher that closes the socket removes its name right after.
                 listens = listens + 1 if (self.directory / SOCKET_NAME).exists() else 0
                 if listens < 2 and time.monotonic() < deadline:
                     time.sleep(_LOOK_AGAIN_SECONDS)
@@ -225,7 +225,7 @@ class InstanceLease:
                 raise FencedError(
                     f"process {pid} is already the flusher of this run ({self.directory}); let it finish, or end it"
                 ) from None
-            # The one before may have removed the file between our open and our lock: then we hold nothing.
+            # The previous holder may have removed the file between our open and our lock, which is then worthless.
             try:
                 if os.path.samestat(os.fstat(fd), self._path.lstat()):
                     return fd
@@ -234,7 +234,7 @@ class InstanceLease:
             os.close(fd)
 
     def release(self, *, keep_directory: bool) -> None:
-        """Give the right back; remove the directory unless something in it is still wanted."""
+        """Release the lock; remove the directory unless something in it is still wanted."""
         self._path.unlink(missing_ok=True)
         if not keep_directory:
             with contextlib.suppress(OSError):  # not empty: the next flusher may already be at work in it

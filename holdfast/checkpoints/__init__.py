@@ -4,12 +4,12 @@
 
 catalog, manifest_order      the checkpoints of a run, newest first; manifests of a listing in the same order
 best_finder                  the best checkpoint of a run by a metric
-branches                     what `holdfast rewind` has left behind, and which checkpoints training goes on from
+branches                     branches after `holdfast rewind`, and the line on which training continues
 publish, intents             names and manifests of checkpoints; a record of each object before it is made or removed
-lease, identity              one writer per run; the process that holds the lease, so that others see whether it lives
+lease, identity              one writer per run; the process that holds the lease, so that others can see if it is alive
 image_publishing             publishes an image that a tool has at hand
-old_slices                   names what an older holdfast has left under slices/
-share_records                what several flushers that write one file tell each other
+old_slices                   names of files that an older holdfast left under slices/
+share_records                records by which the flushers of one file coordinate
 
 verification, chunk_sums     reads a checkpoint back; the sums of one chunk
 nonfinite                    counts NaN and infinite values

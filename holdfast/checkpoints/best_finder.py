@@ -27,7 +27,7 @@ class _Rated(NamedTuple):
 
 
 class BestFinder:
-    """Keeps the metrics of the checkpoints it is shown, newest first. `metric`, `mode`: None: the newest writer's."""
+    """Collects the metrics of checkpoints, newest first. `metric`, `mode`: None: as the newest writer recorded."""
 
     def __init__(self, metric: str | None = None, mode: BestMode | None = None) -> None:
         self._metric, self._mode = metric, mode
@@ -35,7 +35,7 @@ class BestFinder:
         self._recorded: list[BestRule] = []
 
     def see(self, item: CatalogItem) -> None:
-        """One checkpoint. A bad or damaged one is never best."""
+        """Add one checkpoint. A bad or damaged one is never best."""
         manifest = item.manifest
         if manifest is None:
             return
@@ -45,7 +45,7 @@ class BestFinder:
             self._seen.append(_Rated(item.order, manifest.metrics, bool(item.caveat)))
 
     def best(self) -> BestFound | None:
-        """The best of all that were seen; None if none has the metric, or nobody says which value is best."""
+        """Return the best of all that were added; None if none has the metric, or no mode is known."""
         rule = self._rule()
         if rule is None:
             return None
@@ -56,7 +56,7 @@ class BestFinder:
         return BestFound(first.order, first.metrics[rule.metric], rule)
 
     def why_none(self, where: str) -> StoreMissing | ConfigError:
-        """Why no checkpoint of the run `where` is best."""
+        """Return the error that says why no checkpoint of the run `where` is best."""
         return no_best(where, self._metric or "", [one.metrics for one in self._seen])
 
     def _rule(self) -> BestRule | None:
@@ -66,9 +66,9 @@ class BestFinder:
 
 
 def find_best(catalog: Catalog, metric: str, mode: BestMode | None = None) -> Manifest:
-    """The manifest of the best good checkpoint of a run, on its current branch. Reads every manifest. Raises
-    `StoreMissing`: none has this metric; names those that there are; `ConfigError`: the run does not say which value is
-    best.
+    """Return the manifest of the best good checkpoint of a run, on its current branch. Reads every manifest. Raises
+    `StoreMissing` if no checkpoint has this metric, naming the metrics there are; `ConfigError` if the run does not say
+    which value is best.
     """
     look, finder = catalog.look(), BestFinder(metric, mode)
     branches = look.branches or Branches()

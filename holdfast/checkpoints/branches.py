@@ -1,4 +1,4 @@
-"""Branches of a run: where `holdfast rewind` went back to, and which checkpoints belong to what goes on from there.
+"""Branches of a run: where `holdfast rewind` went back to, and which checkpoints are on the line that continues.
 
     RUN/rewind-a004.json      attempt 4 is the claim under which it was made; sealed, created once, never changed
 
@@ -6,9 +6,9 @@
                         │ rewind-a004: to step 200 (attempt 1)
     attempt 5           └── 250 ── 350         branch 2, the current one: 100, 200, 250 and 350 are on its line
 
-Attempts above that of the record write the new branch. Older checkpoints belong to the line only up to the one that was
-gone back to; so a writer that wakes up late adds to its own branch, whatever the clocks say. Nothing but the record is
-written: no checkpoint is changed, moved or removed.
+Attempts above that of the record write the new branch. Older checkpoints are on the line only up to the fork, so a
+writer that wakes up late adds to its own branch, whatever the clocks say. A rewind writes only the record: no
+checkpoint is changed, moved or removed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class StepRange(NamedTuple):
 class Rewound(NamedTuple):
     """How `holdfast rewind` has brought training back to a checkpoint."""
 
-    to_step: int  # the step from which training goes on
+    to_step: int  # the step from which training continues
     from_step: int  # the newest step that had a checkpoint when the run was rewound
-    # first and last training step of each range whose batches are left out from here on, both included, in the order in
-    # which they are left out
+    # first and last training step, both included, of each range whose batches are skipped from here on, in the order of
+    # skipping
     skipped: tuple[StepRange, ...]
     reason: str = ""  # the text of `--reason`
 
@@ -59,11 +59,11 @@ class Rewound(NamedTuple):
         return f"rewound from step {self.from_step} to step {self.to_step}{left_out}"
 
     def leaves_out(self, step: int) -> bool:
-        """Whether the batch of this training step is left out."""
+        """Whether the batch of this training step is skipped."""
         return any(one.first <= step <= one.last for one in self.skipped)
 
     def refusal(self) -> str:
-        """Why a state in which nothing can leave out batches is not restored."""
+        """Return why a state in which nothing can skip batches is not restored."""
         return (
             f"the run was {self}, and no object of the state can leave batches out; put the ResumableSampler or "
             "ResumableStream that gives the batches into the state, or give your own loader skip_batches(after, steps) "
@@ -72,12 +72,12 @@ class Rewound(NamedTuple):
 
 
 def told(ranges: Iterable[StepRange]) -> str:
-    """Ranges for people."""
+    """Format ranges for people."""
     return ", ".join(map(str, sorted(ranges)))
 
 
 class Rewind(BaseModel):
-    """The record that `holdfast rewind` writes: the begin of a branch."""
+    """The record that `holdfast rewind` writes: the start of a branch."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -85,10 +85,10 @@ class Rewind(BaseModel):
     # the claim under which it was made. Higher attempts write the branch.
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
     write_id: Annotated[str, Field(max_length=1024)]
-    to: _Id  # attempt and step of the checkpoint from which the branch goes on
+    to: _Id  # attempt and step of the checkpoint from which the branch starts
     newest: _Id  # the newest checkpoint of the line that was left
-    # first and last training step of each range whose batches are left out, in ascending order. The numbers are those
-    # of the training that goes on from `to` without leaving anything out.
+    # first and last training step of each range whose batches are skipped, in ascending order. The numbers are those of
+    # a training that continues from `to` without skipping.
     skips: Annotated[tuple[tuple[_Whole, _Whole], ...], Field(max_length=SKIPS_MAX)] = ()
     made_at: Annotated[str, Field(max_length=64)] = ""  # for people
     reason: Annotated[str, Field(max_length=REASON_CHARACTERS_MAX)] = ""
@@ -114,7 +114,7 @@ class Rewind(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Self:
-        """Read what `to_bytes` wrote. Raises `DamageError`: it is damaged, or of a format that is not known."""
+        """Read the output of `to_bytes`. Raises `DamageError` if it is damaged, or of an unknown format."""
         body = unseal(data, _CRC_FIELD)
         problem = "its CRC-32 does not hold"
         if body is not None:
@@ -130,13 +130,13 @@ class Rewind(BaseModel):
 
 
 def rewound_attempt(name: str) -> int | None:
-    """The attempt in the name of a rewind's record; None for other names."""
+    """Return the attempt in the name of a rewind's record; None for other names."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 class Branches:
-    """The branches of a run. `rewinds`: all of the run, in any order; kept oldest first."""
+    """The branches of a run. `rewinds`: all rewinds of the run, in any order."""
 
     def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
         self.rewinds = tuple(sorted(rewinds, key=lambda one: one.attempt))
@@ -144,7 +144,7 @@ class Branches:
 
     @classmethod
     def read(cls, store: Store, objects: Sequence[ObjectInfo]) -> Self:
-        """The branches by a listing of the run. Raises `DamageError`: a record cannot be read, or was renamed."""
+        """Read the branches in a listing of the run. Raises `DamageError`: a record cannot be read, or was renamed."""
         found = []
         for info in objects:
             attempt = rewound_attempt(info.name)
@@ -161,7 +161,7 @@ class Branches:
         return cls(found)
 
     def _in_effect(self) -> tuple[Rewind, ...]:
-        """The rewinds that the current line has gone through, newest first."""
+        """Return the rewinds that the current line has gone through, newest first."""
         found: list[Rewind] = []
         for one in reversed(self.rewinds):
             if not found or one.attempt < found[-1].fork.attempt:
@@ -169,7 +169,7 @@ class Branches:
         return tuple(found)
 
     def is_current(self, order: CheckpointId) -> bool:
-        """Whether a checkpoint is on the line that training goes on from."""
+        """Whether a checkpoint is on the line on which training continues."""
         for one in self._line:
             if order.attempt > one.attempt:
                 return True
@@ -178,11 +178,11 @@ class Branches:
         return True
 
     def number(self, attempt: int) -> int:
-        """The number of the branch that an attempt has written, from 1."""
+        """Return the number of the branch that an attempt wrote, from 1."""
         return 1 + sum(one.attempt < attempt for one in self.rewinds)
 
     def sentence(self) -> str:
-        """How the current branch began; empty for a run that was never rewound."""
+        """Return how the current branch began; empty for a run that was never rewound."""
         if not self.rewinds:
             return ""
         made = self.rewinds[-1]
@@ -192,11 +192,11 @@ class Branches:
         return f"branch {number}: rewound from {made.left} to {made.fork}{left_out}, {made.made_at}{reason}"
 
     def rewound(self, order: CheckpointId) -> Rewound | None:
-        """The rewind that a checkpoint of the current line does not know of; None if it was written after the rewind.
+        """Return the rewind since a checkpoint of the current line was written; None if there was none since.
 
-        A checkpoint older than the fork may lie before several rewinds. Their ranges come in the order in which they
-        are left out: `skipped[1]` counts the steps of a training that leaves out `skipped[0]`. The ranges of one rewind
-        come from the last to the first, because none of them moves the ones before it.
+        Several rewinds may follow a checkpoint older than the fork. Their ranges are in the order of skipping:
+        `skipped[1]` counts the steps of a training that skips `skipped[0]`. The ranges of one rewind are ordered from
+        last to first, because a later range does not move the earlier ones.
         """
         unknown = [one for one in reversed(self._line) if order.attempt <= one.attempt]
         if not unknown:

@@ -1,13 +1,13 @@
-"""The list of the checkpoints of a run, newest first. It reads manifests only; `verification.py` reads the bytes.
+"""The list of a run's checkpoints, newest first. It reads manifests only; `verification.py` reads the bytes.
 
-    newest_first()   one manifest after the other, read when it is asked for     `holdfast ls`, report
+    newest_first()   one manifest after the other, each read on demand           `holdfast ls`, report
     newest_good()    reads until one may be restored                             flusher, `holdfast import`
     of_step(step)    the manifests of one step, and no other
     get(step)        one of them, by its step or the newest good one             `holdfast inspect|verify|pull URL@STEP`
 
-Newest is the highest (attempt, step), never a time. A file without a manifest is not a checkpoint and is not
-listed. A manifest names every tensor, so nothing here keeps more of them than are being read. After `holdfast rewind`
-the newest one is looked for on the current line only (branches.py); an older branch is listed, and found by its step.
+Newest is the highest (attempt, step), never a time. A file without a manifest is not a checkpoint and is not listed. A
+manifest names every tensor, so nothing here keeps more manifests than are being read. After `holdfast rewind` the
+newest one is searched on the current line only (branches.py); an older branch is listed, and found by its step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("holdfast.catalog")
 
 # a manifest is one small request: a long run on S3 would otherwise be listed one round trip at a time
 _READERS = 8
-_AHEAD_BYTES = 32 << 20  # of manifests that are read before anybody has asked for them
+_AHEAD_BYTES = 32 << 20  # of manifests that are read ahead
 _NEAR_STEPS = 5
 
 
@@ -41,14 +41,13 @@ class CatalogItem:
     """One manifest of the run, readable or not."""
 
     name: str
-    attempt: int  # the attempt; of one that cannot be read and has it not in its name, the newest of the run
+    attempt: int  # the run's newest attempt if neither name nor content can tell it
     step: int
-    manifest: Manifest | None  # the manifest; None when it cannot be read
-    fault: str  # why restore does not use it, for people; empty when it may
+    manifest: Manifest | None  # None if it cannot be read
+    fault: str  # why restore does not use it, for people; empty if it may
     file_bytes: int | None  # size of the portable file in the store; None without the file
-    # the store lists the manifest and does not give it, which is the fault: nobody knows what it says
-    unopened: bool = False
-    has_proof: bool = False  # whether a proof lies beside it, so that a resume from it can be proven
+    unopened: bool = False  # the fault is that the store lists the manifest but cannot read it
+    has_proof: bool = False  # a proof lies beside it, so that a resume from it can be proven
 
     @property
     def order(self) -> CheckpointId:
@@ -56,17 +55,17 @@ class CatalogItem:
 
     @property
     def is_good(self) -> bool:
-        """Whether restore may use it, perhaps only for want of another one (`caveat`)."""
+        """Whether restore may use it, perhaps only if there is no better one (`caveat`)."""
         return self.manifest is not None and not self.fault
 
     @property
     def drift(self) -> str:
-        """In what its replicas were not the same; empty as far as is known."""
+        """How its replicas differed; empty if nothing is known."""
         return self.manifest.drift if self.manifest is not None else ""
 
     @property
     def doubt(self) -> str:
-        """Why it may be torn; empty where nobody doubts it."""
+        """Why it may be torn; empty if nobody doubts it."""
         return self.manifest.doubt if self.manifest is not None else ""
 
     @property
@@ -76,8 +75,8 @@ class CatalogItem:
 
     @property
     def state(self) -> str:
-        """`verified` or `durable`; `drifted` if the replicas that it was put together of were not the same; `doubtful`
-        if it may be torn; `bad` if it was read back and found so; `damaged` if manifest or file is not whole.
+        """`verified` or `durable`; `drifted` if its replicas differed; `doubtful` if it may be torn; `bad` if the
+        read-back found damage; `damaged` if manifest or file is not whole.
         """
         if self.manifest is not None and (not self.fault or self.manifest.state is State.BAD):
             return self.manifest.told_state
@@ -85,7 +84,7 @@ class CatalogItem:
 
 
 class CatalogLook:
-    """One listing of a run, whose manifests are read one by one. Any thread. `is_empty`: nothing is at the URL."""
+    """One listing of a run, whose manifests are read one by one. Any thread. `is_empty`: no object is at the URL."""
 
     def __init__(self, store: Store, step: int | None = None) -> None:
         self._store, self._objects = store, store.list()
@@ -94,7 +93,7 @@ class CatalogLook:
         manifests = manifests_in(self._objects)
         if step is not None:
             manifests = [info for info in manifests if step_of(info.name) == step]
-        # The attempt of a single one need not be known beforehand.
+        # A single manifest needs no order, so its attempt is not needed yet.
         told = len(manifests) < 2 or names_tell(store, self._objects)
         self.names = newest_first(store, manifests, names_tell=told)
         self.is_empty = not self._objects
@@ -105,14 +104,14 @@ class CatalogLook:
 
     @property
     def branches(self) -> Branches | None:
-        """The branches of the run; None if never rewound. Raises `DamageError`: a record of a rewind cannot be read."""
+        """The branches of the run; None if never rewound. Raises `DamageError` if a rewind's record is unreadable."""
         if self._branches is None and any(info.name.startswith("rewind-") for info in self._objects):
             self._branches = Branches.read(self._store, self._objects)
         return self._branches
 
     @property
     def current(self) -> Sequence[ListedManifest]:
-        """The manifests of `names` on the line that training goes on from. Raises as `branches`."""
+        """The manifests of `names` on the line on which training continues. Raises as `branches`."""
         branches = self.branches
         return (
             self.names if branches is None else [one for one in self.names if branches.is_current(one.order)]
@@ -124,9 +123,9 @@ class CatalogLook:
         *,
         progress: Callable[[int], None] = lambda nbytes: None,  # noqa: ARG005
     ) -> Iterator[CatalogItem]:
-        """These manifests, or all, in their order; a few are read ahead of who asks. `progress`: told the bytes of
-        each, in the calling thread. One that is pruned meanwhile is left out; one that cannot be opened has that as its
-        fault. Raises `StoreError`: a retry may mend it.
+        """Yield these manifests, or all, in their order; a few are read ahead. `progress`: called with the bytes of
+        each, in the calling thread. One that is pruned meanwhile is skipped; one that cannot be opened has that as its
+        fault. Raises a retriable `StoreError`.
         """
         todo = deque(self.names if names is None else names)
         ahead: deque[tuple[ListedManifest, Future[bytes]]] = deque()
@@ -138,7 +137,7 @@ class CatalogLook:
                     ahead.append((todo[0], readers.submit(self._read, todo.popleft())))
                     ahead_bytes += ahead[-1][0].nbytes
                 listed, read = ahead.popleft()
-                item = self._item(listed, read)  # here: threads that all parse only wait for each other
+                item = self._item(listed, read)  # parsed here: parsing threads would only wait for each other
                 del read
                 ahead_bytes -= listed.nbytes
                 progress(listed.nbytes)
@@ -150,12 +149,12 @@ class CatalogLook:
             readers.shutdown(cancel_futures=True)
 
     def of_step(self, step: int) -> Sequence[CatalogItem]:
-        """The manifests of one step, newest first. Raises `StoreError`."""
+        """Return the manifests of one step, newest first. Raises `StoreError`."""
         return list(self.items([listed for listed in self.names if listed.order.step == step]))
 
     @property
     def old_slices(self) -> str:
-        """A sentence about steps that are there only as slices of an older holdfast; empty without such steps."""
+        """A sentence about steps that exist only as slices of an older holdfast; empty without such steps."""
         return told_old_slices(self.url, self._objects)
 
     def _read(self, listed: ListedManifest) -> bytes:
@@ -199,7 +198,7 @@ class CatalogLook:
 
 
 class Catalog:
-    """The checkpoints of one run. Holds no state but the store: each call looks again. May be used from any thread."""
+    """The checkpoints of one run. It keeps no state: each call lists the store. Any thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -213,30 +212,31 @@ class Catalog:
         return CatalogLook(self._store)
 
     def newest_first(self) -> Iterator[CatalogItem]:
-        """Every manifest, newest first, each read when its turn comes. Sizes are compared, bytes are not read: restore
-        checks every chunk's CRC. One that cannot be read and has no attempt in its name stands where the newest would.
+        """Yield every manifest, newest first, each read on demand. Sizes are compared, bytes are not read: restore
+        checks every chunk's CRC. An unreadable one without an attempt in its name is placed as the newest attempt.
         """
         return self.look().items()
 
     def list(self) -> Sequence[CatalogItem]:
-        """The same, all at once: for short runs, since a manifest may take megabytes. Raises `StoreError`."""
+        """Like `newest_first`, as a list: for short runs, since a manifest may take megabytes. Raises `StoreError`."""
         return list(self.newest_first())
 
     def newest_good(self) -> CatalogItem | None:
-        """The newest that restore may use, with a caveat or not. Reads no manifest of an older one."""
+        """Return the newest checkpoint that restore may use, with a caveat or not. Reads no older manifest."""
         look = self.look()
         return next((item for item in look.items(look.current) if item.is_good), None)
 
     def highest_good_step(self) -> int | None:
-        """The highest step of all that restore may use. Reads from the highest on. Raises as `newest_good`."""
+        """Return the highest step that restore may use. Reads from the highest on. Raises as `newest_good`."""
         look = self.look()
         names = sorted(look.current, key=lambda listed: (listed.order.step, listed.order), reverse=True)
         return next((item.step for item in look.items(names) if item.is_good), None)
 
     def get(self, step: int | None = None) -> Manifest:
-        """The manifest of `step`, in its newest attempt of the current line, else of any; without a step the newest
-        good one, with a warning for each newer one that is not. A requested step is returned even if it is bad, so that
-        people can inspect it. Raises `StoreMissing`: names the steps that are near; `DamageError`: it cannot be used.
+        """Return the manifest of `step`, in its newest attempt of the current line, else of any. Without a step, return
+        the newest good one, with a warning for each newer one that is not. A requested step is returned even if it is
+        bad, so that people can inspect it. Raises `StoreMissing`, which names steps nearby, and `DamageError` if it
+        cannot be used.
         """
         if step is not None:
             return self._of_step(step)
@@ -253,7 +253,7 @@ class Catalog:
             passed.append(item.fault or item.caveat)
             reasons.append(f"  {item.name}: {item.fault}")
         if doubted is not None and doubted[0].manifest is not None:
-            # One whose ranks did not agree, or that may be torn, is better than none.
+            # A checkpoint that drifted, or may be torn, is better than no checkpoint.
             self._say_passed(passed[: doubted[1]])
             _log.warning("%s: used, as there is no other: %s", self._store.url, doubted[0].caveat)
             return doubted[0].manifest
@@ -268,7 +268,7 @@ class Catalog:
         raise self._nothing()
 
     def of_step(self, step: int) -> Sequence[CatalogItem]:
-        """The manifests of one step, newest first, those of older branches last. No other step is read."""
+        """Return the manifests of one step, newest first, those of older branches last. Reads no other step."""
         look = CatalogLook(self._store, step)
         branches = look.branches
         found = list(look.items())
@@ -294,7 +294,7 @@ class Catalog:
         raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
     def _say_passed(self, passed: Sequence[str]) -> None:
-        """Name the newer ones that are not used."""
+        """Warn of each newer checkpoint that is not used."""
         for reason in passed:
             _log.warning("%s: a checkpoint is not used: %s", self._store.url, reason)
 

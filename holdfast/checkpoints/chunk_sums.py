@@ -1,7 +1,7 @@
-"""The sums of one chunk of a file that is read back: CRC-32 and numbers that are not finite, run by run.
+"""Sums of one chunk of a file that is read back, run by run: CRC-32 and the count of numbers that are not finite.
 
-A run is what lies in one entry, or between two. Many small ones are looked at by loops in C; large ones block by block,
-so that their bytes are brought into the cache once.
+A run is the bytes in one entry, or between two entries. Many small runs are handled by loops in C; large ones block by
+block, so that their bytes enter the cache once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ChunkSums(NamedTuple):
     crc32s: list[int]  # its CRC-32
     sizes: list[int]  # its bytes
     crc32: int
-    # entry → how many of its numbers here are not finite, if any are; None: a read has cut one in two
+    # entry → how many of its numbers here are not finite, if any are; None: a read has split a number
     nonfinite: dict[int, int] | None
 
 
 class EntryBounds:
-    """Finds the entries to which bytes belong. Entries without bytes are left out."""
+    """Finds the entries to which bytes belong. Empty entries are left out."""
 
     def __init__(self, entries: Sequence[EntryRecord]) -> None:
         self._filled = [
@@ -44,7 +44,7 @@ class EntryBounds:
         self._starts = [start for _, start, _ in self._filled]
 
     def runs(self, offset: int, end: int) -> list[tuple[int | None, int, int]]:
-        """Owners of the bytes from `offset` to `end`, without gaps: an entry or None; first byte, end."""
+        """Return the owners of the bytes from `offset` to `end`, without gaps: an entry or None; first byte, end."""
         found: list[tuple[int | None, int, int]] = []
         first = max(0, bisect.bisect_right(self._starts, offset) - 1)
         for index, start, stop in self._filled[first : bisect.bisect_left(self._starts, end)]:
@@ -67,7 +67,7 @@ def sums_of_chunk(
     contents: tuple[EntryBounds, Mapping[int, FloatFormat]],
     buffer: memoryview,
 ) -> ChunkSums:
-    """Read one chunk into `buffer` and look at it. Any thread. `contents`: bounds of the entries, and their formats."""
+    """Read one chunk into `buffer` and sum it up. Any thread. `contents`: bounds of the entries, and their formats."""
     bounds, formats = contents
     offset = chunk * manifest.chunk_bytes
     end = offset + bytes_of_chunk(manifest, chunk)
@@ -101,7 +101,7 @@ def _look(
     pieces: Sequence[memoryview],
     crc32s: list[int],
 ) -> dict[int, int] | None:
-    """As `_count`, and add the CRC-32 of each to `crc32s`: of large runs both are made while they are in the cache."""
+    """Like `_count`, but also append each CRC-32 to `crc32s`: both are computed while a large run is in the cache."""
     is_cut = False
     for (entry, first, _), piece in zip(runs, pieces, strict=True):
         this = None if entry is None else formats.get(entry)
@@ -123,12 +123,12 @@ def _count(
     formats: Mapping[int, FloatFormat],
     part: memoryview,
 ) -> dict[int, int] | None:
-    """Add the numbers of each run that are not finite; None: one was cut in two, and nothing is known."""
+    """Add the numbers of each run that are not finite; None: a number was split, and nothing is known."""
     offset = runs[0][1]
     by_format: dict[FloatFormat, list[tuple[int, int, int]]] = {}
     for entry, first, stop in runs:
         if entry is not None and (this := formats.get(entry)) is not None:
-            # Files of holdfast cut no number in two: storages and reads begin at multiples of its size.
+            # Files of holdfast split no number: storages and reads begin at multiples of its size.
             if (first - manifest.entries[entry].offset) % this.nbytes:
                 return None
             by_format.setdefault(this, []).append((entry, first - offset, stop - offset))

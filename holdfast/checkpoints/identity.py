@@ -17,9 +17,9 @@ class Identity:
 
     host: str
     boot_id: str
-    pid_namespace: str  # pids mean something only within it: containers of one machine share host and boot
+    pid_namespace: str  # pids are unique only within it: containers of one machine share host and boot
     pid: int
-    started: int  # its start time in ticks since boot, 0 where the system does not tell
+    started: int  # start time in ticks since boot, 0 where it is unknown
 
     @classmethod
     def of_this_process(cls) -> Identity:
@@ -40,19 +40,19 @@ class Identity:
         return bool(self.boot_id) and mine == (other.host, other.boot_id, other.pid_namespace)
 
     def is_running(self) -> bool:
-        """Whether this very process runs. Only meaningful in the same place."""
+        """Whether this very process is running. Only meaningful in the same place."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except (PermissionError, OverflowError):
-            pass  # it exists and is another user's; or is no pid, which the start time below decides
+            pass  # another user's process, or not a pid; the start time below decides
         started = start_ticks(self.pid)
         return started is not None and (started == self.started or not self.started)
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such process."""
+    """Return a process's start time in ticks since boot; 0: the system does not tell; None: no such process."""
     if not Path("/proc/self/stat").exists():
         return 0
     stat = process_stat(pid)

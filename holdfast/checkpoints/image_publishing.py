@@ -1,10 +1,10 @@
-"""An image that a tool has at hand becomes a checkpoint of a run, as the flusher would have written it.
+"""Publishes an image that a tool has at hand as a checkpoint of a run, as the flusher would.
 
     chunks of a part, in order ─► CRC fields filled in ─► part ─► upload ─► publish ─► manifest
                                                            └ as many at once as make it faster; to a directory, one
 
-Chunks come in order here, so all that a CRC field states is known when its chunk is there
-(docs/design/003-one-layout-torch-zip.md). The order of the acts is the flusher's: file, then manifest.
+Chunks are in order here, so everything that a CRC field states is known by then
+(docs/design/003-one-layout-torch-zip.md). The order of publishing is the flusher's: file, then manifest.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from holdfast.store.base import Upload
 from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, LimitedUntilFailure, writing
 
 _BUFFERS_MIN = 2  # one is filled while the other is written
-_BYTES_MAX, _MEMORY_SHARE = 4 << 30, 4  # of all parts at once, and of what is available
+_BYTES_MAX, _MEMORY_SHARE = 4 << 30, 4  # of all parts in flight; divisor of the available memory
 
 
 class Image(Protocol):
-    """An image that one process has whole."""
+    """A whole image in one process."""
 
     @property
     def layout(self) -> Layout: ...
 
     def write_chunk(self, chunk: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of a chunk, but for its CRC fields."""
+        """Fill `memory` with the bytes of a chunk, except its CRC fields."""
 
 
 class ChunkFinisher:
-    """Fills the CRC fields of the chunks of an image, which come in order, and keeps the sums."""
+    """Fills the CRC fields of an image's chunks, in order, and keeps the sums."""
 
     def __init__(self, key: CheckpointId, layout: Layout) -> None:
         self._key, self._layout = key, layout
@@ -65,7 +65,7 @@ class ChunkFinisher:
         self._entry_crcs = [0] * len(layout.entries)
 
     def finish(self, memory: memoryview) -> int:
-        """Fill the CRC fields of the next chunk. Returns the CRC-32 of the chunk as it is then."""
+        """Fill the CRC fields of the next chunk; return the CRC-32 of the finished chunk."""
         chunk = len(self._chunk_crcs)
         sender = Source(self._layout.chunk_rank(chunk), crc32(memory))
         crcs = list(verify_chunk(memory, self._index, chunk, (sender,), key=self._key))
@@ -85,7 +85,7 @@ class ChunkFinisher:
         return total
 
     def finished(self) -> Finished:
-        """The facts for the manifest, after the last chunk."""
+        """Return the facts for the manifest, after the last chunk."""
         image_crc = combine_all(
             (crc, self._layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(self._chunk_crcs)
         )
@@ -100,9 +100,9 @@ def publish_image(
     progress: Callable[[int], None] | None,
     facts: ManifestFacts,
 ) -> Manifest:
-    """Publish an image as a portable file, and then its manifest. `ours`: the run, whose claim is checked before each
-    visible act. Returns the manifest as it stands in the store: durable, not read back. Raises `BusyError`: it is
-    already published; `FencedError`: the run is another's.
+    """Publish an image as a portable file, then its manifest. `ours`: the run, whose lease is checked before each
+    visible change. Return the manifest as it stands in the store: durable, not read back. Raises `BusyError` if it is
+    already published, and `FencedError` if the run is another's.
     """
     store, attempt, check = ours
     layout, finisher = image.layout, ChunkFinisher(key, image.layout)
@@ -144,10 +144,10 @@ def publish_image(
 def write_image(
     upload: Upload, image: Image, finisher: ChunkFinisher, limit: ConcurrencyLimit
 ) -> Generator[int, None, None]:
-    """Write all parts; yields the bytes of each once it is written. Blocks; a consumer that stops closes it.
+    """Write all parts; yield the bytes of each once it is written. Blocks; a consumer that stops early must close it.
 
-    Memory is two parts where one is written at a time; else one for each request, within a quarter of the available
-    memory and 4 GiB, the copies among it that a store makes of a part. After a failure no waiting part is sent.
+    Memory is two parts if one is written at a time. Else it is one part per request, within a quarter of the available
+    memory and 4 GiB, including the copies that a store makes of a part. After a failure no waiting part is sent.
     """
     layout = image.layout
     nbytes_max = min(upload.part_bytes, layout.image_bytes)

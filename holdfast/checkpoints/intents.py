@@ -1,13 +1,13 @@
-"""Objects that the run's writer is about to name or remove, recorded first: after its death only these are removed.
+"""Records of objects that the run's writer is about to name or remove: after its death only these may be removed.
 
-    publish   intent ─► file ─► manifest ─► intent away
-    remove    intent ─► manifest away ─► file away ─► intent away
+    publish   intent ─► file ─► manifest ─► intent removed
+    remove    intent ─► manifest removed ─► file removed ─► intent removed
     clear     the next writer, for each intent of an earlier attempt:
-                  manifest there, asked for by its name ─► only the intent goes, or stays if it is to remove
-                  none, and the file is that very write ─► the file goes, then the intent
+                  a manifest has the name ─► remove only the intent; keep an intent to remove
+                  no manifest, and the file is that very write ─► remove the file, then the intent
 
-A file without an intent is nobody's leftover: a person put it there, or restored it from a backup. A late writer's
-intents are its own, since their names hold its write-id.
+A file without an intent is not a leftover: a person put it there, or restored it from a backup. A late writer's intents
+are its own, since their names hold its write-id.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _PREFIX = ".holdfast/intent-"
 _WRITE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _NAME = re.compile(rf"\.holdfast/intent-({_WRITE_ID.pattern})\.json")
 _CRC_FIELD = "intent_crc32"
-_BYTES_MAX = 1 << 16  # it is input from outside
+_BYTES_MAX = 1 << 16  # an intent is input from outside
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 _Size = Annotated[int, Field(gt=0, lt=2**62)]
 
 
 class Intent(BaseModel):
-    """One file that is about to get its name or lose it. `token`: the upload's: tells this write from any other."""
+    """One file that is about to get or lose its name. `token`: the upload's, which tells this write from any other."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -78,12 +78,12 @@ class Intent(BaseModel):
         return intent_name(self.write_id)
 
     def write(self, store: Store) -> None:
-        """Write it down. Raises `StoreError`."""
+        """Write the record. Raises `StoreError`."""
         store.write(self.name, seal(self.model_dump_json().encode(), _CRC_FIELD))
 
 
 def intent_name(write_id: str) -> str:
-    """Name of the object in which the intent about a write lies. The write-id may come from outside, in a manifest."""
+    """Return the name of the intent of a write. The write-id may come from outside, in a manifest."""
     text = (
         write_id if _WRITE_ID.fullmatch(write_id) else sha256(write_id.encode(errors="replace")).hexdigest()
     )
@@ -91,7 +91,7 @@ def intent_name(write_id: str) -> str:
 
 
 def forget_intent(store: Store, write_id: str) -> None:
-    """Remove the intent of a write that is done. If the store fails, that is logged, and the next writer removes it."""
+    """Remove the intent of a finished write. If the store fails, that is logged, and the next writer removes it."""
     try:
         store.delete(intent_name(write_id))
     except StoreError as error:
@@ -105,9 +105,9 @@ def clear_intents(
     *,
     objects: Sequence[ObjectInfo] | None = None,
 ) -> list[str]:
-    """Remove what earlier writers left half done, and their intents; returns the removed files. Only for the run's one
-    writer. An intent of `before_attempt` or later stays, and one whose write-id `is_wanted`: its upload goes on. Raises
-    `StoreError`: may be called again.
+    """Remove what earlier writers left half done, and their intents; return the removed files. Only for the run's one
+    writer. Intents of `before_attempt` or later stay, and those whose write-id `is_wanted`, because their upload is
+    resumed. Raises `StoreError`; may be called again.
     """
     removed: list[str] = []
     for info in store.list() if objects is None else objects:
@@ -120,13 +120,13 @@ def clear_intents(
 
 
 def take_back(store: Store, write_id: str) -> str:
-    """Remove the file of this write if it is there and not listed, and the intent; returns the file's name, if any."""
+    """Remove the file of this write if it exists unlisted, and the intent; return the file's name, or ""."""
     intent = _read(store, intent_name(write_id))
     if intent is None:
         return ""
     is_listed = exists(store, manifest_name(intent.file))  # a manifest of this write or another, whole or not
     if is_listed and intent.act == "remove":
-        return ""  # who meant to remove it may only stand still: it would leave the file to nobody
+        return ""  # its writer may only be suspended, and would leave a file without an intent
     removes = not is_listed and _is_that_write(store, intent)
     if removes:
         store.delete(intent.file)
@@ -135,7 +135,7 @@ def take_back(store: Store, write_id: str) -> str:
 
 
 def _read(store: Store, name: str) -> Intent | None:
-    """The intent of this name; None if it is gone, or says nothing that can be believed: then it stays, too."""
+    """Return the intent of this name; None if it is gone, or cannot be trusted: then it stays, too."""
     try:
         body = unseal(store.read(name, _BYTES_MAX), _CRC_FIELD)
         intent = None if body is None else Intent.model_validate_json(body)

@@ -10,16 +10,16 @@
                                    ▼
           beat() now and then · check() before every publish · release() at the end
 
-The number of the claim is the *attempt*: it only grows, and the highest one owns the run. Nobody has to be told that
-they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long it was asleep.
+The number of the claim is the *attempt*: it only grows, and the highest one owns the run. No message is needed when a
+writer loses the lease: one that finds a higher attempt than its own stops (`FencedError`), however long it slept.
 
-A claim also counts the failures of all attempts before it, and says how its own stands; no other record of them exists.
+A claim also counts the failures of all attempts before it, and the state of its own; no other record of them exists.
 The next writer reads the newest whole claim and adds that attempt to the sums of its own claim. Each attempt is counted
 once, because nobody reads an older claim's sums, even if its writer wakes up and changes them.
 
     work: none ── first checkpoint ──► running ── the ranks have left ──► left         counted: its seconds
                                           │ a rank, or the stager, is lost ──► lost    counted: seconds, and a failure
-                                          └ nothing more is said: taken for lost
+                                          └ no further heartbeat: counts as lost
 
 Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid namespace) its
 process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is watched: a live writer
@@ -52,12 +52,12 @@ from holdfast.store.retrying import Retrying
 from holdfast.wire.failure_count import FailureCount
 
 _PUBLISHED = re.compile(r"-a(\d{3,10})[.-]")  # in names of files, manifests and slices
-# old claims are removed, so the first that is left may have any number up to it
+# old claims are removed, so the first that is left may have any number up to this
 _ATTEMPTS_SKIPPED_MAX = 1_000_000
 _CLAIM_BYTES_MAX = 1 << 16
 _NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
 _CRC_FIELD = "claim_crc32"
-_KEPT_CLAIMS = 3  # people read them after a failure; more only cost listing
+_KEPT_CLAIMS = 3  # people read them after a failure; more would only slow listings
 _TAKE_ROUNDS_MAX = 10  # each lost round means that someone else won it, and is then found alive or dead
 _HEARTBEAT_SECONDS_MAX = 60.0  # a claim from outside must not make us wait for hours
 _LOOKS_PER_HEARTBEAT = 4
@@ -70,7 +70,7 @@ _log = logging.getLogger("holdfast.claim")
 
 
 class Work(StrEnum):
-    """How the attempt of a claim stands; see the module."""
+    """State of the work of a claim's attempt; see the module."""
 
     NONE = "none"
     RUNNING = "running"
@@ -94,7 +94,7 @@ class _LeaseRecord(BaseModel):
     heartbeat_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     beat: _Whole
     released: bool = False
-    named: bool = False  # every manifest of the run has its attempt in its name, or is of the first
+    named: bool = False  # every manifest of the run has its attempt in its name, or is of attempt 1
     failures: _Whole = 0  # of the attempts before this one
     seen_seconds: _Seconds = 0.0  # of those attempts
     work: Work = Work.NONE
@@ -105,7 +105,7 @@ class _LeaseRecord(BaseModel):
         return FailureCount(self.failures, self.seen_seconds)
 
     def seen_with_own(self, *, is_over: bool) -> FailureCount:
-        """The sums with this attempt. `is_over`: its writer is gone, so what runs by its word was lost."""
+        """Return the sums including this attempt. `is_over`: its writer is gone, so a running job counts as lost."""
         if self.work is Work.NONE:
             return self.seen
         failed = self.work is Work.LOST or (is_over and self.work is Work.RUNNING)
@@ -120,16 +120,16 @@ class _LeaseRecord(BaseModel):
 
 
 class LeasedRun(NamedTuple):
-    """A run that is ours."""
+    """A run that this process holds the lease on."""
 
-    store: Store  # the run; it looks at the claim in each try of what others can see
+    store: Store  # checks the lease in each attempt of a visible change
     attempt: int
-    check: Callable[[], None]  # sees that the run is still ours, and beats; to be called often
+    check: Callable[[], None]  # checks the lease, and beats; to be called often
 
 
 class Lease:
     """The right to write to a run, until a higher attempt appears. Made by `take`. Any thread. `unanswered`: `write_id`
-    of the higher claims that this writer has asked for without an answer: `check` removes them.
+    of higher claims that this writer requested without an answer; `check` removes them.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Lease:
         self.unanswered: set[str] = set()
         self._clock, self._before = clock, before
         self._failures = record.failures
-        # Set without the lock, which a beat may hold for as long as the store does not answer.
+        # Set without the lock, which a beat may hold while the store does not answer.
         self._work, self._work_since, self._work_seconds = Work.NONE, 0.0, 0.0
         self._store = store
         self._at_once = store.inner if isinstance(store, Retrying) else store  # without retries
@@ -162,9 +162,9 @@ class Lease:
         tried: set[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> Lease:
-        """Claim the run, with the next attempt. `takeover`: do not ask whether the last writer lives: it is fenced.
-        `identity`: None: this process. `tried` gets the `write_id` of each claim that was asked for: one may be there
-        without an answer.
+        """Claim the run with the next attempt. `takeover`: fence the last writer without checking whether it is alive.
+        `identity`: None: this process. `tried` collects the `write_id` of each claim requested: one may exist without
+        an answer.
 
         Blocks for up to two heartbeats when the last writer was on another host and did not release its claim. Raises
         `FencedError`: another writer is alive, or was faster.
@@ -188,8 +188,8 @@ class Lease:
             )
             if tried is not None:
                 tried.add(record.write_id)
-            # Read back either way: a `create` that was retried after a lost answer finds its own file and says
-            # False; and where it is not exclusive someone may have written after us, which `check` sees.
+            # Read back after False: a `create` that was retried after a lost answer finds its own file. Where it is not
+            # exclusive, someone may have overwritten ours, which `check` finds.
             created = store.create(_name(record.attempt), record.to_bytes())
             if created or _is_of(_read(store, record.attempt), record.write_id):
                 claim = cls(store, record, before=before, clock=clock)
@@ -203,7 +203,7 @@ class Lease:
 
     @property
     def attempt(self) -> int:
-        """Fencing epoch: 1 for the first writer of a run, more for each one after."""
+        """Fencing epoch: 1 for the first writer of a run, higher for each later one."""
         return self._record.attempt
 
     @property
@@ -212,31 +212,32 @@ class Lease:
 
     @property
     def seen(self) -> FailureCount:
-        """The failures of the attempts before this one."""
+        """Failures of the attempts before this one."""
         return FailureCount(self._failures, self._record.seen_seconds)
 
     def begin_work(self) -> None:
-        """The attempt has begun a checkpoint: from now on its time counts. May be called again and again."""
+        """Note that the attempt has begun a checkpoint: from now on its time counts. May be called repeatedly."""
         if self._work is Work.NONE:
             self._work_since = self._clock()
             self._work = Work.RUNNING
 
     def end_work(self, *, lost: bool) -> None:
-        """The job of this attempt is over. `lost`: by an interruption. Without effect unless its time counts."""
+        """Note that the job of this attempt is over. `lost`: by an interruption. No effect unless its time counts."""
         if self._work is Work.RUNNING:
             self._work_seconds = self._clock() - self._work_since
             self._work = Work.LOST if lost else Work.LEFT
 
     def resume_work(self) -> None:
-        """The job of the claim before goes on under this one: it was counted as lost, and is not."""
+        """Continue the job of the previous claim under this one, so that it does not count as lost."""
         before = self._before
         if before is not None and before.attempt == self.attempt - 1 and before.work is Work.RUNNING:
             self._failures = before.failures
             self.begin_work()
 
     def check(self, *, at_once: bool = False) -> None:
-        """Check that this process still holds the lease. Call before every act that others can see. `at_once`: ask
-        once, for a caller that tries again by itself. Raises `FencedError`: it does not; `StoreError`: it is not known.
+        """Check that this process still holds the lease. Call before every visible change. `at_once`: ask the store
+        once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError` if that
+        is unknown.
         """
         store, url, attempt = self._at_once if at_once else self._store, self._store.url, self.attempt
         attempts = _attempts(store)
@@ -257,7 +258,7 @@ class Lease:
             )
 
     def beat(self) -> None:
-        """Show other hosts that this writer lives, every `heartbeat_seconds`. Raises as `check`."""
+        """Show other hosts that this writer is alive; call every `heartbeat_seconds`. Raises as `check`."""
         with self._lock:
             if self._record.released:
                 return
@@ -265,7 +266,7 @@ class Lease:
             self._put(self._record.model_copy(update={"beat": self._record.beat + 1}))
 
     def release(self) -> None:
-        """Say that this writer has ended in order, so that the next need not wait. A failure is only logged."""
+        """Record that this writer has ended in order, so that the next need not wait. A failure is only logged."""
         with self._lock:
             if self._record.released:
                 return
@@ -286,23 +287,21 @@ class Lease:
         for attempt in older[: len(older) + 1 - _KEPT_CLAIMS]:
             try:
                 self._store.delete(_name(attempt))
-            except StoreError as error:  # it costs a line in a listing, and the next start tries again
+            except StoreError as error:  # it costs a line in a listing, and the next start retries
                 _log.warning("an old claim on the run could not be removed: %s", error)
 
 
 def failures_seen(store: Store) -> FailureCount:
-    """The failures that the newest claim of the run knows of; an attempt that runs counts with its time. Raises
-    `StoreError`.
-    """
+    """Return the failures counted by the run's newest claim, with a running attempt's time. Raises `StoreError`."""
     newest = _newest_whole(store, _attempts(store))
     return FailureCount() if newest is None else newest.seen_with_own(is_over=False)
 
 
 def newest_attempt(store: Store) -> int:
-    """The highest attempt that any writer has claimed or published in this run; 0 on a new run. Raises `StoreError`."""
+    """Return the highest attempt claimed or published in this run; 0 for a new run. Raises `StoreError`."""
     objects = store.list()
     attempts = _attempts(store, objects)
-    if _says_named(store, attempts):  # then whoever published a file had a claim
+    if _says_named(store, attempts):  # then every writer that published had a claim
         return max([*attempts, *(found.attempt for found in old_slices(objects))])
     return max([*attempts, _highest_published(store, objects)])
 
@@ -324,13 +323,13 @@ def _are_named(store: Store, older: Sequence[int], before: _LeaseRecord | None) 
 
 
 def _newest_whole(store: Store, attempts: Sequence[int]) -> _LeaseRecord | None:
-    """The newest claim that is not damaged; what those after it have counted is not known. None without one."""
+    """Return the newest claim that is not damaged; counts of newer ones are lost. None without one."""
     claims = (_read(store, attempt) for attempt in reversed(attempts))
     return next((claim for claim in claims if claim is not None), None)
 
 
 def may_live(store: Store, before_attempt: int) -> str:
-    """Holder of the newest attempt before this one, if it may still be at work; else empty. Never waits. In the same
+    """Return the holder of the newest attempt before this one if it may be alive; else empty. Never waits. In the same
     place its process is looked up, whatever its claim says; elsewhere a claim that is not released counts as alive.
     """
     older = [attempt for attempt in _attempts(store) if attempt < before_attempt]
@@ -343,7 +342,7 @@ def may_live(store: Store, before_attempt: int) -> str:
 
 
 def runs_here(store: Store) -> str:
-    """A process other than this one that has claimed the run, released or not, and runs in this place; else empty."""
+    """Return another process in this place that has claimed the run, released or not, and is running; else empty."""
     mine = Identity.of_this_process()
     for attempt in reversed(_attempts(store)):
         record = _read(store, attempt)
@@ -359,7 +358,7 @@ def _holder(record: _LeaseRecord) -> str:
 
 
 def note_attempt(store: Store, attempt: int) -> bool:
-    """Say that this attempt is taken, by a job without a claim: later ones get higher numbers. False: it was taken."""
+    """Claim this attempt for a job without a lease, so that later attempts are higher. False: it was taken."""
     older = [one for one in _attempts(store) if one < attempt]
     before = _newest_whole(store, older)
     seen = FailureCount() if before is None else before.seen_with_own(is_over=True)
@@ -382,9 +381,7 @@ def _name(attempt: int) -> str:
 
 
 def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list[int]:
-    """All claimed attempts that still have a file, ascending. A file whose number is far above all others is not ours:
-    counted, it would leave no number for the next writer.
-    """
+    """Return all claimed attempts with a file, ascending, without numbers so high that no attempt could follow."""
     objects = store.list() if objects is None else objects
     found = sorted(
         (int(match[1]), info) for info in objects if (match := _NAME.fullmatch(info.name)) is not None
@@ -406,7 +403,7 @@ def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list
 
 
 def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
-    """The highest attempt of manifests, slices and rewinds: `.holdfast/` may be cleared, and attempts only grow."""
+    """Return the highest attempt of manifests, slices and rewinds, which remain if `.holdfast/` is cleared."""
     rewound = (attempt for info in objects if (attempt := rewound_attempt(info.name)) is not None)
     highest = max((*rewound, *(found.attempt for found in old_slices(objects))), default=0)
     for listed in newest_first(store, objects, names_tell=False):
@@ -418,7 +415,7 @@ def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
 
 
 def _read(store: Store, attempt: int) -> _LeaseRecord | None:
-    """The claim of this attempt; None if it is gone or damaged."""
+    """Return the claim of this attempt; None if it is gone or damaged."""
     name = _name(attempt)
     reason = "its CRC-32 does not hold"
     try:
@@ -455,7 +452,7 @@ def _is_of(record: _LeaseRecord | None, write_id: str) -> bool:
 def _refuse_if_alive(
     store: Store, attempt: int, identity: Identity, heartbeat_seconds: float, sleep: Callable[[float], None]
 ) -> None:
-    """Raise FencedError when the writer of claim `attempt` lives."""
+    """Raise `FencedError` if the writer of claim `attempt` is alive."""
     first = _read(store, attempt)
     if first is None or first.released:
         return

@@ -1,11 +1,11 @@
 """The manifests of a listing, newest first, without reading them whole.
 
     step-000000123-a002.json    the name says the attempt
-    step-000000123.json         of attempt 1, where the claim says so; else the manifest's first bytes tell the attempt
+    step-000000123.json         of attempt 1, if the claim says so; else the manifest's first bytes say the attempt
 
-Versions before the rule of names gave later attempts the plain name, too, so of a run that one of them may have written
-the beginning of each plain manifest is read: a small request, and nothing is parsed. It decides the order in
-which manifests are read, and nothing else: each is checked whole before it is used.
+Older versions gave later attempts the plain name, too. In a run that one of them may have written, the first bytes of
+each plain manifest are read: a small request, without parsing. They only decide the order in which manifests are read:
+each is checked whole before it is used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
 _HEAD = re.compile(rb'\{"format":"[^"\\]*","run":"(?:[^"\\]|\\.)*","attempt":([1-9]\d{0,17}),')
 _HEAD_BYTES = 4096
 _SMALL_BYTES = 1 << 16
-_WHOLE_BYTES_MAX = 1 << 22  # of a manifest whose beginning is another tool's, so that all of it is read
-# each is one small request: a long run on S3 would otherwise be looked at one round trip at a time
+_WHOLE_BYTES_MAX = 1 << 22  # of a manifest with another tool's formatting, which is read whole
+# each is one small request: a long run on S3 would otherwise take one round trip after the other
 _READERS = 16
 
 
 class ListedManifest(NamedTuple):
-    """One manifest of a listing. Without an attempt it counts as the newest attempt of all."""
+    """One manifest of a listing. An unknown attempt counts as the newest of all."""
 
     order: CheckpointId
     name: str
@@ -38,19 +38,19 @@ class ListedManifest(NamedTuple):
 
 
 def manifests_in(objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-    """The manifests in a listing of the run."""
+    """Return the manifests in a listing of the run."""
     return [info for info in objects if is_manifest_name(info.name)]
 
 
 def step_of(name: str) -> int:
-    """The step in the name of a manifest."""
+    """Return the step in the name of a manifest."""
     return _parts(name)[0]
 
 
 def newest_first(
     store: Store, objects: Sequence[ObjectInfo], *, names_tell: bool
 ) -> Sequence[ListedManifest]:
-    """The manifests in a listing, newest first. `names_tell`: a plain name means attempt 1 (`lease.names_tell`)."""
+    """Return the manifests in a listing, newest first. `names_tell`: a plain name means attempt 1 (see `lease`)."""
     listed = manifests_in(objects)
     told: dict[str, int | None] = {}
     unsaid = []
@@ -85,7 +85,7 @@ def _attempts_said(store: Store, unsaid: Sequence[ObjectInfo]) -> Iterator[int |
 
 
 def _attempt_said(store: Store, info: ObjectInfo) -> int | None:
-    """The attempt that the manifest states; None: it is gone, or cannot be read."""
+    """Return the attempt that the manifest states; None if it is gone or cannot be read."""
     try:
         if info.nbytes <= _SMALL_BYTES:  # as cheap
             head = store.read(info.name, _SMALL_BYTES)

@@ -1,7 +1,7 @@
-"""Count numbers that are not finite (NaN, infinite) in the bytes of floating tensors, in bounded memory.
+"""Counts numbers that are not finite (NaN, infinite) in the bytes of floating tensors, in bounded memory.
 
-Every floating format keeps its exponent in the same bits of each value: where all of them are set, the value is not
-finite. The bytes are therefore looked at as whole numbers, and no format has to be known to numpy.
+Every floating format has its exponent in the same bits of each value; a value with all of them set is not finite. The
+bytes are therefore examined as integers, and numpy need not know the format.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from holdfast.image.manifest import NONFINITE_NAMED_MAX, Manifest, NonfiniteReco
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_BLOCK_VALUES = 1 << 16  # what is computed of them stays in the cache of one core
-LARGE_BYTES = 1 << 15  # runs of this many bytes are looked at one by one
-_DENSE = 4  # as long as so much of the bytes, one part in four, lies in them
+_BLOCK_VALUES = 1 << 16  # their intermediate results stay in the cache of one core
+LARGE_BYTES = 1 << 15  # runs of this many bytes are counted one by one
+_DENSE = 4  # runs are counted together if they cover at least one byte in four
 
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """A floating-point dtype. `mask`: bits all set in just the values that are not finite; above them is the sign."""
+    """A floating-point dtype. `mask`: bits all set exactly in values that are not finite; the sign is above them."""
 
     nbytes: int
     mask: int
@@ -44,7 +44,7 @@ _FORMATS = {
 
 
 def float_formats(manifest: Manifest) -> dict[int, FloatFormat]:
-    """By index, the format of each entry of floating numbers only. A storage seen in two formats is left out."""
+    """Return the format of each entry that has only floating numbers, by index; not of storages seen in two formats."""
     found: dict[int, FloatFormat | None] = {}
     for tensor in manifest.tensors:
         this = _FORMATS.get(tensor.dtype)
@@ -53,7 +53,7 @@ def float_formats(manifest: Manifest) -> dict[int, FloatFormat]:
 
 
 def count_nonfinite(data: memoryview, this: FloatFormat) -> int:
-    """How many values in `data` are not finite; bytes after the last whole value do not count."""
+    """Return how many values in `data` are not finite; bytes after the last whole value do not count."""
     values = np.frombuffer(data, dtype=f"<u{this.nbytes}", count=len(data) // this.nbytes)
     return sum(
         _count_of_block(values[begin : begin + _BLOCK_VALUES], this)
@@ -62,7 +62,7 @@ def count_nonfinite(data: memoryview, this: FloatFormat) -> int:
 
 
 def crc32_and_nonfinite(data: memoryview, this: FloatFormat) -> tuple[int, int]:
-    """CRC-32 of `data`, and what `count_nonfinite` says of it: each block is brought into the cache once."""
+    """Return the CRC-32 of `data` and its `count_nonfinite`; each block enters the cache once."""
     crc, count = 0, 0
     for begin in range(0, len(data), block_bytes := _BLOCK_VALUES * this.nbytes):
         block = data[begin : begin + block_bytes]
@@ -72,8 +72,8 @@ def crc32_and_nonfinite(data: memoryview, this: FloatFormat) -> tuple[int, int]:
 
 
 def _count_of_block(block: npt.NDArray[Any], this: FloatFormat) -> int:
-    # The exponent lies below the sign, so what is not finite is the greatest of its sign. Nearly always all are finite,
-    # and to find the greatest numbers nothing is written.
+    # The exponent is below the sign, so values that are not finite are the greatest of their sign. Nearly always all
+    # are finite, and a maximum writes no memory.
     sign = 1 << (8 * this.nbytes - 1)
     if not block.size or (
         block.max() < sign | this.mask and block.view(f"<i{this.nbytes}").max() < this.mask
@@ -86,7 +86,7 @@ def _count_of_block(block: npt.NDArray[Any], this: FloatFormat) -> int:
 def count_nonfinite_of_each(
     data: memoryview, runs: Sequence[tuple[int, int]], this: FloatFormat
 ) -> list[int]:
-    """The same of each run of bytes of `data`: begin and end, ascending. Many small ones are looked at in one go."""
+    """Return the count of each run of bytes of `data`: begin and end, ascending. Small runs are counted together."""
     first, last = runs[0][0], runs[-1][1]
     begins, ends = np.array(runs, np.int64).T
     is_dense = (ends - begins).sum() * _DENSE >= last - first
@@ -105,7 +105,7 @@ def count_nonfinite_of_each(
 
 
 def nonfinite_record(manifest: Manifest, counts: dict[int, int]) -> NonfiniteRecord:
-    """The result for the manifest. `counts`: by index of the entry; entries without any may be left out."""
+    """Return the result for the manifest. `counts`: by index of the entry; entries with zero may be left out."""
     touched = [tensor for tensor in manifest.tensors if counts.get(tensor.entry)]
     return NonfiniteRecord(
         values=sum(counts.values()),

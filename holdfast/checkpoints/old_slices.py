@@ -1,8 +1,8 @@
-"""Slices that the ranks of an older holdfast wrote to the store: found by their names, read and removed by nobody.
+"""Slices that the ranks of an older holdfast wrote to the store. They are found by their names, never read or removed.
 
     RUN/slices/step-000000123-a002-r00001of00004.slice, ….seal.json
 
-They are no checkpoints. Their attempts count, so that no later attempt gets the number of one of them.
+They are not checkpoints. Their attempts count, so that no later attempt gets the same number.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _SLICE = re.compile(r"slices/step-(\d{9,19})-a(\d{3,18})-r\d{5,10}of\d{5,10}(?:\
 
 
 def old_slices(objects: Iterable[ObjectInfo]) -> list[CheckpointId]:
-    """The checkpoints of which this listing of the run has slices, newest first."""
+    """Return the checkpoints that have slices in this listing of the run, newest first."""
     found = (_SLICE.fullmatch(info.name) for info in objects)
     return sorted({CheckpointId(int(one[2]), int(one[1])) for one in found if one}, reverse=True)
 
 
 def told_old_slices(url: str, objects: Iterable[ObjectInfo]) -> str:
-    """A sentence about the steps that the run has as such slices alone; empty without such steps."""
+    """Return a sentence about steps that the run has only as such slices; empty without such steps."""
     listed = list(objects)
     published = {step_of(info.name) for info in manifests_in(listed)}
     steps = sorted({one.step for one in old_slices(listed)} - published)

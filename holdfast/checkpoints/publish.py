@@ -22,19 +22,19 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True)
 class ManifestFacts:
-    """Facts about a checkpoint that its manifest states beside the bytes."""
+    """Facts about a checkpoint that its manifest states besides the bytes."""
 
     staged_at_unix: float  # when it was staged
     durable_at_unix: float  # when it became durable
     record: Mapping[str, Any]  # times and bytes of the ranks and the stager, for people
     writer: str = "flusher"  # key in the record with the times of the process that wrote the file
-    doubt: str = ""  # why the checkpoint may be torn, as far as is known; empty where nobody doubts it
-    best: BestRule | None = None  # the rule by which the writer keeps the best checkpoints; None: by none
+    doubt: str = ""  # why the checkpoint may be torn; empty if nobody doubts it
+    best: BestRule | None = None  # the rule by which the writer keeps the best checkpoints; None: no rule
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The facts about the bytes of a checkpoint, all of which are in the store, for its manifest."""
+    """The facts for the manifest about a checkpoint's bytes, all of which are in the store."""
 
     key: CheckpointId
     index: LayoutIndex
@@ -44,13 +44,13 @@ class Finished:
 
 
 def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
-    """The name under which a checkpoint is published; no other attempt ever writes it. `taken`: names that others on
-    their way have chosen. The first attempt of a run has plain names, each later one carries its number. Raises
-    `BusyError`: this step of this attempt is published, or foreign files stand at its names.
+    """Return the name under which to publish a checkpoint; no other attempt ever writes it. `taken`: names chosen for
+    uploads in flight. The first attempt of a run has plain names, each later one carries its number. Raises
+    `BusyError`: this step of this attempt is published, or foreign files have its names.
     """
     names = names_of(key)
     for name in names:
-        # The manifest first: who asks for a step that is published is told so.
+        # The manifest first: a published step gives an error of its own.
         if _is_manifest_there(store, name, key) or name in taken or exists(store, name):
             continue
         return name
@@ -61,14 +61,14 @@ def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
 
 
 def names_of(key: CheckpointId) -> tuple[str, ...]:
-    """The names that a checkpoint may have, in order; those behind the first are for where a stranger's file stands."""
+    """Return the names that a checkpoint may have, in order; later ones are for when strangers have the first."""
     plain, numbered = step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)
     zero = numbered.replace("-a", "-a0")
     return (plain, numbered, zero) if key.attempt == 1 else (numbered, zero)
 
 
 def _is_manifest_there(store: Store, file: str, key: CheckpointId) -> bool:
-    """Whether anything stands at the name of this file's manifest; raises `BusyError` if that is this checkpoint."""
+    """Whether this file's manifest name is taken. Raises `BusyError` if the manifest is of this very checkpoint."""
     name = manifest_name(file)
     try:
         there = Manifest.from_bytes(store.read(name), source=name)
@@ -90,8 +90,8 @@ def exists(store: Store, name: str) -> bool:
 
 
 def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
-    """Write the manifest of a published file, which makes it a checkpoint; returns it as it stands, of an earlier try
-    if its answer was lost. Replaces nothing. Raises `BusyError`: the manifest of another write stands there.
+    """Write the manifest of a published file, which makes it a checkpoint; return it, or the one that an earlier try
+    wrote if its answer was lost. Replaces nothing. Raises `BusyError` if another write's manifest is there.
     """
     name = manifest_name(manifest.file)
     if store.create(name, manifest.to_bytes()):
@@ -111,18 +111,18 @@ def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
 
 
 ASSEMBLY = "assemble-"
-"""Begins the write-ids of files that are put together in the store, not flushed from a ring."""
+"""Prefix of the write-ids of files that a tool put together, not flushed from a ring."""
 
 _WRITER = re.compile(rf"(?:{ASSEMBLY})?w(\d{{6,19}})-")
 
 
 def writer_id(attempt: int) -> str:
-    """A write-id for an upload of the run's writer: a sweep sees by it of which attempt it is."""
+    """Return a write-id for an upload of the run's writer; it tells a sweep the attempt."""
     return f"w{attempt:06d}-{uuid.uuid4().hex}"
 
 
 def writer_attempt(write_id: str) -> int:
-    """The attempt of an upload, from its write-id or what begins with it; 0 for a write-id that tells none."""
+    """Return the attempt of an upload, from its write-id or text that begins with it; 0 if it has no attempt."""
     match = _WRITER.match(write_id)
     return int(match[1]) if match else 0
 
@@ -136,7 +136,7 @@ def build_manifest(
     facts: ManifestFacts,
     writer_record: Mapping[str, float],
 ) -> Manifest:
-    """The commit record of a checkpoint whose bytes are all in the store."""
+    """Return the commit record of a checkpoint whose bytes are all in the store."""
     layout = image.index.layout
     record = StepRecord.from_json(facts.record)
     saved = record.saved_at_unix
@@ -156,7 +156,7 @@ def build_manifest(
         layout_digest=layout.digest,
         write_id=write_id,
         created=datetime.fromtimestamp(facts.durable_at_unix, UTC).isoformat(timespec="milliseconds"),
-        # Clocks of two machines: a difference may come out below zero, a duration may not.
+        # Clocks of two machines may differ, but a duration must not be negative.
         pgt1_seconds=max(0.0, facts.staged_at_unix - began),
         pgt2_seconds=max(0.0, facts.durable_at_unix - began),
         metrics=record.metrics,

@@ -2,15 +2,15 @@
 
     .holdfast/shares/a000007-s000000120.layout    the image's layout, by the lead: a later writer of the run needs it
                                        .start     file, upload, write-id, by the lead: the others write into it
-                                       .crcs-2    CRCs of the entries' bytes in share 2: for those who state them
+                                       .crcs-2    CRCs of the entries' bytes in share 2: for shares that state them
                                        .seal-2    share 2 is written, its last act; when all are, the lead publishes
-                                       .void      nobody publishes it, and why: by whoever cannot go on
+                                       .void      the checkpoint is given up, and why: by a writer that cannot continue
 
-    committed ─► all go      void ─► all go but the void, which later ones of the lead remove, and the next writer
+    committed ─► all removed      void ─► all but the void removed, which a later commit or the next writer removes
 
-A flusher that gives a checkpoint up puts the void in the place of its own seal first, and only the lead replaces a seal
-by one: the seals alone say whether it may be published, and nobody has to look for a void after them. Each object has
-its own CRC-32, and is input from outside.
+A flusher that gives a checkpoint up first puts the void in the place of its own seal, and only the lead may replace a
+seal with one. The seals alone therefore say whether the checkpoint may be published, and no look for a void is needed
+after them. Each object has its own CRC-32, and is input from outside.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Crcs = tuple[Annotated[int, Field(ge=0, lt=2**32)], ...]
 
 
 class _Record(BaseModel):
-    """One object of one checkpoint. `host`: where its writer runs, for messages."""
+    """One object of one checkpoint. `host`: its writer's, for messages."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
@@ -58,7 +58,7 @@ class _Record(BaseModel):
 
 
 class ShareStart(_Record):
-    """The upload that all shares of an image go into, and how the image is split."""
+    """The upload of all shares of an image, and how the image is split."""
 
     format: Literal["holdfast-share-start/1"] = "holdfast-share-start/1"
     file: Annotated[str, Field(pattern=r"^step-\d{9,19}(-a\d{3,19})?\.pt$")]
@@ -74,7 +74,7 @@ class ShareStart(_Record):
     def of(
         cls, key: CheckpointId, layout: Layout, share: ImageShare, upload: Upload, *, file: str, write_id: str
     ) -> Self:
-        """The start of an upload that has just begun. Raises `ProtocolError`: nobody else can write into it."""
+        """Return the start of a new upload. Raises `ProtocolError` if no other process can write into it."""
         if upload.token is None:
             raise ProtocolError(
                 f"{file}: this store cannot resume an upload, so several stagers cannot write one file; use one "
@@ -93,7 +93,7 @@ class ShareStart(_Record):
         )
 
     def complaint(self, layout: Layout, shares: Shares) -> str:
-        """How it differs from what another writer expects; empty if it does not."""
+        """Return how it differs from what another writer expects; empty if it does not."""
         expected = {
             "image_bytes": layout.image_bytes,
             "chunk_bytes": layout.chunk_bytes,
@@ -109,7 +109,7 @@ class ShareStart(_Record):
         return "; ".join(wrong)
 
     def begun(self, crc32s: dict[int, int] | None = None) -> BegunUpload:
-        """The upload, to go on with. `crc32s`: of its parts, as far as they are known."""
+        """Return the upload, for `Store.resume`. `crc32s`: of its parts, as far as they are known."""
         return BegunUpload(self.image_bytes, self.part_bytes, self.write_id, self.token, crc32s or {})
 
 
@@ -120,7 +120,7 @@ class _OfShare(_Record):
     entry_crcs: _Crcs
 
     def refuse_another(self, start: ShareStart, index: int) -> None:
-        """Raises `ProtocolError`: it belongs to another write, another checkpoint or another share."""
+        """Raise `ProtocolError` if it belongs to another write, another checkpoint or another share."""
         said = (*self.key, self.write_id, self.index, self.count)
         expected = (*start.key, start.write_id, index, start.count)
         if said != expected:
@@ -132,7 +132,7 @@ class _OfShare(_Record):
 
 
 class ShareCrcs(_OfShare):
-    """The CRCs of the entries' bytes in one share, all of which are verified."""
+    """The CRCs of the entries' bytes in one share, all of them verified."""
 
     format: Literal["holdfast-share-crcs/1"] = "holdfast-share-crcs/1"
 
@@ -149,7 +149,7 @@ class ShareSeal(_OfShare):
 
 
 class ShareVoid(_Record):
-    """Nobody publishes the checkpoint. `index`: the share whose writer gave it up."""
+    """The checkpoint is given up. `index`: the share whose writer gave it up."""
 
     format: Literal["holdfast-share-void/1"] = "holdfast-share-void/1"
     index: _Index
@@ -165,21 +165,19 @@ _SEAL_OR_VOID: TypeAdapter[ShareSeal | ShareVoid] = TypeAdapter(
 
 
 class ShareRecords:
-    """The objects of one checkpoint. Any thread. Its methods raise `StoreError`, and `ProtocolError` or `DamageError`
-    for an object that another program has left there.
-    """
+    """The objects of one checkpoint. Any thread. Raises `StoreError`, `ProtocolError`, `DamageError`."""
 
     def __init__(self, store: Store, key: CheckpointId) -> None:
         self._store, self.key = store, key
         self._prefix = f"{_PREFIX}a{key.attempt:06d}-s{key.step:09d}."
 
     def begin(self, start: ShareStart, layout: Layout) -> None:
-        """The other writers may begin. May be called again."""
+        """Let the other writers begin. May be called again."""
         self._store.write(f"{self._prefix}layout", layout.to_bytes())
         self._write("start", start)
 
     def start(self) -> ShareStart | None:
-        """None: the lead has not begun, or all is over."""
+        """Return the start; None: the lead has not begun, or all is over."""
         return self._read("start", _START)
 
     def layout(self) -> Layout | None:
@@ -189,12 +187,12 @@ class ShareRecords:
             return None
 
     def put_crcs(self, start: ShareStart, share: ImageShare, entry_crcs: Sequence[int]) -> None:
-        """All bytes of a share are verified. May be called again."""
+        """Publish the CRCs of a share, all bytes of which are verified. May be called again."""
         record = ShareCrcs(**_of(start, share), entry_crcs=tuple(entry_crcs))
         self._write(f"crcs-{share.index + 1}", record)
 
     def crcs(self, start: ShareStart, index: int) -> ShareCrcs | None:
-        """None: that share is not verified yet. Raises `ProtocolError`: they are of another write."""
+        """Return the CRCs of a share; None: not verified yet. Raises `ProtocolError`: they are of another write."""
         found = self._read(f"crcs-{index + 1}", _CRCS)
         if found is not None:
             found.refuse_another(start, index)
@@ -209,7 +207,7 @@ class ShareRecords:
         staged_at_unix: float,
         record: dict[str, Any],
     ) -> ShareSeal:
-        """A share is written, and stays. May be called again. After `refuse_given_up`, by the same process."""
+        """Seal a share that is written. May be called again. Call after `refuse_given_up`, in the same process."""
         made = ShareSeal(
             **_of(start, share),
             entry_crcs=sums.entry_crcs,
@@ -223,15 +221,13 @@ class ShareRecords:
         return made
 
     def refuse_given_up(self, index: int) -> None:
-        """Raises `PeerLost`: a writer of this share, which has died since, has given the checkpoint up."""
+        """Raise `PeerLost` if a writer of this share, which has died since, gave the checkpoint up."""
         void = self._void_at(f"seal-{index + 1}")
         if void is not None:
             raise voided(void)
 
     def seal(self, start: ShareStart, index: int) -> ShareSeal | None:
-        """None: that share is not written yet. Raises `PeerLost`: its writer has given it up; `ProtocolError`: it is of
-        another write.
-        """
+        """Return a share's seal; None: not written yet. Raises `PeerLost`: given up; `ProtocolError`: another write."""
         found = self._read(f"seal-{index + 1}", _SEAL_OR_VOID)
         if isinstance(found, ShareVoid):
             raise voided(found)
@@ -240,14 +236,12 @@ class ShareRecords:
         return found
 
     def put_void(self, index: int, reason: str) -> bool:
-        """Nobody may publish it any more. The first reason stays. False: share `index` is sealed, of whatever write;
-        only the lead may take its own seal back.
-        """
+        """Give the checkpoint up; the first reason stays. False: share `index` is sealed, and not ours to undo."""
         void = ShareVoid(**_who(self.key), index=index, reason=reason[:_REASON_CHARACTERS_MAX])
         name = f"seal-{index + 1}"
         if index == 0:
             self._write(name, void)
-        # Some servers ignore that a creation is exclusive, so what stands there is looked at first.
+        # Some servers ignore that a creation is exclusive, so look first.
         elif self._void_at(name) is None and (self._is_there(name) or not self._create(name, void)):
             return False
         self._create("void", void)
@@ -257,7 +251,7 @@ class ShareRecords:
         return self._read("void", _VOID)
 
     def clear(self, count: int, *, keep_void: bool = False) -> None:
-        """Remove all objects, the start first: whoever finds none takes part no more. `count`: of the shares."""
+        """Remove all objects, the start first: without it no flusher takes part any more. `count`: of the shares."""
         numbered = (f"{kind}-{index + 1}" for kind in ("crcs", "seal") for index in range(count))
         for name in ("start", "layout", *numbered, *(() if keep_void else ("void",))):
             self._store.delete(self._prefix + name)
@@ -279,7 +273,7 @@ class ShareRecords:
         try:
             found = self._read(name, _SEAL_OR_VOID)
         except (ProtocolError, DamageError):
-            return None  # a stranger's
+            return None  # another program's
         return found if isinstance(found, ShareVoid) else None
 
     def _read(self, name: str, kind: TypeAdapter[R]) -> R | None:
@@ -305,7 +299,7 @@ class ShareRecords:
 def checked_image(
     start: ShareStart, seals: Sequence[ShareSeal], index: LayoutIndex, shares: Shares
 ) -> Finished:
-    """The facts about an image all of whose shares are sealed. `seals`: of each share, in order.
+    """Return the facts about an image whose shares are all sealed. `seals`: of each share, in order.
 
     Raises:
         ProtocolError: A seal is of another write, layout or share, or one is missing; nothing may be published.
@@ -325,7 +319,7 @@ def checked_image(
 
 
 def share_objects(objects: Sequence[ObjectInfo]) -> dict[CheckpointId, list[str]]:
-    """The names of records in a listing, by their checkpoints, oldest first."""
+    """Return the names of share records in a listing, by their checkpoints, oldest first."""
     found: dict[CheckpointId, list[str]] = {}
     for info in objects:
         match = _NAME.fullmatch(info.name)
@@ -335,7 +329,7 @@ def share_objects(objects: Sequence[ObjectInfo]) -> dict[CheckpointId, list[str]
 
 
 def voided(void: ShareVoid) -> PeerLost:
-    """The error of whoever finds that its checkpoint was given up."""
+    """Return the error for a flusher that finds its checkpoint given up."""
     return PeerLost(f"{void.key}: share {void.index + 1}, on {void.host}, gave it up: {void.reason}")
 
 

@@ -5,13 +5,13 @@
                  image CRC  ◄──────── chunk CRCs  ◄──────── entry CRCs  ◄────────────────┘
                  zip directory (zip_directory.py, or zipfile): its CRC and size fields against the manifest's entries
 
-The manifest holds what the flusher computed from its memory; so a difference is damage on the way to the
-store or in it. A chunk that differs is read once more: damage on the way back is not damage of the checkpoint. The
-zip's own fields are what `unzip -t` would believe: they must say the same.
+The manifest has what the flusher computed from its memory, so a difference is damage on the way to the store or in it.
+A chunk that differs is read again: damage on the way back is not damage of the checkpoint. `unzip -t` would believe the
+zip's own fields, so they must agree.
 
-Numbers that are not finite are counted on the same pass, while the bytes are in the cache. The check is here, and not
-where the flusher checks bytes from the ranks, because every checkpoint is read back, whoever wrote it (the flusher, one
-that resumed an upload, a tool that made a file from slices), and no slot of the ring waits for it.
+Numbers that are not finite are counted in the same pass, while the bytes are in the cache. The flusher does not count
+them when it checks bytes from ranks: every checkpoint is read back, whichever process wrote it (the flusher, one that
+resumed an upload, a tool that made a file from slices), and no slot of the ring waits for it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _BUFFERS_BYTES_MAX, _BUFFER_BYTES_MIN = 256 << 20, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that does not hold."""
+    """One difference from the manifest."""
 
     what: str  # `chunk 3`, `entry archive/data/17`, `image`, `directory of archive/data/17`, `file`, or `manifest`
     offset: int  # first byte in the file where the damage may lie
     nbytes: int  # how far it may reach
     expected: str  # the manifest's statement, in words
     got: str  # what was found
-    tensors: tuple[str, ...] = ()  # paths of the tensors whose bytes are in there
+    tensors: tuple[str, ...] = ()  # paths of the tensors with bytes there
 
     def __str__(self) -> str:
         held = f", holding {_shortened(self.tensors)}" if self.tensors else ""
@@ -68,12 +68,12 @@ class VerifyReport:
     step: int
     checked_bytes: int  # how many bytes were read and checked
     damage: tuple[Damage, ...]
-    # numbers that are not finite; None when they could not be counted, as of a damaged file
+    # numbers that are not finite; None if they could not be counted, as in a damaged file
     nonfinite: NonfiniteRecord | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is the one that was written."""
+        """Whether every byte is as it was written."""
         return not self.damage
 
     @property
@@ -109,8 +109,8 @@ def verify_file(
     """Read the file of `manifest` once, and check every chunk, every entry, the whole, and the zip's own CRC fields.
 
     `threads`: None: 2 from a directory, from S3 as many as make it faster. `buffer_bytes`: largest single read.
-    `progress`: called from the calling thread with the bytes newly checked. Memory is 256 MiB at most. A missing or
-    short file is damage, and in the report. Raises `StoreError`: nothing is known.
+    `progress`: called in the calling thread with the bytes newly checked. Memory is 256 MiB at most. The report has a
+    missing or short file as damage. Raises `StoreError` if the store fails.
     """
 
     def report(
@@ -139,13 +139,14 @@ def verify_file(
                 found.add(chunk, sums)
                 if progress is not None:
                     progress(bytes_of_chunk(manifest, chunk))
-    except DamageError as error:  # it became shorter since its size was asked
+    except DamageError as error:  # it became shorter after its size was read
         return report(Damage("file", 0, manifest.image_bytes, f"{manifest.image_bytes} bytes", str(error)))
     damage = found.damage()
-    # The directory lies in the bytes just checked; when those are damaged it would only repeat that in
-    # riddles.
+    # The directory lies in the bytes just checked; damage there would only be reported again, less clearly.
     if not damage and _directory_damage(store, manifest):
-        damage += _directory_damage(store, manifest)  # what was read wrong on its way is right this time
+        damage += _directory_damage(
+            store, manifest
+        )  # read again: the first read may have been damaged on its way
     return report(
         *damage, checked_bytes=manifest.image_bytes, nonfinite=None if damage else found.nonfinite()
     )
@@ -154,7 +155,7 @@ def verify_file(
 def _chunk_sums(
     store: Store, manifest: Manifest, limit: ConcurrencyLimit, buffer_bytes: int
 ) -> Generator[ChunkSums, None, None]:
-    """The sums of each chunk, in order, each computed in a request of its own."""
+    """Yield the sums of each chunk, in order, each computed in a request of its own."""
     most_bytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
     chunks = len(manifest.chunk_crc32s)
     buffers = _Buffers(most_bytes)
@@ -171,7 +172,7 @@ def _chunk_sums(
             request.nbytes = bytes_of_chunk(manifest, chunk)
             if sums.crc32 == manifest.chunk_crc32s[chunk]:
                 return sums
-            # A byte may have changed on its way here only: what lies in the store is the same every time.
+            # A byte may have changed only on its way here; damage in the store is the same in every read.
             again = sums_of_chunk(store, manifest, chunk, (bounds, formats), buffer)
             if again.crc32 == manifest.chunk_crc32s[chunk]:
                 _log.warning(
@@ -181,7 +182,7 @@ def _chunk_sums(
                 )
             return again
 
-    # A result that waits for those before it is small, and threads above the limit wait.
+    # Results that wait for earlier ones are small, and threads above the limit wait.
     with ThreadPoolExecutor(min(limit.most, chunks), thread_name_prefix="verify") as readers:
         try:
             yield from readers.map(sums_of, range(chunks))
@@ -192,7 +193,7 @@ def _chunk_sums(
 
 
 class _Buffers:
-    """One buffer for each request: the more requests, the smaller, so that all together stay below a bound."""
+    """One buffer per request; the more requests, the smaller, so that their sum stays below a bound."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -212,7 +213,7 @@ class _Buffers:
 
 
 class _Found:
-    """Gathers the sums of the chunks, in order, and compares them with the manifest in the end."""
+    """Gathers the sums of the chunks, in order, and compares them with the manifest at the end."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -237,11 +238,11 @@ class _Found:
             self._bad_chunks.append((chunk, sums.crc32))
 
     def nonfinite(self) -> NonfiniteRecord | None:
-        """Numbers that are not finite; None when a read has cut one in two."""
+        """Numbers that are not finite; None if a read has split a number."""
         return None if self._nonfinite is None else nonfinite_record(self._manifest, self._nonfinite)
 
     def damage(self) -> list[Damage]:
-        """Chunks first, for the place; entries next, for what it means; the whole only when nothing else tells."""
+        """Return chunks first, for the place; then entries, for the meaning; the image only if neither differs."""
         manifest = self._manifest
         bad_entries = {
             index for index, entry in enumerate(manifest.entries) if self._entry_crc32s[index] != entry.crc32
@@ -269,7 +270,7 @@ class _Found:
         return found
 
     def _narrowed(self, entry: EntryRecord) -> tuple[int, int]:
-        """The part of a damaged entry that lies in damaged chunks: first byte and end. Without any, all of it."""
+        """Return first byte and end of the part of a damaged entry in damaged chunks; all of it without any."""
         chunk_bytes, begin, end = self._manifest.chunk_bytes, entry.offset, entry.offset + entry.nbytes
         first = bisect.bisect_left(self._bad_chunks, (begin // chunk_bytes, 0))
         last = bisect.bisect_left(self._bad_chunks, (-(-end // chunk_bytes), 0)) - 1
@@ -288,7 +289,7 @@ def _crc_damage(
 
 
 class _Tensors:
-    """Paths of tensors by where their bytes lie. Looked up: a file of zeros has a fault in every entry."""
+    """Paths of tensors by the place of their bytes. Indexed, because a file of zeros has a fault in every entry."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._filled = [(index, entry) for index, entry in enumerate(manifest.entries) if entry.nbytes]
@@ -298,11 +299,11 @@ class _Tensors:
             self._paths.setdefault(tensor.entry, []).append(tensor.path)
 
     def of(self, entry: int) -> tuple[str, ...]:
-        """The tensors on one entry, by its index."""
+        """Return the tensors of one entry, by its index."""
         return tuple(self._paths.get(entry, ()))
 
     def between(self, begin: int, end: int, *, only: set[int] | None = None) -> tuple[str, ...]:
-        """The parts with bytes in `begin..end`, of entries in `only` if that is given."""
+        """Return the tensors with bytes in `begin..end`, in entries of `only` if given."""
         paths: list[str] = []
         for position in range(bisect.bisect_right(self._ends, begin), len(self._filled)):
             index, entry = self._filled[position]
@@ -314,7 +315,7 @@ class _Tensors:
 
 
 def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
-    """Whether the zip's central directory states the CRC and size that each entry has."""
+    """Check that the zip's central directory states the CRC and size of each entry; return the differences."""
     plain = plain_directory(store, manifest.file, manifest.image_bytes)
     if plain is not None:
         for entry in manifest.entries:

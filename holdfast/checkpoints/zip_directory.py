@@ -1,10 +1,10 @@
 """The records of a zip file's central directory, if all of it is as torch writes it.
 
-    records with names of one length, one behind the other ─► one array of numpy    (archive/data/10 to archive/data/99)
+    consecutive records with names of one length ─► one array of numpy    (archive/data/10 to archive/data/99)
 
-`zipfile` makes an object of each record, which of tens of thousands takes as long as to check the bytes of a small
-state. At the first unusual record (extra fields, comments, sizes above 4 GiB, names that are not ASCII) it gives up,
-and `zipfile` reads the directory.
+`zipfile` makes an object of each record, which for tens of thousands takes as long as checking the bytes of a small
+state. At the first unusual record (extra fields, comments, sizes above 4 GiB, names that are not ASCII) this reader
+gives up, and `zipfile` reads the directory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _END, _END64 = struct.Struct("<4sHHHHIIH"), struct.Struct("<4sQ4xIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 _TAIL_BYTES = _END64.size + _LOCATOR.size + _END.size
 _VERSION_MAX = 45
-_PLAIN_FLAGS = 0x808  # the name is UTF-8; sizes are stated behind the data
-_LARGE = 0xFFFFFFFF  # stands for one that is stated elsewhere
+_PLAIN_FLAGS = 0x808  # the name is UTF-8; sizes follow the data
+_LARGE = 0xFFFFFFFF  # marks a value that is stated elsewhere
 
 
 class StatedRecord(NamedTuple):
@@ -52,7 +52,7 @@ class StatedRecord(NamedTuple):
 
 
 def plain_directory(store: Store, name: str, nbytes: int) -> dict[bytes, StatedRecord] | None:
-    """The records of a zip file by name; None if its directory is not plain, or none at all. Raises `StoreError`."""
+    """Return the records of a zip file by name; None if its directory is missing or not plain. Raises `StoreError`."""
     tail = _read(store, name, max(0, nbytes - _TAIL_BYTES), min(nbytes, _TAIL_BYTES))
     if len(tail) < _TAIL_BYTES:
         return None

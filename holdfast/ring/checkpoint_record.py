@@ -1,4 +1,4 @@
-"""The file beside a ring that says how far one checkpoint is in it: the stager replaces it whole, anybody reads it."""
+"""The file beside a ring that tracks one checkpoint in it. The stager replaces it whole; any process reads it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,15 @@ class CheckpointRecord(BaseModel):
     record: dict[str, Any] = Field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
         return seal(self.model_dump_json().encode(), _CRC_FIELD)
 
 
 def checkpoint_path(directory: Path, attempt: int, step: int) -> Path:
-    """Where it lies."""
     return directory / f"checkpoint-{attempt}-{step}.json"
 
 
 def checkpoint_names(directory: Path) -> list[CheckpointId]:
-    """Ids of all checkpoint files beside a ring, oldest first; none where the directory is gone."""
+    """Return the ids of all checkpoint files beside a ring, oldest first; [] if the directory is gone."""
     with contextlib.suppress(FileNotFoundError):
         found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
         return sorted(CheckpointId(int(match[1]), int(match[2])) for match in found if match)
@@ -55,7 +53,7 @@ def checkpoint_names(directory: Path) -> list[CheckpointId]:
 
 
 def read_checkpoint(directory: Path, attempt: int, step: int) -> CheckpointRecord | None:
-    """The record of one checkpoint beside a ring, or None. Raises `ProtocolError` when its file is damaged."""
+    """Read the record of one checkpoint beside a ring; None: no file. Raises `ProtocolError` if it is damaged."""
     path = checkpoint_path(directory, attempt, step)
     try:
         data = read_side_file(path)

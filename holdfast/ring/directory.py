@@ -3,7 +3,7 @@
     /dev/shm/holdfast-<uid>/            base: made 0700; an existing one must not let strangers plant names in it
         <run key>/                      one run: 0700, ours; every file in it is opened without following links
 
-The run key comes from the store's URL, so that a stager finds the flusher of its run, and no other, without being told.
+The run key comes from the store's URL, so that a stager finds the flusher of its own run without configuration.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ADVICE = {
 
 
 def run_key(store_url: str) -> str:
-    """The name of a run's directory: equal for two spellings of the same store, `/mnt/run` and `file:///mnt/run/`.
-    Raises `ConfigError`: the URL is empty or malformed.
+    """Return the name of a run's directory; equal for two spellings of the same store, `/mnt/run` and
+    `file:///mnt/run/`. Raises `ConfigError` if the URL is empty or malformed.
     """
     return hashlib.sha256(normalise_url(store_url).encode()).hexdigest()[:_KEY_DIGITS]
 
 
 def runtime_directory(store_url: str, override: Path | str | None = None, *, share: int = 0) -> Path:
-    """Where the ring of this run lies, whether or not it is there yet. `override`: base directory instead of
+    """Return where the ring of this run lies, or will lie. `override`: base directory instead of
     `/dev/shm/holdfast-<uid>` (setting `runtime_dir`); it should be in memory. `share`: which of several stagers it
     belongs to, from 0; two of them may be on one machine.
     """
@@ -52,13 +52,13 @@ def runtime_directory(store_url: str, override: Path | str | None = None, *, sha
 
 
 def share_of(directory: Path) -> int:
-    """Which of several stagers a runtime directory belongs to, from 0."""
+    """Return which of several stagers a runtime directory belongs to, from 0."""
     match = _OF_SHARE.fullmatch(directory.name)
     return 0 if match is None else int(match[2]) - 1
 
 
 def share_directories(directory: Path) -> dict[int, Path]:
-    """The runtime directories on this machine of the other stagers of a run, by share. `directory`: the lead's."""
+    """Return the runtime directories of a run's other stagers on this machine, by share. `directory`: the lead's."""
     found: dict[int, Path] = {}
     with contextlib.suppress(OSError):
         for path in directory.parent.iterdir():
@@ -94,11 +94,11 @@ def make_private_directory(
 def check_private_directory(
     directory: Path, *, what: str = "runtime directory", advice: str = "set runtime_dir"
 ) -> None:
-    """See that `directory` is a directory (no link) of this user with mode 0700. `what`, `advice`: for messages.
+    """Check that `directory` is a directory (no link) of this user with mode 0700. `what`, `advice`: for messages.
 
     Raises:
         ConfigError: It is not.
-        FileNotFoundError: It is not there.
+        FileNotFoundError: It is missing.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
@@ -111,8 +111,8 @@ def check_private_directory(
 
 
 def machine_error(path: Path, error: OSError) -> StoreError:
-    """The error to raise where the machine, and not the file at `path`, is the cause: trying again later may help."""
-    advice = _ADVICE.get(error.errno or 0, "it is tried again; see the kernel's log (dmesg) if it stays so")
+    """Return the retriable error to raise when the machine, and not the file at `path`, is the cause."""
+    advice = _ADVICE.get(error.errno or 0, "it is retried; see the kernel's log (dmesg) if it persists")
     return StoreError(f"{path}: {error.strerror or error}; {advice}", retriable=True)
 
 
@@ -121,7 +121,7 @@ def open_private_file(path: Path, flags: int) -> int:
 
     Raises:
         ConfigError: It is a link, not a regular file, or not ours.
-        StoreError: The machine lacks something, such as descriptors or room: the file may be fine, try again.
+        StoreError: The machine lacks something, such as descriptors or room; the file may be intact, so retry.
         FileNotFoundError, FileExistsError: As `os.open`.
     """
     try:

@@ -3,13 +3,13 @@
     stager  ── hello, begin, chunk, staged, abort, doubt, proof, finish ───────────────────►  flusher
             ◄── welcome | refused, began, freed, grown, durable, verified, bad, failed, held, drained ──
 
-A stager whose flusher died says hello to the next one with the attempt that it has: if the welcome says `resumed`, ring
-and attempt are as they were, and it replays what it knows (begin, chunk, staged, abort). Whatever the flusher knows
-already is heard without effect.
+A stager whose flusher died sends hello with its attempt to the next one. If the welcome says `resumed`, ring and
+attempt are unchanged, and the stager replays what it knows (begin, chunk, staged, abort). Messages that the flusher
+knows already have no effect.
 
 One JSON object per packet, at most 64 KiB. The journal is the truth; a message only says where to look. Nothing here
-blocks: what the socket does not take at once waits in the channel until `flush` or `poll`. A peer that is gone is not
-an error but a state, `closed`: both sides have their own plan for it.
+blocks: a message that the socket does not accept waits in the channel until `flush` or `poll`. A peer that is gone is
+not an error but a state, `closed`: both sides have their own plan for it.
 
 Every message is input from outside: its kind, its fields and their types are checked against `FIELDS` before use.
 """
@@ -35,25 +35,25 @@ _log = logging.getLogger("holdfast.ipc")
 VERSION = 6
 SOCKET_NAME = "flusher.sock"
 MESSAGE_BYTES_MAX = 64 * 1024
-_OUTBOX_MESSAGES_MAX = 4096  # a peer that has not read for so long is as good as dead
+_OUTBOX_MESSAGES_MAX = 4096  # a peer that has not read this many is as good as dead
 _WHOLE_MAX = 2**62
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid of SO_PEERCRED
 _RETRY_SECONDS = 0.02
 
-# Kind → its fields and their types. A field that is missing or of another type is refused; one that is not here is
-# ignored, so that a newer peer may say more.
+# Kind → its fields and their types. A field that is missing or of another type is refused; unknown fields are ignored,
+# so that a newer peer may send more.
 FIELDS: dict[str, dict[str, type]] = {
     # stager → flusher
-    # attempt 0: a new job. share: index and writers. lead_attempt: what a new job's ring gets where another stager
-    # leads, which has it from its own flusher; 0 from the lead
+    # attempt 0: a new job. share: index and writers. lead_attempt: the attempt for a new job's ring, which the lead has
+    # from its own flusher and the others from the lead; 0 from the lead
     "hello": {"version": int, "pid": int, "attempt": int, "share": list, "lead_attempt": int},
     "begin": {"attempt": int, "step": int, "layout_digest": str},
     "chunk": {"slot": int},
     "staged": {"attempt": int, "step": int},
     "abort": {"attempt": int, "step": int, "reason": str},
-    "doubt": {},  # the file beside the ring says about which steps
-    "proof": {},  # the file beside the ring says what the step after a checkpoint used
-    "finish": {},  # interrupted: a rank was lost, or told that it would be
+    "doubt": {},  # the file beside the ring names the steps
+    "proof": {},  # the file beside the ring has the proofs
+    "finish": {},  # interrupted: a rank was lost, or had notice of it
     # flusher → stager
     "welcome": {
         "version": int,
@@ -62,19 +62,19 @@ FIELDS: dict[str, dict[str, type]] = {
         "ring_chunks": int,
         "attempt": int,
         "store_url": str,
-        "resumed": bool,  # seen: the failures before (holdfast/wire/failure_count.py)
+        "resumed": bool,  # seen: earlier failures (holdfast/wire/failure_count.py)
     },
     "refused": {"code": str, "message": str},
     "began": {"attempt": int, "step": int, "part_chunks": int},
     "freed": {"slots": list},
-    "grown": {"note": str},  # the journal says by how much
+    "grown": {"note": str},  # the journal has the new size
     "durable": {"attempt": int, "step": int, "file": str, "pgt2_seconds": float, "record": dict},
     "verified": {"attempt": int, "step": int},
     "bad": {"attempt": int, "step": int, "note": str},
     "failed": {"attempt": int, "step": int, "code": str, "message": str},
-    "held": {"message": str},  # why the store takes nothing; empty: it takes something again
+    "held": {"message": str},  # why the store fails; empty: it works again
     "drained": {},
-    # `holdfast status` and back, at a socket of their own (holdfast/telemetry/status_socket.py)
+    # request and answer of `holdfast status`, over another socket (holdfast/telemetry/status_socket.py)
     "status": {"version": int},
     "state": {"document": dict},
 }
@@ -88,7 +88,7 @@ class Message(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
-        """Read one packet. Raises `ProtocolError`: naming kind and field."""
+        """Read one packet. Raises a `ProtocolError` that names kind and field."""
         try:
             document = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -103,7 +103,7 @@ class Message(NamedTuple):
         return cls(kind, document)
 
     def to_bytes(self) -> bytes:
-        """The packet. Raises `ProtocolError`: a field is missing, or it is too large."""
+        """Return the packet. Raises `ProtocolError`: a field is missing, or the packet is too large."""
         for name, expected in FIELDS[self.kind].items():
             _check(self.kind, name, expected, self.fields.get(name))
         data = json.dumps({"kind": self.kind, **self.fields}, separators=(",", ":")).encode()
@@ -127,9 +127,7 @@ def _check(kind: str, name: str, expected: type, value: Any) -> None:
 
 
 class Channel:
-    """One end of a connection. Non-blocking; for one thread. `closed`: the peer is gone, or `close` was called.
-    Messages that came before are still given by `poll`.
-    """
+    """One end of a connection. Non-blocking; for one thread. `closed`: the peer is gone, or `close` was called."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -145,19 +143,19 @@ class Channel:
 
     @property
     def unsent(self) -> int:
-        """Messages that the socket has not taken yet: wait for it to be writable, then `flush`."""
+        """Messages that the socket has not accepted yet: wait for it to be writable, then `flush`."""
         return 0 if self.closed else len(self._outbox)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message, or keep it until `flush`. To a peer that is gone: nothing happens (see `closed`). Raises
-        `ProtocolError`: the message is not as `FIELDS` says (an error of ours).
+        """Send a message, or keep it until `flush`; to a peer that is gone, do nothing (see `closed`). Raises
+        `ProtocolError` if the message is not as in `FIELDS` (a bug of ours).
         """
         data = Message(kind, fields).to_bytes()
         if self.closed:
             return
         if len(self._outbox) >= _OUTBOX_MESSAGES_MAX:
             _log.warning(
-                "process %d has not read %d messages and is taken for lost", self.peer_pid, len(self._outbox)
+                "process %d has not read %d messages and is considered lost", self.peer_pid, len(self._outbox)
             )
             self.close()
             return
@@ -165,7 +163,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it."""
+        """Send waiting messages, as far as the socket accepts them."""
         while self._outbox and not self.closed:
             try:
                 self._socket.send(self._outbox[0], socket.MSG_NOSIGNAL)
@@ -179,9 +177,9 @@ class Channel:
             self._outbox.popleft()
 
     def poll(self) -> list[Message]:
-        """All messages that have arrived; [] when there are no more. Also flushes. When the peer has gone, sets
-        `closed`. Raises `ProtocolError`: the peer sent something that the protocol does not allow; close the channel.
-        Messages that came before it were given by earlier calls.
+        """Return all messages that have arrived, and flush. When the peer has gone, set `closed`. Raises
+        `ProtocolError` after a message that the protocol does not allow: close the channel. Messages before it were
+        returned by earlier calls.
         """
         self.flush()
         messages: list[Message] = []
@@ -209,11 +207,11 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """End the connection; what is unsent or unread is dropped. May be called twice."""
+        """Close the connection, and drop unsent and unread messages. May be called twice."""
         if not self.closed:
             self.closed = True
             self._outbox.clear()
-            # Closing a unix socket that holds unread packets resets it, and the peer would lose our last words.
+            # Closing a unix socket with unread packets resets it, and the peer would lose our last messages.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
                 while self._socket.recv(1):
@@ -222,15 +220,15 @@ class Channel:
 
 
 class Listener:
-    """The flusher's end: accepts one stager at a time. `path`: where the socket appears; a stale one is replaced, so
-    only the process that holds the run's lock may do this. Its directory must be private.
+    """The flusher's end: accepts one stager at a time. `path`: where the socket appears, in a private directory. A
+    stale socket is replaced, so only the process that holds the run's lock may do this.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        # Bound under another name first: when the name appears, connecting works.
+        # Bound under another name first, so that connecting works as soon as the name appears.
         temporary = path.with_name(f".new-{os.getpid()}")
         temporary.unlink(missing_ok=True)
         try:
@@ -249,8 +247,8 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self, *, busy: str = "") -> Channel | None:
-        """Take the next connection; None if no connection waits, or it was refused. `busy`: why no further stager is
-        wanted now; it is told so and closed.
+        """Return the next connection, or None. `busy`: why no further stager is wanted now: it is refused with this
+        reason.
         """
         try:
             connection, _ = self._socket.accept()
@@ -275,8 +273,8 @@ class Listener:
 
 
 def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
-    """Connect to the flusher whose socket is `path`. The stager's end; says nothing yet. `wait_seconds`: how long to
-    wait for the socket to appear.
+    """Connect to the flusher whose socket is `path`, without sending anything. The stager's end. `wait_seconds`: how
+    long to wait for the socket to appear.
 
     Raises:
         PeerLost: No process listens there.
@@ -319,7 +317,7 @@ class _short:  # noqa: N801 (reads as a function)
 
 
 def _check_peer(connection: socket.socket) -> int:
-    """The peer's pid, if it is a process of this user (or of root, who may do all anyway)."""
+    """Return the peer's pid. Raises `ProtocolError` unless it is a process of this user, or of root."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid not in {os.geteuid(), 0}:

@@ -1,10 +1,10 @@
-"""The file `doubts` beside a ring: steps of its jobs that may be torn, whatever the bytes in ring and store say.
+"""The file `doubts` beside a ring: steps of its jobs that may be torn, even if the bytes in ring and store are intact.
 
     rank: DOUBT ─► stager: the file, then DOUBTED to all ranks, and `doubt` to the flusher ─► the manifests are marked
                                 │ any of them dies here
                                 └─► the next flusher reads the file when it starts, and marks what is not marked yet
 
-The stager writes the file, whole; it stays as long as the ring does. Marking twice changes nothing.
+The stager replaces the file whole; it stays as long as the ring does. Marking twice changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.wire.frames import to_json, wholes
 
 DOUBTS_NAME = "doubts"
 _CRC_FIELD = "doubts_crc32"
-_DOUBTS_MAX = 64  # beyond that, those of an attempt become one
+_DOUBTS_MAX = 64  # above that, the doubts of an attempt are merged
 
 _log = logging.getLogger("holdfast.ring")
 
@@ -37,7 +37,7 @@ class DoubtedSteps(NamedTuple):
 
 
 def doubt_about(found: Sequence[DoubtedSteps], key: CheckpointId) -> str:
-    """Why this checkpoint is doubtful; empty where nobody doubts it."""
+    """Return why this checkpoint is doubtful; empty if nobody doubts it."""
     for attempt, doubt in found:
         if attempt == key.attempt and doubt.covers(key.step):
             return f"{key}: {doubt.reason}; {doubt.sentence()}"
@@ -45,12 +45,12 @@ def doubt_about(found: Sequence[DoubtedSteps], key: CheckpointId) -> str:
 
 
 def write_doubts(directory: Path, found: Sequence[DoubtedSteps]) -> None:
-    """Replace the file. Stager only. Raises `StoreError`: the machine lacks room or descriptors."""
+    """Replace the file. Stager only. Raises `StoreError` if the machine lacks room or descriptors."""
     write_side_file(directory / DOUBTS_NAME, to_bytes(found))
 
 
 def read_doubts(directory: Path) -> list[DoubtedSteps]:
-    """The doubts that were written last; none without a file. A damaged file is logged, and counts as empty."""
+    """Read the doubts; [] without a file. A damaged file is logged, and counts as empty."""
     try:
         return from_bytes(read_side_file(directory / DOUBTS_NAME), source=str(directory / DOUBTS_NAME))
     except FileNotFoundError:
@@ -61,13 +61,13 @@ def read_doubts(directory: Path) -> list[DoubtedSteps]:
 
 
 def to_bytes(found: Sequence[DoubtedSteps]) -> bytes:
-    """As in the file; also beside slices that ranks keep themselves."""
+    """Encode doubts for the file, and for the copy beside slices that ranks keep themselves."""
     rows = [{"attempt": attempt, **doubt.to_json()} for attempt, doubt in _fewer(found)]
     return seal(to_json({"doubts": rows}), _CRC_FIELD)
 
 
 def from_bytes(data: bytes, *, source: str) -> list[DoubtedSteps]:
-    """Read what `to_bytes` wrote. One that is damaged is logged, and says nothing."""
+    """Read the output of `to_bytes`. Damaged bytes are logged, and count as no doubts."""
     try:
         body = unseal(data, _CRC_FIELD)
         if body is None:
@@ -80,7 +80,7 @@ def from_bytes(data: bytes, *, source: str) -> list[DoubtedSteps]:
 
 
 def _fewer(found: Sequence[DoubtedSteps]) -> Sequence[DoubtedSteps]:
-    """The same steps, and those between them, in few rows."""
+    """Merge the doubts of each attempt if there are too many; the steps in between are doubted, too."""
     if len(found) <= _DOUBTS_MAX:
         return found
     whole: dict[int, DoubtedSteps] = {}

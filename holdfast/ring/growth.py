@@ -1,4 +1,4 @@
-"""How large a ring becomes whose size nobody has set: room for two checkpoints, of at most half of what is free."""
+"""How large a ring without a configured size becomes: room for two checkpoints, from at most half of free memory."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 
 from holdfast.process import available_memory_bytes
 
-_IMAGES = 2  # the next one comes in while the last one goes out, and a restore finds the last one whole
+_IMAGES = 2  # the next one arrives while the last one is written, and a restore finds the last one whole
 _SPARE_CHUNKS = 8  # for values that grow, and for the part that an upload needs whole
 
 
 def wanted_chunks(image_chunks: int) -> int:
-    """Slots that a ring should have for images of `image_chunks` chunks."""
+    """Return how many slots a ring should have for images of `image_chunks` chunks."""
     return _IMAGES * image_chunks + _SPARE_CHUNKS
 
 
 def image_chunks_max(ring_chunks: int) -> int:
-    """Chunks of the largest image of which a ring of `ring_chunks` slots has room for two."""
+    """Return how many chunks the largest image may have, so that a ring of `ring_chunks` slots has room for two."""
     return max(0, ring_chunks - _SPARE_CHUNKS) // _IMAGES
 
 
 def growth_bytes(free_bytes: int, available_bytes: int) -> int:
-    """By how much a ring may grow: half of what is free, for others need memory, too. `available_bytes`: memory that
-    the kernel and the limits of control groups leave.
+    """Return by how much a ring may grow: half of the free memory, since others need memory, too. `available_bytes`:
+    memory that the kernel and the limits of control groups leave.
     """
     return max(0, min(free_bytes, available_bytes)) // 2
 
 
 def growth_bytes_in(directory: Path) -> int:
-    """By how much a ring in this directory may grow now."""
+    """Return by how much a ring in this directory may grow now."""
     found = os.statvfs(directory)
     return growth_bytes(found.f_bavail * found.f_frsize, available_memory_bytes())

@@ -6,14 +6,15 @@ Byte tables in docs/ring.md. One 4096-byte header, then one 8192-byte record per
 
 Rules that make a kill at any instruction harmless:
 1. Each state has one writer; no locks.
-2. The promise of a state is written, with its CRC, before the state word, of which one store changes one byte.
+2. The fields that a state promises are written, with their CRC, before the state word, which changes by a store of one
+   byte.
 3. FILLING and FULL have a CRC each, over fields that the other does not rewrite, so a record torn in `mark_full` is
    still a whole FILLING record.
-4. A slot that is freed keeps its record, and its bytes. `mark_filling` takes the content part away first of all, so a
-   FREE slot with a whole record (`remains`) has the bytes that were FULL under it, and no others.
-5. Slots that are added later stand in a word of their own, by one store, once their records and their memory are there.
-6. Sources that a record has no room for lie in a file beside the journal, which is there before the record names them.
-   The record's CRC is over all of them, so a file of another chunk is no file of this one.
+4. A freed slot keeps its record and its bytes. `mark_filling` first of all clears the record's content part. A FREE
+   slot with a whole record (`remains`) therefore has exactly the bytes that were FULL under it.
+5. The number of slots added later is a word of its own, set by one store once their records and memory exist.
+6. Sources that do not fit into a record lie in a file beside the journal, written before the record names them. The
+   record's CRC covers all of them, so a file of another chunk does not match.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RING_CHUNKS_MAX = 1 << 20
 CHUNK_BYTES_MAX = 1 << 34
 _MAGIC = b"HFRING\r\n"  # a transfer that mangles line ends shows
 _VERSION = 1
-_VERSION_MORE = 2  # the same, and some record has more sources than it has room for
+_VERSION_MORE = 2  # the same, and some record has sources that do not fit into it
 _PAGE_BYTES = 4096
 _WHOLE_MAX = 2**62
 
@@ -50,7 +51,7 @@ _PLACE_OFFSET = 8
 _CONTENT_OFFSET = _PLACE_OFFSET + _PLACE.size
 _PAIRS_OFFSET = 64
 _VERSION_OFFSET = 8
-_ADDED_OFFSET = _HEADER.size + _STATE.size  # behind the header's CRC: 36
+_ADDED_OFFSET = _HEADER.size + _STATE.size  # after the header's CRC: 36
 SOURCES_INSIDE_MAX = (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size
 
 
@@ -64,7 +65,7 @@ _STATES = tuple(SlotState)
 
 
 class SlotRecord(NamedTuple):
-    """The journal's record of one slot. All but `slot` and `state` is 0 or empty where the state promises nothing."""
+    """The journal's record of one slot. Fields that the state does not promise are 0 or empty."""
 
     slot: int
     state: SlotState
@@ -76,7 +77,7 @@ class SlotRecord(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Geometry of the ring as it was made, and the attempt that may write into it."""
+    """Geometry of a new ring, and the attempt that may write into it."""
 
     chunk_bytes: int
     ring_chunks: int
@@ -91,7 +92,7 @@ class Header(NamedTuple):
         return self.chunk_bytes * self.ring_chunks
 
     def checked(self, source: str) -> Header:
-        """Itself, if every field is in range. Raises `ProtocolError`: naming `source` and the field."""
+        """Return this header if every field is in range. Raises a `ProtocolError` that names `source` and the field."""
         page_multiple = self.chunk_bytes % _PAGE_BYTES == 0
         if not 0 < self.chunk_bytes <= CHUNK_BYTES_MAX or not page_multiple:
             raise ProtocolError(
@@ -109,7 +110,7 @@ class Journal:
 
     Args:
         memory: The whole journal file, mapped shared; it may have room for more records than there are slots.
-        more: The files for sources that a record has no room for.
+        more: The files for sources that do not fit into a record.
 
     Raises:
         ProtocolError: The header is not one of ours.
@@ -123,8 +124,8 @@ class Journal:
 
     @staticmethod
     def write_header(memory: mmap.mmap, header: Header, version: int = _VERSION) -> None:
-        """Write a new header; the records behind it must be zero, which is FREE."""
-        # The CRC is that of version 1, so that another version is one store of one byte.
+        """Write a new header; the records after it must be zero, which is FREE."""
+        # The CRC is that of version 1, so that the version changes by one store of one byte.
         raw = _HEADER.pack(_MAGIC, _VERSION, header.ring_chunks, header.chunk_bytes, header.attempt)
         crc = _STATE.pack(crc32(raw))
         raw = raw[:_VERSION_OFFSET] + _STATE.pack(version) + raw[_VERSION_OFFSET + _STATE.size :]
@@ -132,7 +133,7 @@ class Journal:
 
     @property
     def room_chunks(self) -> int:
-        """For how many slots the file has room."""
+        """How many slots the file has room for."""
         return (len(self._memory) - HEADER_BYTES) // RECORD_BYTES
 
     def add_slots(self, ring_chunks: int) -> None:
@@ -145,7 +146,7 @@ class Journal:
         self.ring_chunks = ring_chunks
 
     def see_added(self) -> None:
-        """Look how many slots there are by now. Raises `ProtocolError`: the file has no records for them."""
+        """Read how many slots there are now. Raises `ProtocolError` if the file has no records for them."""
         (added,) = _STATE.unpack_from(self._memory, _ADDED_OFFSET)
         ring_chunks = self.header.ring_chunks + added
         if ring_chunks > self.room_chunks:
@@ -156,7 +157,7 @@ class Journal:
         self.ring_chunks = ring_chunks
 
     def set_attempt(self, attempt: int) -> None:
-        """Name the attempt whose chunks may come in from now on. Flusher only, while no stager is attached."""
+        """Set the attempt whose chunks may arrive from now on. Flusher only, while no stager is attached."""
         header = self.header._replace(attempt=attempt).checked(self._source)
         (version,) = _STATE.unpack_from(self._memory, _VERSION_OFFSET)
         self.write_header(self._memory, header, version)
@@ -165,16 +166,14 @@ class Journal:
     def mark_filling(self, slot: int, attempt: int, step: int, chunk: int) -> None:
         """FREE → FILLING: the slot will hold `chunk` of `step`. Stager only."""
         base = self._base(slot, {SlotState.FREE})
-        # Also against an end between here and FULL: what was in the slot must not stand under the new place.
+        # Cleared first: if the stager dies before FULL, the old bytes must not count as the new chunk.
         self._memory[base + _CONTENT_OFFSET : base + _CONTENT_OFFSET + _CONTENT.size] = bytes(_CONTENT.size)
         raw = _PLACE.pack(attempt, step, chunk, 0)[:-4]
         self._memory[base + _PLACE_OFFSET : base + _CONTENT_OFFSET] = raw + _STATE.pack(crc32(raw))
         self._set(base, SlotState.FILLING)
 
     def mark_full(self, slot: int, sources: Sequence[tuple[int, int]], nbytes: int) -> None:
-        """FILLING → FULL: all senders' bytes are in place. Stager only. `sources`: `(rank, crc32)` of each sender's
-        frame.
-        """
+        """FILLING → FULL: all senders' bytes are in place. Stager only. `sources`: each sender's `(rank, crc32)`."""
         base = self._base(slot, {SlotState.FILLING})
         ordered = sorted(sources)
         if not 0 < len(ordered) <= SOURCES_MAX:
@@ -183,8 +182,8 @@ class Journal:
             )
         pairs = b"".join(_PAIR.pack(*pair) for pair in ordered)
         if len(ordered) > SOURCES_INSIDE_MAX:
-            # Version 2 first: who reads version 1 alone must not meet a record that it cannot read.
-            self._memory[_VERSION_OFFSET] = _VERSION_MORE  # one store: `pack_into` clears the word before
+            # Version 2 first: a reader of version 1 alone must not meet a record that it cannot read.
+            self._memory[_VERSION_OFFSET] = _VERSION_MORE  # one store: `pack_into` would clear the word first
             self._more.write(slot, pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
         inside = pairs[: SOURCES_INSIDE_MAX * _PAIR.size]
         self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + len(inside)] = inside
@@ -198,7 +197,7 @@ class Journal:
         self._set(self._base(slot, {SlotState.FILLING, SlotState.FULL}), SlotState.FREE)
 
     def state(self, slot: int) -> SlotState:
-        """The state word alone: cheap enough to look at every slot. Raises `ProtocolError`: it is no state."""
+        """Read only the state word, cheaply enough for every slot. Raises `ProtocolError` if it is not a state."""
         if not 0 <= slot < self.ring_chunks:
             raise ProtocolError(
                 f"{self._source}: there is no slot {slot}, the ring has {self.ring_chunks} slots"
@@ -209,14 +208,14 @@ class Journal:
         return _STATES[word]
 
     def record(self, slot: int) -> SlotRecord:
-        """The record of one slot, every field checked. Raises `ProtocolError`: naming file, record and field."""
+        """Return one slot's record, every field checked. Raises a `ProtocolError` that names file, record and field."""
         state = self.state(slot)
         return SlotRecord(slot, state) if state is SlotState.FREE else self._read(slot, state)
 
     def remains(self, slot: int) -> SlotRecord | None:
-        """The chunk in a FULL slot, or the last one that is still in a FREE one; None without a whole chunk.
+        """Return the chunk in a FULL slot, or the last one that is still in a FREE slot; None without a whole chunk.
 
-        For the stager, which alone fills slots: what it is told stays true until it does.
+        For the stager, which alone fills slots: the answer stays true until it does.
         """
         state = self.state(slot)
         if state is SlotState.FILLING:
@@ -269,8 +268,8 @@ class Journal:
         return HEADER_BYTES + slot * RECORD_BYTES
 
     def _set(self, base: int, state: SlotState) -> None:
-        # One store of one byte, the lowest. `pack_into` clears the word before it writes it: a stager that saw FREE
-        # in between, and said FILLING, would have had that overwritten by the flusher's FREE.
+        # One store of the lowest byte. `pack_into` clears the word before it writes: a stager that saw FREE in between,
+        # and set FILLING, would have that overwritten by the flusher's FREE.
         self._memory[base] = state
 
     def _read_header(self) -> Header:
@@ -281,7 +280,7 @@ class Journal:
         raw = self._memory[: _HEADER.size]
         (stated,) = _STATE.unpack_from(self._memory, _HEADER.size)
         magic, version, ring_chunks, chunk_bytes, attempt = _HEADER.unpack(raw)
-        raw = _HEADER.pack(magic, _VERSION, ring_chunks, chunk_bytes, attempt)  # what the CRC is of
+        raw = _HEADER.pack(magic, _VERSION, ring_chunks, chunk_bytes, attempt)  # covered by the CRC
         if magic != _MAGIC:
             raise ProtocolError(
                 f"{self._source}: header: magic {magic!r}, expected {_MAGIC!r}; the file is not a journal of holdfast"

@@ -1,12 +1,12 @@
-"""The ring as a rank on the stager's machine reads it: from the shared memory itself, without a word to the stager.
+"""The ring as a rank on the stager's machine reads it: from shared memory, without messages to the stager.
 
     stager   where it lies: directory, attempt, token, boot id ─────────► rank: are they the same here?
              (the token is in `stager-<attempt>`)                            │ yes
                                                           record ─► bytes ─► the same record still?
 
-The rank opens everything for reading alone. The stager fills a slot again whenever it is the slot's turn, also while it
-is being read. But it takes the record away before the first byte of another chunk can come in (journal.py, rule 4), so
-bytes count only if the record is the same after they were copied. A frozen reader finds out when it wakes up.
+The rank opens everything read-only. The stager may refill a slot at any time, even while it is being read. But it
+clears the record before the first byte of another chunk can arrive (journal.py, rule 4), so bytes count only if the
+record is unchanged after they were copied. A frozen reader finds out when it wakes up.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _FIELDS = TypeAdapter(tuple[_Text, Annotated[int, Field(ge=1, lt=2**62)], _Text,
 
 
 class RingPlace(NamedTuple):
-    """Where a stager's ring lies, and by what a process knows that it sees that ring, and not one of the same name.
+    """Where a stager's ring lies, and how another process recognises that very ring, and not one of the same name.
 
     Attributes:
-        directory: The run's runtime directory, as the stager calls it.
+        directory: The run's runtime directory, as the stager names it.
         attempt: The stager's. `token`: random, in the file that this stager keeps beside the ring.
-        boot_id: Boot id of the kernel: a directory that machines share is not memory that they share.
+        boot_id: Boot id of the kernel: machines may share a directory, but not memory.
     """
 
     directory: str
@@ -62,7 +62,7 @@ class NearRing:
     """A ring of this machine, for reading. Any thread.
 
     Raises:
-        ConfigError: It is not on this machine, not this user's, or another one by now.
+        ConfigError: It is not on this machine, not this user's, or replaced by another one.
         ProtocolError: The journal is damaged.
         StoreError: The machine lacks something, such as descriptors.
     """
@@ -78,8 +78,8 @@ class NearRing:
                 memory = mmap.mmap(journal.fileno(), 0, access=mmap.ACCESS_READ)
             self._descriptor = open_private_file(directory / "ring", os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor)
-            # Checked last: a flusher removes this file before it makes another ring. If it still has the token, the
-            # journal and the bytes belong to the same ring, the stager's.
+            # Checked last: a flusher removes this file before it makes another ring. If it still has the token, journal
+            # and bytes are of the stager's ring.
             if read_side_file(stager_file(directory, place.attempt)) != place.token.encode():
                 raise ConfigError(f"{directory}: this is not the ring of the stager that answers")
         except FileNotFoundError as error:
@@ -94,8 +94,8 @@ class NearRing:
                 self._slots[record.attempt, record.step, record.chunk] = slot
 
     def read(self, attempt: int, step: int, chunk: int, wanted: Iterable[tuple[int, memoryview]]) -> bool:
-        """Fill memory with parts of a chunk. `wanted`: where each part begins in the chunk, and its memory. Returns
-        whether these are bytes of that chunk; if not, it has gone from the ring, and the memory holds anything.
+        """Fill memory with parts of a chunk. `wanted`: where each part begins in the chunk, and its memory. Return
+        whether these are bytes of that chunk; if not, it has left the ring, and the memory's content is undefined.
 
         Raises:
             StoreError: The machine failed.
@@ -127,7 +127,7 @@ class NearRing:
         return True
 
     def _record(self, slot: int) -> SlotRecord | None:
-        """The chunk in a slot, as if it were free: the flusher may free it meanwhile, and its bytes stay."""
+        """Return the chunk in a slot as if the slot were free: the flusher may free it meanwhile; its bytes stay."""
         try:
             record = self._journal.remains(slot)
         except HoldfastError:
@@ -136,7 +136,7 @@ class NearRing:
 
 
 def near_ring(said: bytes) -> NearRing | None:
-    """The ring of which a stager has said where it lies; None where this process cannot read it. Any thread."""
+    """Open the ring at the place that a stager named; None if this process cannot read it. Any thread."""
     try:
         return NearRing(RingPlace.from_bytes(said))
     except (ConfigError, ProtocolError, StoreError):

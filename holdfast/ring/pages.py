@@ -1,8 +1,7 @@
 """Memory that a store reads into or writes from, in huge pages where the kernel has them.
 
-A direct read or write of 4 MiB of small pages that lie anywhere is a thousand pieces, for the kernel and for the
-device: it cuts the request where its list of pieces is full. Two huge pages are two pieces, whatever else is the
-same.
+A direct read or write of 4 MiB in scattered small pages is a thousand pieces for kernel and device, and the kernel
+splits the request when its list of pieces is full. Two huge pages are two pieces.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ import mmap
 from collections.abc import Callable
 
 _HUGE_BYTES = 2 << 20
-_FAILURES_MAX = 8  # in a row: a page in use is left, a kernel without them or without any free would go on so
+_FAILURES_MAX = (
+    8  # in a row: a page in use is skipped, but a kernel without huge pages would fail on every page
+)
 # mmap(2), madvise(2), Linux 6.1; Python has no names for them.
 _PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = 0, 0x10, 25
 
 
 def direct_window(nbytes: int) -> memoryview:
-    """`nbytes` (above 0) of zeroed memory that begins where a page does, for reads past the page cache. Any thread.
+    """Return `nbytes` (above 0) of zeroed, page-aligned memory for reads past the page cache. Any thread.
 
-    Memory of at least 2 MiB begins where a huge page does. No more than `nbytes` ever becomes resident.
+    Memory of at least 2 MiB is aligned to a huge page. No more than `nbytes` ever becomes resident.
     """
     huge_bytes = nbytes // _HUGE_BYTES * _HUGE_BYTES
     room_bytes = nbytes + _HUGE_BYTES if huge_bytes else nbytes
@@ -29,7 +30,7 @@ def direct_window(nbytes: int) -> memoryview:
     if not huge_bytes:
         return memoryview(memory)
     begin = -ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) % _HUGE_BYTES
-    with contextlib.suppress(OSError):  # a kernel without them: pages are small, and all else is the same
+    with contextlib.suppress(OSError):  # a kernel without them: the pages stay small
         memory.madvise(mmap.MADV_HUGEPAGE, begin, huge_bytes)
     return memoryview(memory)[begin : begin + nbytes]
 
@@ -37,13 +38,13 @@ def direct_window(nbytes: int) -> memoryview:
 def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) -> int:
     """Move a file in shared memory into huge pages, as far as the kernel has them. Its bytes stay; it may be in use.
 
-    Shared memory mostly gets none by itself (`shmem_enabled`); here they are asked for, two MiB after two MiB, which
-    takes some seconds for each GiB. Every process that maps the file then has its bytes in few pieces. Any thread.
+    Shared memory mostly gets none by itself (`shmem_enabled`). This function asks for them, 2 MiB at a time, which
+    takes some seconds per GiB. Every process that maps the file then has its bytes in few pieces. Any thread.
 
     Args:
         descriptor: Open for reading and writing; the file has all its pages.
-        nbytes: How many; what is left of two MiB stays as it is.
-        stopped: Asked before each step; True ends it.
+        nbytes: How many bytes to move; a rest below 2 MiB stays as it is.
+        stopped: Called before each step; True ends the move.
 
     Returns:
         How many bytes lie in huge pages.
@@ -56,8 +57,8 @@ def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) ->
     )
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    # Only what is mapped where a huge page could begin is moved: room for one, wherever the kernel puts it. The file is
-    # mapped there one huge page after the other, so that the process never counts the whole file a second time.
+    # A huge page needs an aligned address: reserve room for one, wherever the kernel puts it. The file is mapped there
+    # one huge page after the other, so that the process never counts the whole file a second time.
     room_bytes = 2 * _HUGE_BYTES
     room = libc.mmap(None, room_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if room == ctypes.c_void_p(-1).value:

@@ -4,7 +4,7 @@
                                 │ any of them dies here
                                 └─► the next flusher reads the file when it starts, and writes what is published
 
-The stager writes the file, whole. A rank that resumes asks the stager for it, before the store.
+The stager replaces the file whole. A rank that resumes asks the stager for a proof before it asks the store.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from holdfast.sealed import seal, unseal
 from holdfast.wire.frames import to_json
 
 PROOFS_NAME = "proofs"
-PROOFS_MAX = 8  # the newest: older ones are in the store, and their checkpoints are not in the ring any more
+PROOFS_MAX = 8  # the newest; older ones are in the store, and their checkpoints have left the ring
 _CRC_FIELD = "proofs_crc32"
 
 _log = logging.getLogger("holdfast.ring")
 
 
 def write_proofs(directory: Path, found: Sequence[ProofRecord]) -> None:
-    """Replace the file by the last of these. Stager only. Raises `StoreError`: there is no room, or no descriptor."""
+    """Replace the file with the last of these. Stager only. Raises `StoreError` without room or descriptors."""
     rows = [one.to_json() for one in found[-PROOFS_MAX:]]
     write_side_file(directory / PROOFS_NAME, seal(to_json({"proofs": rows}), _CRC_FIELD))
 
 
 def read_proofs(directory: Path) -> list[ProofRecord]:
-    """The proofs that were written last; none without a file. A damaged file is logged, and counts as empty."""
+    """Read the proofs; [] without a file. A damaged file is logged, and counts as empty."""
     path = directory / PROOFS_NAME
     try:
         body = unseal(read_side_file(path), _CRC_FIELD)
@@ -50,5 +50,5 @@ def read_proofs(directory: Path) -> list[ProofRecord]:
 
 
 def proof_of(directory: Path, key: CheckpointId) -> ProofRecord | None:
-    """The proof of this checkpoint; None if it is not there."""
+    """Return the proof of this checkpoint; None if it is missing."""
     return next((one for one in read_proofs(directory) if one.key == key), None)

@@ -1,11 +1,11 @@
 """The bytes of checkpoints that a ring still has, and the messages with which ranks ask the stager for them.
 
     FULL slots   staged, or being received: the flusher has not written them yet
-    FREE slots   written, and not filled again since: the bytes are still those (`holdfast/ring/journal.py`, rule 4)
+    FREE slots   written, and not refilled since: the bytes are still there (`holdfast/ring/journal.py`, rule 4)
 
-Nothing is kept back for this: a free slot is free, and is filled again when it is its turn. A ring may therefore have
-all of a checkpoint, a part, or nothing. Which of them was ever staged only its checkpoint file says, while the flusher
-still works on it, or the store, which has published it; remains of others are nobody's.
+The stager holds no slot back for this: a free slot is refilled in its turn. A ring may therefore have all of a
+checkpoint, a part, or nothing. Whether a checkpoint was ever staged is known from its checkpoint file, while the
+flusher works on it, or from the store, which has published it. Other remains must not be used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
 
 ANSWER_BYTES_MAX = 8 << 20  # of a chunk, in one answer
-_TOLD_MAX = 16  # checkpoints, newest first: older ones are in the store
+_TOLD_MAX = 16  # checkpoints, newest first; older ones are in the store
 _RAW_BYTES_MAX = 1 << 28
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _U32 = Annotated[int, Field(ge=0, lt=2**32)]
@@ -58,9 +58,8 @@ class HeldCheckpoint(NamedTuple):
     Attributes:
         attempt: Attempt of the job that saved it. `step`: the step.
         staged_digest: Digest of its layout, while it is staged and not in the store; else empty.
-        chunks: Chunk → what its slot holds.
-        drift: While it is staged: in what its replicas were not the same, or why it may be torn; empty as far as is
-            known.
+        chunks: Chunk → record of its slot.
+        drift: While it is staged: where its replicas differed, or why it may be torn; empty if nothing is known.
         trackers: While it is staged: the runs of experiment trackers that it belongs to, by tracker.
     """
 
@@ -82,7 +81,7 @@ class HeldCheckpoint(NamedTuple):
 
 
 def held_in(ring: Ring) -> list[HeldCheckpoint]:
-    """All checkpoints of which the ring has something, newest first. Stager only."""
+    """Return all checkpoints of which the ring has something, newest first. Stager only."""
     found: dict[CheckpointId, dict[int, SlotRecord]] = {}
     for record in ring.remains():
         found.setdefault(CheckpointId(record.attempt, record.step), {})[record.chunk] = record
@@ -92,7 +91,7 @@ def held_in(ring: Ring) -> list[HeldCheckpoint]:
 def _held(ring: Ring, key: CheckpointId, chunks: dict[int, SlotRecord]) -> HeldCheckpoint:
     try:
         said = ring.checkpoint(*key)
-    except ProtocolError:  # the flusher's to report
+    except ProtocolError:  # the flusher reports it
         said = None
     if said is None or said.state != "staged":
         return HeldCheckpoint(*key, "", chunks)
@@ -102,7 +101,7 @@ def _held(ring: Ring, key: CheckpointId, chunks: dict[int, SlotRecord]) -> HeldC
 
 
 def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
-    """The newest of them, for the wire."""
+    """Encode the newest of them for the wire."""
     rows = [
         [
             *(one.attempt, one.step, one.staged_digest),
@@ -115,9 +114,7 @@ def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
 
 
 def read_held(body: bytes) -> list[HeldCheckpoint]:
-    """Read the message of `tell_held`; it does not name the slot. Raises `ProtocolError`: it is not that. Never unpacks
-    more than a limit.
-    """
+    """Read the message of `tell_held`, which names no slots. Raises `ProtocolError`: malformed, or too large."""
     try:
         inflater = zlib.decompressobj()
         raw = inflater.decompress(body, _RAW_BYTES_MAX)

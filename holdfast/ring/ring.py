@@ -4,11 +4,11 @@
         ring                       ring_chunks x chunk_bytes, touched once when it is made or grows
         journal                    what each slot holds (holdfast/ring/journal.py, docs/ring.md)
         checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
-        flush-<attempt>-<step>     what the store has of it already (flusher/progress.py)
+        flush-<attempt>-<step>     which parts of it the store has (flusher/progress.py)
         layout-<digest>            Layout.to_bytes()
         writers-<attempt>          how many flushers write its checkpoints, if this one is not alone
         stager-<attempt>           locked by the stager of that attempt, with its token
-        sources-<slot>             senders of a chunk for whom its record has no room
+        sources-<slot>             senders of a chunk that do not fit into its record
         flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/writer_lease.py)
 
 The flusher makes and removes a ring, and may add slots; a stager or a tool attaches. Nothing here locks: each slot
@@ -63,13 +63,13 @@ _SPARE_BYTES = 16 << 20  # layouts and checkpoint files lie in the same memory
 
 
 class Ring:
-    """One run's ring, mapped into this process. Get one by `create` or `attach`. Slots may be used from any thread;
-    one thread at a time may change a slot's state.
+    """One run's ring, mapped into this process. Get one by `create` or `attach`. Any thread may use slots; one thread
+    at a time may change a slot's state.
 
     Attributes:
-        chunk_bytes: Size of a slot. `ring_chunks`: how many of them this process has mapped.
-        token: Random, in the file of the stager that holds the ring, if this process is it: who finds it there sees
-            this very ring.
+        chunk_bytes: Size of a slot. `ring_chunks`: how many slots this process has mapped.
+        token: Random, in the stager's file, if this process is the stager that holds the ring: identifies this very
+            ring.
     """
 
     def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int) -> None:
@@ -77,28 +77,29 @@ class Ring:
         self._journal_map = journal
         self._journal = Journal(journal, str(directory / "journal"), SourceFiles(directory))
         self.chunk_bytes, self.ring_chunks = self._journal.header.chunk_bytes, 0
-        # One map when it is opened, and one for each time that it has grown since: a map that is in use cannot grow.
+        # One map from the start, and one for each growth since: a map that is in use cannot grow.
         self._first_slots: list[int] = []
         self._maps: list[tuple[mmap.mmap, memoryview]] = []
         self._map(ring_fd)
-        # Kept: the file may be removed before this process hears that it has grown.
+        # Kept: the file may be removed before this process learns that it has grown.
         self._ring_fd = os.dup(ring_fd)
         self._close_ring_fd = weakref.finalize(self, os.close, self._ring_fd)
         self._layouts: dict[str, Layout] = {}
         self._stager_fd = -1
         self.token = ""
 
-    # -- making, attaching, ending -------------------------------------------------------------------------------
+    # -- create, attach, close -----------------------------------------------------------------------------------
 
     @classmethod
     def create(
         cls, directory: Path, *, chunk_bytes: int, ring_chunks: int, attempt: int, room_chunks: int = 0
     ) -> Ring:
         """Make a new ring, all slots FREE, its memory touched. Flusher only. `chunk_bytes`: a multiple of 4096.
-        `room_chunks`: how many slots it may grow to; if that is more than `ring_chunks`.
+        `room_chunks`: how many slots it may grow to, if more than `ring_chunks`.
 
         Raises:
-            ConfigError: The directory is not safely ours, already holds a ring, or memory has too little room.
+            ConfigError: The directory is not private to this user or already holds a ring, or memory has too little
+                room.
         """
         header = Header(chunk_bytes, ring_chunks, attempt).checked(f"new ring in {directory}")
         room = header._replace(ring_chunks=min(max(ring_chunks, room_chunks), RING_CHUNKS_MAX))
@@ -112,7 +113,7 @@ class Ring:
             ) from None
         try:
             try:
-                os.posix_fallocate(ring_fd, 0, header.ring_bytes)  # takes the pages now: no SIGBUS later
+                os.posix_fallocate(ring_fd, 0, header.ring_bytes)  # allocates now: no SIGBUS later
             except OSError as error:
                 (directory / "ring").unlink()
                 raise ConfigError(
@@ -132,10 +133,10 @@ class Ring:
 
     @classmethod
     def attach(cls, directory: Path) -> Ring:
-        """Map a ring that a flusher made. Stager and tools, and a flusher that looks at what a dead one left.
+        """Map a ring that a flusher made. For the stager, tools, and a flusher that takes over a dead one's ring.
 
         Raises:
-            ConfigError: The directory or its files are not safely ours, or there is no ring.
+            ConfigError: The directory or its files are not private to this user, or there is no ring.
             ProtocolError: The journal is damaged.
         """
         try:
@@ -162,11 +163,11 @@ class Ring:
         """Map the slots that the journal has and this process does not."""
         first, chunks = self.ring_chunks, self._journal.ring_chunks
         needed_bytes, found_bytes = chunks * self.chunk_bytes, os.fstat(ring_fd).st_size
-        if found_bytes < needed_bytes:  # more: a flusher died before it had said that the ring is larger now
+        if found_bytes < needed_bytes:  # it may be longer, if a flusher died before `add_slots`
             raise ProtocolError(
                 f"{self.directory / 'ring'}: {found_bytes} bytes, the journal says {needed_bytes}"
             )
-        # Populated at once: a first touch in the middle of a receive would run at a tenth of memory speed.
+        # Populated now: a first touch in the middle of a receive would run at a tenth of memory speed.
         flags, offset = mmap.MAP_SHARED | mmap.MAP_POPULATE, first * self.chunk_bytes
         mapped = mmap.mmap(ring_fd, needed_bytes - offset, flags=flags, offset=offset)
         self._first_slots.append(first)
@@ -178,7 +179,7 @@ class Ring:
     @property
     def room_chunks(self) -> int:
         """How many slots the ring may grow to."""
-        # Where a map may begin: every chunk of the usual sizes.
+        # A map must begin at such a multiple, as every chunk of the usual sizes does.
         grows = self.chunk_bytes % mmap.ALLOCATIONGRANULARITY == 0
         return self._journal.room_chunks if grows else self.ring_chunks
 
@@ -186,15 +187,15 @@ class Ring:
         """Take memory for `ring_chunks` slots; they are not part of the ring before `add_slots`. Flusher only, any
         thread.
 
-        A flusher that dies after this leaves a ring file that is longer than the journal says, which is no harm.
+        If the flusher dies after this, the ring file is longer than the journal says, which is harmless.
 
         Raises:
-            OSError: There is not so much.
+            OSError: There is too little memory.
         """
         header = self._journal.header._replace(ring_chunks=ring_chunks)
         journal_fd = open_private_file(self.directory / "journal", os.O_RDWR)
         try:
-            os.posix_fallocate(journal_fd, 0, header.journal_bytes)  # takes the pages now: no SIGBUS later
+            os.posix_fallocate(journal_fd, 0, header.journal_bytes)  # allocates now: no SIGBUS later
         finally:
             os.close(journal_fd)
         os.posix_fallocate(self._ring_fd, 0, header.ring_bytes)
@@ -205,7 +206,7 @@ class Ring:
         self.see_added()
 
     def see_added(self) -> range:
-        """Map what the flusher has added since the last look. Returns the new slots.
+        """Map the slots that the flusher has added since the last call, and return them.
 
         Raises:
             ProtocolError: The journal is damaged.
@@ -217,17 +218,17 @@ class Ring:
         return range(first, self.ring_chunks)
 
     def use_huge_pages(self, ring_chunks: int, stopped: Callable[[], bool]) -> int:
-        """Move the ring into huge pages: what is written past the page cache from there is sooner written. Any thread.
-        `ring_chunks`: how many slots have memory, those among them that are not part of the ring yet.
+        """Move the ring into huge pages, from which direct writes are faster; return how many bytes are in them. Any
+        thread. `ring_chunks`: how many slots have memory, including those that are not part of the ring yet.
 
-        Slots may be used meanwhile. It takes seconds for each GiB not in them yet. Returns how many bytes are in them.
+        Slots may be used meanwhile. It takes seconds for each GiB that is moved.
         """
         return use_huge_pages(self._ring_fd, ring_chunks * self.chunk_bytes, stopped)
 
     def close(self) -> None:
-        """Unmap; the ring stays where it is. Views that are still held keep their memory until they go."""
+        """Unmap the ring, which itself stays. Views that are still referenced keep their memory."""
         self.let_go()
-        self._close_ring_fd()  # once, however often it is called
+        self._close_ring_fd()  # once, even if called again
         for mapped, memory in self._maps:
             memory.release()
             try:
@@ -247,7 +248,7 @@ class Ring:
     @staticmethod
     def remove(directory: Path, *, keeps_doubts: bool = False) -> None:
         """Remove all that a ring put into `directory`, but not the directory. Flusher only. `keeps_doubts`: leave the
-        file of doubtful steps, whose manifests are not marked yet.
+        file of doubted steps, whose manifests are not marked yet.
         """
         names = {"ring", "journal", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - (
             {DOUBTS_NAME} if keeps_doubts else set()
@@ -263,16 +264,16 @@ class Ring:
 
     @property
     def attempt(self) -> int:
-        """The attempt whose chunks may come in."""
+        """The attempt whose chunks may arrive."""
         return self._journal.header.attempt
 
     def set_attempt(self, attempt: int) -> None:
-        """Change it; flusher only, between two stagers."""
+        """Change the attempt. Flusher only, between two stagers."""
         stager_file(self.directory, self.attempt).unlink(missing_ok=True)
         self._journal.set_attempt(attempt)
 
     def note_writers(self, attempt: int, writers: int) -> None:
-        """Say how many flushers write the checkpoints of an attempt, before the first one begins. Flusher only."""
+        """Record how many flushers write the checkpoints of an attempt, before the first one begins. Flusher only."""
         wanted = {key.attempt for key in self.checkpoint_names()}
         for path in self.directory.glob("writers-*"):
             if path.name.partition("-")[2] not in map(str, wanted):
@@ -281,16 +282,16 @@ class Ring:
             self._write(f"writers-{attempt}", str(writers).encode())
 
     def writers(self, attempt: int) -> int:
-        """How many flushers write the checkpoints of an attempt, also where the ring has another one by now."""
+        """Return how many flushers write the checkpoints of an attempt, even if the ring has another one by now."""
         return read_writers(self.directory, attempt)
 
     # -- who has it mapped ---------------------------------------------------------------------------------------
 
     def hold(self, attempt: int) -> None:
-        """Show that the stager of this attempt has the ring mapped: until `let_go`, or until this process is dead.
+        """Lock the ring for the stager of this attempt, until `let_go` or the death of this process.
 
-        A stager that stands still says nothing for as long as one that is dead, and may still write into its slots.
-        The kernel knows which it is: it takes the lock from the dead.
+        A stager that hangs is as silent as a dead one, but may still write into its slots. The kernel tells them apart:
+        it releases the lock of a dead process.
         """
         self.let_go()
         self._stager_fd = open_private_file(stager_file(self.directory, attempt), os.O_RDWR | os.O_CREAT)
@@ -299,19 +300,19 @@ class Ring:
         os.pwrite(self._stager_fd, self.token.encode(), 0)
 
     def let_go(self) -> None:
-        """Take that back."""
+        """Release the lock of `hold`."""
         fd, self._stager_fd = self._stager_fd, -1
         if fd >= 0:
             os.close(fd)
 
     def is_held(self) -> bool:
-        """Whether the stager of the ring's attempt lives, as far as the kernel knows."""
+        """Whether the stager of the ring's attempt is alive, as far as the kernel knows."""
         try:
             fd = open_private_file(stager_file(self.directory, self.attempt), os.O_RDWR)
         except FileNotFoundError:
             return False
         except StoreError:
-            return True  # out of descriptors: a living stager may still write into its slots
+            return True  # out of descriptors: assume a live stager, which may still write into its slots
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -321,7 +322,7 @@ class Ring:
         return False
 
     def slot_memory(self, slot: int) -> memoryview:
-        """The `chunk_bytes` bytes of one slot: writable, page-aligned, shared with the other process."""
+        """Return the `chunk_bytes` bytes of one slot: writable, page-aligned, shared with the other process."""
         if not 0 <= slot < self.ring_chunks:
             raise ProtocolError(
                 f"{self.directory}: there is no slot {slot}, the ring has {self.ring_chunks} slots"
@@ -339,19 +340,19 @@ class Ring:
         self._journal.mark_full(slot, sources, nbytes)
 
     def free(self, slot: int) -> None:
-        """FULL → FREE (flusher), FILLING → FREE (stager; or flusher when the stager is gone)."""
+        """FULL → FREE (flusher), FILLING → FREE (stager; the flusher once the stager is gone)."""
         self._journal.free(slot)
 
     def state(self, slot: int) -> SlotState:
-        """State of one slot, cheaply."""
+        """Read the state of one slot, cheaply."""
         return self._journal.state(slot)
 
     def record(self, slot: int) -> SlotRecord:
-        """The record of one slot. Raises `ProtocolError` naming file, record and field when it is damaged."""
+        """Return the record of one slot. Raises a `ProtocolError` that names file, record and field."""
         return self._journal.record(slot)
 
     def remains(self) -> list[SlotRecord]:
-        """Every chunk that can still be read, in slots that are FULL or were and are FREE now. Stager only.
+        """Return every chunk that can still be read, in slots that are FULL, or FREE and not refilled. Stager only.
 
         Bytes of a FREE slot are right until the stager marks it FILLING.
         """
@@ -359,7 +360,7 @@ class Ring:
         return [record for record in found if record is not None]
 
     def remains_in(self, slot: int) -> SlotRecord | None:
-        """That of one slot; None where there is nothing whole. Stager only."""
+        """Like `remains`, for one slot; None without a whole chunk. Stager only."""
         return self._journal.remains(slot)
 
     def records(self) -> list[SlotRecord]:
@@ -375,36 +376,36 @@ class Ring:
         layout_digest: str,
         record: Mapping[str, Any],
     ) -> None:
-        """Say how far a checkpoint is; replaces what was said before, whole. Stager only."""
+        """Replace the record of a checkpoint whole. Stager only."""
         document = CheckpointRecord(
             attempt=attempt, step=step, state=state, layout_digest=layout_digest, record=dict(record)
         )
         self._write(checkpoint_path(self.directory, attempt, step).name, document.to_bytes())
 
     def checkpoint(self, attempt: int, step: int) -> CheckpointRecord | None:
-        """The record of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
+        """Return the record of one checkpoint, or None. Raises `ProtocolError` if its file is damaged."""
         return read_checkpoint(self.directory, attempt, step)
 
     def checkpoint_names(self) -> list[CheckpointId]:
-        """Ids of all checkpoint files, oldest first; their contents are not looked at.
+        """Return the ids of all checkpoint files, oldest first, without reading them.
 
-        None, once the flusher has removed the ring: it may have ended since this process has opened it.
+        [] once the flusher has removed the ring, as it may when it ends.
         """
         return checkpoint_names(self.directory)
 
     def has_progress(self, attempt: int, step: int) -> bool:
-        """Whether the flusher keeps a record of what the store has of this checkpoint."""
+        """Whether the flusher keeps a record of the parts of this checkpoint in the store."""
         return (self.directory / f"flush-{attempt}-{step}").exists()
 
     def remove_checkpoint(self, attempt: int, step: int) -> None:
-        """Forget a checkpoint that is durable or given up; nothing happens if it is not there."""
+        """Forget a checkpoint that is durable or given up; an unknown one is ignored."""
         checkpoint_path(self.directory, attempt, step).unlink(missing_ok=True)
         # Last: a staged checkpoint without its record would look as if chunks had been lost.
         (self.directory / f"flush-{attempt}-{step}").unlink(missing_ok=True)
 
     def put_layout(self, layout: Layout) -> str:
-        """Lay a layout beside the ring and return its digest. Before the first checkpoint that uses it. Raises
-        `ProtocolError`: its chunks are not of the ring's size.
+        """Write a layout beside the ring, before the first checkpoint that uses it; return its digest. Raises
+        `ProtocolError` if its chunk size is not the ring's.
         """
         self._check_layout(layout, "new layout")
         name = f"layout-{layout.digest[:16]}"
@@ -414,7 +415,7 @@ class Ring:
         return layout.digest
 
     def layout(self, digest: str) -> Layout:
-        """The layout of that digest. Raises `ProtocolError`: it is not there, not readable, or not the one named."""
+        """Return the layout of a digest. Raises `ProtocolError` if it is missing, unreadable, or another one."""
         if digest not in self._layouts:
             if not _DIGEST.fullmatch(digest):
                 raise ProtocolError(
@@ -437,7 +438,7 @@ class Ring:
                 f"{source}: chunk_bytes of the layout is {layout.chunk_bytes}, the ring has {self.chunk_bytes}"
             )
 
-    def _write(self, name: str, data: bytes) -> None:  # the simulation refuses it to the dead
+    def _write(self, name: str, data: bytes) -> None:  # the simulation forbids it to dead processes
         write_side_file(self.directory / name, data)
 
 

@@ -1,7 +1,7 @@
-"""The lock by which a living `holdfast run` keeps the ring of a run from job to job.
+"""The lock by which a live `holdfast run` keeps the ring of a run from job to job.
 
-A lock on a file of the run's runtime directory, which the kernel takes from the dead. A flusher with nothing left to do
-looks whether somebody has it: what is in the ring is then what the next attempt restores from.
+A lock on a file of the run's runtime directory, which the kernel releases when its holder dies. A flusher with nothing
+left to do checks whether anyone holds it: the next attempt then restores from the ring.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _NAME = "keeper"
 
 
 class RingKeeper:
-    """Keeps a run's ring, from now on until `close` or the end of this process. Several may.
+    """Keeps a run's ring until `close` or the end of this process. Several keepers may exist.
 
     Args:
-        directory: The run's runtime directory; made if it is not there.
+        directory: The run's runtime directory; made if missing.
 
     Raises:
-        ConfigError: The directory is not safely ours.
+        ConfigError: The directory is not private to this user.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -36,17 +36,17 @@ class RingKeeper:
             make_private_directory(self._directory)
             try:
                 fd = open_private_file(self._directory / _NAME, os.O_RDWR | os.O_CREAT)
-            except FileNotFoundError:  # a flusher that ends has just taken the directory away
+            except FileNotFoundError:  # a flusher that ends has just removed the directory
                 continue
             fcntl.flock(fd, fcntl.LOCK_SH)
-            # A process that looked in between may have taken the file for one that a dead keeper left.
+            # A process that looked in between may have removed the file as that of a dead keeper.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), (self._directory / _NAME).lstat()):
                     return fd
             os.close(fd)
 
     def close(self) -> None:
-        """Let the flusher end when it has done everything. Without a flusher nothing is left behind."""
+        """Let the flusher end once it is idle. Without a flusher, remove the lock file, and an empty directory."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
@@ -57,14 +57,14 @@ class RingKeeper:
 
 
 def is_kept(directory: Path) -> bool:
-    """Whether a living process keeps the ring of this runtime directory. The file of a dead one is removed."""
+    """Whether a live process keeps the ring of this runtime directory. The file of a dead one is removed."""
     path = directory / _NAME
     try:
         fd = open_private_file(path, os.O_RDWR)
     except FileNotFoundError:
         return False
     except StoreError:
-        return True  # out of descriptors: nobody knows, and the next look tells
+        return True  # out of descriptors: unknown until the next call
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(fd), path.lstat()):

@@ -1,7 +1,7 @@
 """The checkpoints that `holdfast run` has set aside: a file of the run's runtime directory, which the flusher reads.
 
-They are evidence of what went wrong, so retention keeps them for as long as the run is supervised. Each has a line, as
-`CheckpointId.label` has it, added by one write: a line without its end is just being written.
+They are evidence of what went wrong, so retention keeps them for as long as the run is supervised. Each is a line with
+its `CheckpointId.label`, appended by one write: a line without its end is still being written.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BYTES_MAX = 1 << 16
 
 
 def note_set_aside(directory: Path, key: CheckpointId) -> None:
-    """Add one.
+    """Append one.
 
     Raises:
-        ConfigError: A file of somebody else is in its place.
+        ConfigError: The file is not ours.
         StoreError: The machine lacks something, such as room.
     """
     path = directory / SET_ASIDE_NAME
@@ -36,7 +36,7 @@ def note_set_aside(directory: Path, key: CheckpointId) -> None:
 
 
 def read_set_aside(directory: Path) -> list[CheckpointId]:
-    """All of them, oldest first; none without the file. Unreadable lines are left out."""
+    """Return all of them, oldest first; [] without the file. Unreadable lines are skipped."""
     try:
         fd = open_private_file(directory / SET_ASIDE_NAME, os.O_RDONLY)
     except (FileNotFoundError, ConfigError, StoreError):

@@ -1,7 +1,7 @@
 """The files beside a ring's journal: written in memory, replaced whole by a rename, read without following a link.
 
-`holdfast.ring.ring` lists them. Here is how one is read and written, and what the journal keeps in `sources-<slot>`:
-senders of the slot's chunk for whom its record has no room (docs/ring.md).
+`holdfast.ring.ring` lists them. This file reads and writes one, and has the journal's `sources-<slot>`: senders of the
+slot's chunk that do not fit into its record (docs/ring.md).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class SourceFiles:
         self._directory = directory
 
     def read(self, slot: int) -> bytes:
-        """The bytes that were written last for this slot; empty where none were. Raises `ProtocolError`."""
+        """Return the bytes last written for this slot, or b"". Raises `ProtocolError`."""
         try:
             return read_side_file(self._directory / f"sources-{slot}")
         except FileNotFoundError:
             return b""
-        except ConfigError as error:  # it costs its slot, as any damage of the record does
+        except ConfigError as error:  # costs the slot, as any damage of its record does
             raise ProtocolError(str(error)) from error
 
     def write(self, slot: int, pairs: bytes) -> None:
@@ -37,12 +37,12 @@ class SourceFiles:
 
 
 def stager_file(directory: Path, attempt: int) -> Path:
-    """The file by which the stager of an attempt holds the ring (`Ring.hold`)."""
+    """Return the file by which the stager of an attempt holds the ring (`Ring.hold`)."""
     return directory / f"stager-{attempt}"
 
 
 def read_writers(directory: Path, attempt: int) -> int:
-    """How many flushers write the checkpoints of an attempt, as `Ring.note_writers` has said; 1: only this ring's."""
+    """Return how many flushers write an attempt's checkpoints, as `Ring.note_writers` recorded; 1: only this ring's."""
     try:
         said = read_side_file(directory / f"writers-{attempt}").decode("ascii", "replace")
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def read_writers(directory: Path, attempt: int) -> int:
 
 
 def read_side_file(path: Path) -> bytes:
-    """The whole content of a file beside a ring. Raises `ProtocolError` when it is too large, `FileNotFoundError`."""
+    """Read a file beside a ring whole. Raises `ProtocolError` if it is too large, and `FileNotFoundError`."""
     fd = open_private_file(path, os.O_RDONLY)
     with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
         nbytes = os.fstat(fd).st_size
@@ -61,7 +61,7 @@ def read_side_file(path: Path) -> bytes:
 
 
 def write_side_file(path: Path, data: bytes) -> None:
-    """Replace a file beside a ring, whole. Raises `StoreError`: the machine lacks room or descriptors, or the flusher
+    """Replace a file beside a ring, whole. Raises `StoreError` if the machine lacks room or descriptors, or the flusher
     has ended and removed the ring.
     """
     # In memory: a rename is enough, there is nothing to sync.

@@ -4,11 +4,11 @@
                                ├─► S3Store        s3://bucket/run
                                └─► GenericStore   any other URL that fsspec knows
 
-boto3 and fsspec are imported when a store of theirs is opened, so that tools on local files start quickly.
+boto3 and fsspec are imported only when a store needs them, so that tools on local files start quickly.
 
 base, names                      the interface that the conformance suite checks; valid names inside a run
 wrapper, retrying, guarded       a store that wraps another: the base class, retries, a check of the lease before writes
-parts                            the base of all uploads: which parts are written, and whether the upload is open
+parts                            base of all uploads: which parts are written, and whether the upload is open
 concurrency                      limits requests in flight
 ranged, body                     an object as a read-only file; memory views as the body of a request
 
@@ -36,15 +36,14 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
 _LOCAL = ("", "file", "local")
 _S3 = ("s3", "s3a")
 
-# A disk is busy with one direct write; a second one is ready when it ends. A connection to an object store waits for
-# most of its time.
+# One direct write keeps a disk busy; a second one is ready when it ends. A connection to an object store mostly waits.
 _PARTS_LOCAL, _PARTS_S3, _PARTS_OTHER = 2, 8, 4
 
 
 def open_store(url: str) -> Store:
-    """The store of the run at `url`, with retries. No network. `url`: a local path, `file:///path`,
-    `s3://bucket/prefix`, or any that an installed fsspec driver takes. Raises `ConfigError`: malformed, holds a
-    password, or has no driver.
+    """Open the store of the run at `url`, with retries; no network. `url`: a local path, `file:///path`,
+    `s3://bucket/prefix`, or any URL with an installed fsspec driver. Raises `ConfigError`: malformed, holds a password,
+    or has no driver.
     """
     from holdfast.store.retrying import Retrying
 
@@ -75,7 +74,7 @@ def is_s3(url: str) -> bool:
 
 
 def parts_at_once(url: str) -> int:
-    """How many parts of one upload are sent at the same time to the store at `url`, where nothing was measured."""
+    """Return how many parts of an upload to send in parallel to the store at `url`, before any measurement."""
     scheme = _scheme(normalise_url(url))
     if scheme in _LOCAL:
         return _PARTS_LOCAL
@@ -83,7 +82,7 @@ def parts_at_once(url: str) -> int:
 
 
 def part_chunks_for(store_url: str, image_bytes: int, chunk_bytes: int) -> int:
-    """How many chunks one part of an upload has. Asks no store. Raises `StoreError`: sizes the store does not take."""
+    """Return how many chunks one part of an upload has; no network. Raises `StoreError` for sizes the store rejects."""
     if not is_s3(store_url):
         return 1
     from holdfast.store.s3_upload import part_bytes_for
@@ -92,7 +91,7 @@ def part_chunks_for(store_url: str, image_bytes: int, chunk_bytes: int) -> int:
 
 
 def normalise_url(url: str) -> str:
-    """One spelling for each run. Raises `ConfigError`: malformed, or may hold a secret; then without the URL."""
+    """Return the one spelling of a run's URL. Raises `ConfigError`: malformed, or may hold a secret; never shows it."""
     if not url or "\0" in url or url != url.strip():
         raise ConfigError(
             "the store's URL is empty, or has a space or NUL at an end; give a path or s3://bucket/run"
@@ -128,11 +127,10 @@ def normalise_url(url: str) -> str:
 
 
 def refuse_missing_parent(store_url: str, *, create: bool) -> None:
-    """Check that the parent of a run's directory exists. `create`: directories above the run's own may be made then.
+    """Check that the parent of a run's directory exists. `create`: skip the check, since parents may be made.
 
-    A missing parent is a file system that is not mounted, more often than a new place: directories made on the mount
-    point would take checkpoints that nobody finds, until the root disk is full. Raises `StoreError`: neither directory
-    exists.
+    A missing parent is more often an unmounted file system than a new place: checkpoints would go to the mount point,
+    where nobody finds them, until the root disk is full. Raises `StoreError` if neither directory exists.
     """
     if create or not is_local(store_url):
         return

@@ -1,8 +1,7 @@
-"""The body of an S3 request: several memory views as one file, without a copy.
+"""Body of an S3 request: several memory views as one file, without a copy.
 
-A part is a run of chunks in shared memory. Joining them would copy every byte of the checkpoint once more, on
-the machine that is the cheapest of the cluster; boto3 takes any object that reads and seeks instead, and what
-`read` gives back here are views.
+A part is a run of chunks in shared memory. Joining them would copy every byte of the checkpoint again, on the cheapest
+machine of the cluster. boto3 accepts any object that reads and seeks, and `read` here returns views.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-# An HTTP client asks for 16 KiB at once, each of which costs a turn of Python and a system call. Not the whole
-# view: one call must end within the client's timeout (10 s), over a slow link too.
+# An HTTP client asks for 16 KiB at a time, and each costs a turn of Python and a system call. Not the whole view: one
+# call must end within the client's timeout (10 s), even over a slow link.
 _READ_BYTES_MIN = 1 << 20
 
 
@@ -35,14 +34,14 @@ class ViewsBody:
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move, as a file does; never before the start nor beyond the end."""
+        """Seek as in a file, but neither before the start nor beyond the end."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._total}[whence]
         self._position = min(max(base + offset, 0), self._total)
         self._current = 0
         return self._position
 
     def read(self, size: int = -1) -> memoryview:
-        """Up to `size` bytes, or 1 MiB if more, as a view of the memory; fewer at the border of two buffers."""
+        """Return up to `size` bytes, or 1 MiB if that is more, as a view of the memory; fewer at a buffer's end."""
         while self._current < len(self._views):
             view = self._views[self._current]
             inside = self._position - self._starts[self._current]

@@ -1,14 +1,14 @@
-"""Limits how many requests to a store are under way at once, each way, for all that this process does there.
+"""Limits the requests in flight to a store, in each direction, over all that this process does there.
 
-    disk, NFS: fixed          any fsspec store: fixed          S3: found by measurement, to 128
+    disk, NFS: fixed          any fsspec store: fixed          S3: found by measurement, up to 128
 
     growing ── faster by enough ──► wider still          narrowing ── as fast with fewer ──► narrower still
        └────── not: back ──► narrowing                       └── not: back ──► keeping ── after a while ──► growing …
 
-Bytes a second are estimated from single requests: each brings its bytes over its own time, and `width` of them run side
-by side. The end of an upload and the pauses between uploads therefore do not distort the estimate. If each connection
-stays as fast while their number grows, the next step is a factor of four, else of two. A width that brought nothing is
-tried again after ever longer pauses, since the network may change.
+Throughput is estimated from single requests: each carries its bytes over its own time, and `width` of them run in
+parallel. The end of an upload and the pauses between uploads therefore do not distort the estimate. While each
+connection keeps its speed as their number grows, the next step is a factor of four, else of two. A width that did not
+help is tried again after ever longer pauses, since the network may change.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TypeVar
 
 from holdfast.store import is_s3, parts_at_once
 
-_FASTER = 1.08  # what twice as many must bring at the least
-_AS_FAST = 0.96  # what a quarter fewer may lose
-_UNDISTURBED = 0.85  # of its speed that a connection keeps, beside more of them
+_FASTER = 1.08  # least speedup for which twice as many are kept
+_AS_FAST = 0.96  # fraction of the speed that a quarter fewer must keep
+_UNDISTURBED = 0.85  # fraction of its speed that a connection must keep beside more of them
 _SAMPLES_MIN, _SAMPLES_MAX = 4, 32
 _KEPT_WINDOWS, _KEPT_WINDOWS_MAX = 8, 32
 
@@ -40,7 +40,7 @@ class _Phase(Enum):
 
 
 class AdaptiveLimit:
-    """Finds how many requests are best, `least` to `most`, by how fast those that ended were. Not thread-safe."""
+    """Finds the best number of requests, `least` to `most`, from the speed of finished ones. Not thread-safe."""
 
     def __init__(self, start: int, *, least: int, most: int) -> None:
         if not 1 <= least <= start <= most:
@@ -48,17 +48,17 @@ class AdaptiveLimit:
         self._least, self._most = least, most
         self._width, self._phase = start, _Phase.FIRST
         self._base, self._base_speed = start, 0.0  # the best width so far, and bytes a second with it
-        self._undisturbed = False  # fewer were slower, each connection as fast
+        self._undisturbed = False  # fewer were slower, and each connection kept its speed
         self._kept, self._kept_windows, self._is_turn_to_narrow = 0, _KEPT_WINDOWS, False
         self._begin(-math.inf)
 
     @property
     def width(self) -> int:
-        """How many requests may be under way now."""
+        """How many requests may be in flight now."""
         return self._width
 
     def ended(self, began: float, now: float, nbytes: int, *, full: bool) -> None:
-        """Count a request that has ended. `full`: as many as allowed were in flight; others tell nothing."""
+        """Count a finished request. `full`: whether as many as allowed were in flight; others are ignored."""
         if not full or began <= self._since or now <= began:
             return
         self._bytes += nbytes
@@ -69,7 +69,7 @@ class AdaptiveLimit:
             self._begin(now)
 
     def _begin(self, now: float) -> None:
-        """A new window: requests that began before it ran beside another number of them."""
+        """Start a new window; requests that began before it are ignored, since another number ran beside them."""
         self._since, self._bytes, self._seconds, self._samples = now, 0, 0.0, 0
 
     def _decide(self, speed: float) -> None:
@@ -89,7 +89,7 @@ class AdaptiveLimit:
                     self._narrow()
             case _Phase.NARROWING:
                 if speed >= self._base_speed * _AS_FAST:
-                    # Not this speed: a little lost at each step would add up.
+                    # The base speed stays: a little lost at each step would add up.
                     self._base, self._undisturbed = self._width, False
                     self._narrow()
                 else:
@@ -129,14 +129,14 @@ _READS, _READS_S3 = 2, 8
 
 
 class LimitedRequest:
-    """A request under way. `nbytes`: what it carried; 0 if it failed or is of another kind."""
+    """A request in flight. `nbytes`: what it carried; 0 if it failed or is of another kind."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
 
 class ConcurrencyLimit:
-    """Lets a number of requests through at once. Any thread. `found`: finds the best number; None: always `most`."""
+    """Bounds the requests in flight. Any thread. `found`: finds the best number; None: always `most`."""
 
     def __init__(
         self, most: int, found: AdaptiveLimit | None = None, clock: Callable[[], float] = time.monotonic
@@ -147,7 +147,7 @@ class ConcurrencyLimit:
 
     @property
     def width(self) -> int:
-        """How many requests may be under way now."""
+        """How many requests may be in flight now."""
         return self.most if self._found is None else self._found.width
 
     @contextmanager
@@ -171,13 +171,13 @@ class ConcurrencyLimit:
 
 
 class LimitedUntilFailure:
-    """Requests: none begins once one failed, since a store that is gone fails each after many tries. Any thread."""
+    """Starts no request after one has failed, since a store that is gone fails each after many retries. Any thread."""
 
     def __init__(self) -> None:
         self._over: list[BaseException] = []
 
     def run(self, limit: ConcurrencyLimit, call: Callable[[LimitedRequest], _Result]) -> _Result:
-        """Make the call once the limit allows it. Raises `CancelledError`: another one had failed, or it is over."""
+        """Make the call once the limit allows it. Raises `CancelledError` if another one has failed, or after `end`."""
         with limit.request() as request:
             if self._over:
                 raise CancelledError
@@ -188,17 +188,17 @@ class LimitedUntilFailure:
                 raise
 
     def check(self) -> None:
-        """Raise what the first one that failed has raised, if one has."""
+        """Raise the error of the first request that failed, if any."""
         if self._over:
             raise self._over[0]
 
     def end(self) -> None:
-        """Nobody wants the answers of those that have not begun."""
+        """Cancel the requests that have not begun."""
         self._over.append(CancelledError())
 
 
 def writing(url: str, most: int | None = None) -> ConcurrencyLimit:
-    """The limit for the parts of uploads to the store at `url`. `most`: set by somebody; then nothing is measured."""
+    """Return the limit for parts of uploads to the store at `url`. `most`: set by a user; then nothing is measured."""
     if most is not None or not is_s3(url):
         return ConcurrencyLimit(most or parts_at_once(url))
     return ConcurrencyLimit(
@@ -207,12 +207,12 @@ def writing(url: str, most: int | None = None) -> ConcurrencyLimit:
 
 
 def reading(url: str, most: int | None = None) -> ConcurrencyLimit:
-    """The same for long reads from it."""
+    """Return the limit for long reads from the store at `url`. `most`: as in `writing`."""
     if most is not None or not is_s3(url):
         return ConcurrencyLimit(most or _READS)
     return _reading_s3(url)
 
 
 @functools.lru_cache(16)
-def _reading_s3(url: str) -> ConcurrencyLimit:  # noqa: ARG001 - what was found is kept: a tool and a flusher read one run many times
+def _reading_s3(url: str) -> ConcurrencyLimit:  # noqa: ARG001 - cached by URL: one process reads a run many times
     return ConcurrencyLimit(REQUESTS_MAX, AdaptiveLimit(_READS_S3, least=_REQUESTS_MIN, most=REQUESTS_MAX))

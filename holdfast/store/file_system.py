@@ -21,12 +21,12 @@ class Mount(NamedTuple):
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system, such as `ext4`, under links; `unknown` if not told. The path need not exist."""
+    """Return the type of a path's file system, such as `ext4`, or `unknown`. Follows links; the path may be missing."""
     return mount_of(path).kind
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that a path lies on, or will lie on; as `file_system_of`."""
+    """Return the mount that a path lies on, or will lie on, as in `file_system_of`."""
     real = os.path.realpath(path)
     best = Mount("", "unknown", "")
     try:

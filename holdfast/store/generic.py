@@ -1,12 +1,12 @@
-"""A run in anything that fsspec reaches: memory, GCS, Azure, SFTP, HDFS. The common ground, and no more.
+"""A run in any file system of fsspec: memory, GCS, Azure, SFTP, HDFS.
 
     begin ─► parts as objects of their own under .holdfast/tmp/ ─► publish: joined under a temporary name ─► mv ─► size
 
-It cannot promise, since fsspec does not, that `write` and `publish` are on disk when they return (that is the file
-system's own habit: object stores do it, SFTP may not), that `mv` is one step (object stores copy and delete), that
-`create` is exclusive where the file system has no exclusive mode, and a write-id on the object (size is compared
-instead). Parts may come in any order and again, as the interface asks, at the price of writing everything twice, and of
-one part of memory per writing thread. Runs that matter belong on POSIX or S3.
+fsspec does not promise, and so neither does this store, that `write` and `publish` are on disk when they return (object
+stores do it, SFTP may not), that `mv` is one step (object stores copy and delete), or that `create` is exclusive where
+the file system has no exclusive mode. Objects have no write-id: the size is compared instead. Parts may arrive in any
+order and again, at the cost of writing everything twice, and of one part of memory per writing thread. Runs that matter
+belong on POSIX or S3.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.store.generic_folder import GenericFolder
 from holdfast.store.generic_upload import GenericUpload
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
 
-_REQUEST_BYTES = 16 << 20  # behind most of these is a network
+_REQUEST_BYTES = 16 << 20  # most of these are behind a network
 
 
 class GenericStore:
@@ -46,7 +46,7 @@ class GenericStore:
         self._folder.check()
         if not write:
             return
-        # A name that a second try has too: an object whose deletion failed is written over, and deleted then.
+        # A retry uses the same name: it overwrites, and deletes, an object whose deletion failed.
         path = self._folder.path(f"{TEMPORARY}{self._check_name}-{threading.get_ident()}")
         data = b"holdfast check\n"
         self._folder.put(path, data)
@@ -91,7 +91,7 @@ class GenericStore:
         return GenericUpload(self._folder, path, temporary, nbytes=nbytes, part_bytes=chunk_bytes)
 
     def resume(self, name: str, begun: BegunUpload) -> GenericUpload:
-        """Go on with the parts that lie there with their right size; those in `crc32s` are read and compared."""
+        """Resume with the parts that are there with the right size; those in `crc32s` are read and compared."""
         return GenericUpload(
             self._folder,
             self._path(name),

@@ -1,4 +1,4 @@
-"""A folder of a file system that fsspec reaches: one method for each call to the driver, with its errors translated."""
+"""A folder of a file system of fsspec: one method for each call to the driver, with its errors translated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.store.base import refuse_large
 
 
 class GenericFolder:
-    """A folder; paths are full, as of `path`. Any thread. Raises `ConfigError`: no driver, or settings refused."""
+    """A folder; methods take full paths, as from `path`. Any thread. Raises `ConfigError`: no driver, bad settings."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -29,7 +29,7 @@ class GenericFolder:
             ) from error
 
     def path(self, name: str) -> str:
-        """The full path of a name; of the folder for ""."""
+        """Return the full path of a name; "" is the folder."""
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
 
     def check(self) -> None:
@@ -38,7 +38,7 @@ class GenericFolder:
             self._fs.exists(self._root)
 
     def sizes(self, prefix: str) -> list[tuple[str, int]]:
-        """Names of the files under a prefix, with the size of each."""
+        """Return the names of the files under a prefix, with the size of each."""
         base = self.path(prefix.rstrip("/"))
         with self._translated("list", base):
             self._fs.invalidate_cache()
@@ -61,7 +61,7 @@ class GenericFolder:
             return None
 
     def get(self, path: str, bytes_max: int) -> bytes:
-        """The whole of an object; raises `DamageError` if it is larger."""
+        """Read an object whole. Raises `DamageError` if it is above `bytes_max`."""
         refuse_large(f"{path} in {self.url}", self.size_of(path), bytes_max)
         with self._translated("read", path):
             return bytes(self._fs.cat_file(path))
@@ -84,7 +84,7 @@ class GenericFolder:
             self._fs.invalidate_cache()
 
     def remove(self, path: str) -> None:
-        """Remove an object; nothing happens if it is not there."""
+        """Remove an object; a missing one is ignored."""
         with self._translated("delete", path):
             try:
                 self._fs.rm_file(path)
@@ -104,7 +104,7 @@ class GenericFolder:
         view[:] = data
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write only if nothing is there, as exclusively as the file system can; what is read back decides."""
+        """Write only if the path is free, as exclusively as the file system can; the content read back decides."""
         with self._translated("create", path):
             if self._fs.exists(path):
                 return self._holds(path, data)
@@ -140,7 +140,7 @@ class GenericFolder:
             raise StoreError(
                 f"cannot {doing} {path} in {self.url}: {error}; see the driver's settings and permissions"
             ) from error
-        except Exception as error:  # drivers raise what they like; none of it may leave this package
+        except Exception as error:  # drivers raise anything; only our errors may leave this package
             raise StoreError(
                 f"cannot {doing} {path} in {self.url}: {type(error).__name__}: {error}",
                 retriable=isinstance(error, OSError),

@@ -1,9 +1,9 @@
-"""A big object on its way into an fsspec file system: parts as objects of their own until `publish` joins them.
+"""Upload of a big object to a file system of fsspec: parts are objects of their own until `publish` joins them.
 
-    .begun ─► .part-000000 ... ─► joined ─► .begun says so ─► mv to the name ─► size ─► parts and .begun away
+    .begun ─► .part-000000 ... ─► joined ─► .begun says so ─► mv to the name ─► size ─► parts and .begun removed
 
-The marker `.begun` stays from the first act to the last. It holds the upload's token, and tells a resume whether
-these parts are of this upload, and whether an object of the right size under the name can be ours.
+The marker `.begun` exists from the first step to the last. Its token tells a resume whether these parts belong to this
+upload, and whether an object of the right size under the name can be ours.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TOKEN_NEW = re.compile(r"new-[0-9a-f]{16}")
 
 
 class GenericUpload(PartedUpload):
-    """One upload. `write_part`: any thread. `temporary`: full path that its unfinished objects' names begin with.
-    `token`: of another process's upload. `crc32s`: of its parts as they must be. Raises `StoreMissing`: nothing of it
-    is left.
+    """One upload. `write_part`: any thread. `temporary`: full path that begins the names of unfinished objects.
+    `token`: of the upload to resume. `crc32s`: of its parts as they must be. Raises `StoreMissing` if nothing of it is
+    left.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GenericUpload(PartedUpload):
         super().__init__(path, nbytes=nbytes, part_bytes=part_bytes)
         self._marker = f"{temporary}.begun"
         if token is None:
-            # An earlier object of the name is never taken for ours, even if it has the same size.
+            # With "over", an earlier object of the name is never taken for ours, even if it has the same size.
             kind = "new" if folder.size_or_none(path) is None else "over"
             self._token = f"{kind}-{secrets.token_hex(8)}"
             self._mark(joined=False)
@@ -53,7 +53,6 @@ class GenericUpload(PartedUpload):
 
     @property
     def token(self) -> str:
-        """The token that stands in the marker, too."""
         return self._token
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
@@ -114,7 +113,7 @@ class GenericUpload(PartedUpload):
     def _is_in_place(self, marker: Mapping[str, object] | None) -> bool:
         if self._folder.size_or_none(self._path) != self._ledger.nbytes:
             return False
-        if marker is None:  # it goes last; and nothing stood under the name before
+        if marker is None:  # removed last; an object under a name that was free is ours
             return _TOKEN_NEW.fullmatch(self._token) is not None
         joined = marker.get("token") == self._token and marker.get("joined") is True
         return joined and self._folder.size_or_none(self._temporary) is None
@@ -130,7 +129,7 @@ class GenericUpload(PartedUpload):
         self._folder.put(self._marker, json.dumps({"token": self._token, "joined": joined}).encode())
 
     def _read_marker(self) -> dict[str, object] | None:
-        """The content of the marker; None without a marker, empty if it is not readable."""
+        """Return the content of the marker; None without a marker, empty if it is not readable."""
         try:
             marker = json.loads(self._folder.get(self._marker, _MARKER_BYTES_MAX))
         except StoreMissing:

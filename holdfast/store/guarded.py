@@ -1,10 +1,10 @@
-"""A store that checks the lease before each try of a change that others can see.
+"""Store that checks the lease before each attempt of a change that others can see.
 
-    Retrying ─► GuardedStore ─► backend        the claim is looked at again before each repetition
-                     └─ FencedError: no further try
+    Retrying ─► GuardedStore ─► backend        the lease is checked again before each retry
+                     └─ FencedError: no further retry
 
-A call may be repeated for minutes, and meanwhile another writer may take the run over. Objects under `.holdfast/` have
-names that only its writer uses, and needs no look.
+Retries may take minutes, and meanwhile another writer may take the run over. Objects under `.holdfast/` need no check:
+only their writer uses their names.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _VISIBLE = ("write", "create", "delete", "retire", "publish")
 
 
 def guarded(store: Store, check: Callable[[], None]) -> Store:
-    """The same store, with `check` before each visible act; it raises `FencedError` if the run is not ours."""
+    """Return the store with `check` before each visible change; `check` raises `FencedError` if the run is not ours."""
     if isinstance(store, Retrying):
         return store.around(GuardedStore(store.inner, check))
     return GuardedStore(store, check)
 
 
 class GuardedStore(StoreWrapper):
-    """Looks at the claim before each change that others can see."""
+    """Checks the lease before each change that others can see."""
 
     def __init__(self, inner: Store, check: Callable[[], None]) -> None:
         super().__init__(inner)

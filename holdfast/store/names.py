@@ -1,7 +1,6 @@
-"""Names inside a run: what may be one, and where unfinished things lie.
+"""Names inside a run: which are valid, and where unfinished objects lie.
 
-Names come from manifests and listings, which are input from outside; nothing is read or written by a name
-that has not been through `check_name`.
+Names come from manifests and listings, which are input from outside: each passes `check_name` before it is used.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ TEMPORARY = ".holdfast/tmp/"
 """Prefix of everything unfinished; never listed, and removed by `sweep`."""
 
 Keep: TypeAlias = Collection[str] | Callable[[str], bool]
-"""Which unfinished uploads a sweep leaves: their write-ids, or a question that is asked with a text that begins with
-the write-id."""
+"""Unfinished uploads that a sweep leaves: their write-ids, or a predicate for a text that begins with the write-id."""
 
 _NAME_BYTES_MAX = 512
 _WRITE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 def check_name(name: str) -> str:
-    """Give `name` back if it stays within the run. Raises `StoreError`: it does not, is malformed, or temporary."""
+    """Return `name` if it is valid. Raises `StoreError` if it leads out of the run, is malformed, or is temporary."""
     parts = name.split("/")
     wrong = (
         any(part in ("", ".", "..") for part in parts)
@@ -42,7 +40,7 @@ def check_name(name: str) -> str:
 
 
 def check_write_id(write_id: str) -> str:
-    """Give `write_id` back if it can be part of a name: letters, digits, `_`, `.` and `-`. Raises `StoreError`."""
+    """Return `write_id` if it can be part of a name: letters, digits, `_`, `.` and `-`. Raises `StoreError`."""
     if not _WRITE_ID.fullmatch(write_id):
         raise StoreError(
             f"write-id {write_id[:80]!r} is refused: expected 1 to 100 letters, digits, '_', '.' or '-'"
@@ -51,12 +49,12 @@ def check_write_id(write_id: str) -> str:
 
 
 def temporary_name(write_id: str, name: str) -> str:
-    """Where the unfinished `name` lies; `write_id` leads, so that `sweep` knows whose it is."""
+    """Return the name under which the unfinished `name` lies; it begins with `write_id`, for `sweep`."""
     return f"{TEMPORARY}{check_write_id(write_id)}-{check_name(name).replace('/', '_')}"
 
 
 def is_kept(temporary: str, keep: Keep) -> bool:
-    """Whether the temporary name is of an upload that `keep` names."""
+    """Whether a temporary name belongs to an upload in `keep`."""
     own = temporary.removeprefix(TEMPORARY).removeprefix("upload-")
     if callable(keep):
         return keep(own)

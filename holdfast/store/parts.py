@@ -1,9 +1,9 @@
-"""The ledger of one upload: which parts are there, which are on their way, and whether it is still open.
+"""Ledger of one upload: which parts are there, how many are in flight, and whether the upload is still open.
 
-    entry ─► part is struck out ─► bytes travel ─► part is entered      close ─► no new entry; the last one out is told
+    entry ─► part is struck out ─► bytes are sent ─► part is entered      close ─► no new entry
 
-Every backend's upload keeps one, so that a missing, short or late part is found in one place and in the same words. A
-part is struck out before it is sent again: a half-finished replacement must not count as the part it replaces.
+Every backend's upload has one, so that a missing, short or late part gives the same error. A part is struck out before
+it is sent again: a half-finished replacement must not count as the part it replaces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PartLedger:
         self._changed = threading.Condition()
 
     def place(self, index: int) -> Part:
-        """Where part `index` lies. Raises `StoreError`: there is no such part."""
+        """Return the place of part `index`. Raises `StoreError` if there is no such part."""
         if not 0 <= index < self.parts:
             raise StoreError(
                 f"{self.what}: there is no part {index}; {self.nbytes} bytes make {self.parts} parts"
@@ -49,7 +49,7 @@ class PartLedger:
 
     @contextmanager
     def entry(self, index: int, buffers: Sequence[memoryview]) -> Iterator[Part]:
-        """Around the sending of one part. Raises `StoreError`: no such part, other sizes, or the upload is over."""
+        """Context in which one part is sent. Raises `StoreError`: no such part, another size, or the upload is over."""
         part = self.place(index)
         given = sum(buffer.nbytes for buffer in buffers)
         if given != part.nbytes:
@@ -102,24 +102,24 @@ class PartLedger:
             )
 
     def close(self) -> bool:
-        """Take no further parts. True if no part is in flight any more."""
+        """Accept no further parts; return whether no part is in flight."""
         with self._changed:
             self._closed = True
             return self._active == 0
 
     def is_closed_and_idle(self) -> bool:
-        """Whether the upload is over and the last part under way has come home."""
+        """Whether the upload is over and no part is in flight."""
         with self._changed:
             return self._closed and self._active == 0
 
     def wait_idle(self, seconds_max: float) -> bool:
-        """Wait until no part is on its way; False if one still is after `seconds_max`."""
+        """Wait until no part is in flight; return False if one still is after `seconds_max`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._active == 0, timeout=seconds_max)
 
 
 class PartedUpload:
-    """The half of an upload that is the same in every backend. Raises `StoreError`: a size is not positive."""
+    """The methods of an upload that are the same in every backend. Raises `StoreError`: a size is not positive."""
 
     def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:
         self._ledger = PartLedger(what, nbytes=nbytes, part_bytes=part_bytes)
@@ -137,5 +137,5 @@ class PartedUpload:
         return self._ledger.present()
 
     def hand_over(self) -> None:
-        """A server has what it has acknowledged."""
+        """Only close the ledger: a server keeps what it has acknowledged."""
         self._ledger.close()

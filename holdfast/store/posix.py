@@ -1,14 +1,13 @@
 """A run in a directory: local disk, NFS, EFS, Lustre.
 
-    begin ─► .holdfast/tmp/<write-id>-<name>, room reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► link to its name
+    begin ─► .holdfast/tmp/<write-id>-<name>, space reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► link to its name
           ─► fsync of the directory
-      └── into the room of a retired file (spare_room.py)
-    resume ─► the same inode, by either name, goes on
+      └── into the blocks of a retired file (spare_room.py)
+    resume ─► the same inode, under either name
 
-The link is the one visible act, and replaces nothing. It, and each write, creation and removal of a small file, is done
-relative to its directory, opened without following a link. Nothing else relies on the page cache: parts go past it
-where the file system and the buffers allow (aligned addresses, offsets and sizes), which is several times faster and
-leaves the cache to the training.
+The link is the only visible step, and replaces nothing. It, and each write, creation and removal of a small file, is
+relative to its directory, opened without following a link. Parts bypass the page cache where file system and buffers
+allow (aligned addresses, offsets and sizes), which is several times faster and leaves the cache to the training.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _REQUEST_BYTES = 4 << 20
 
 
 class PosixStore:
-    """A directory as a store. All methods may be called from any thread."""
+    """A directory as a store. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.abspath(root))  # noqa: PTH100  (Path.absolute keeps "..")
         self._room = SpareRoom(self._root)
 
     def close(self) -> None:
-        """Remove what was kept for its room."""
+        """Remove the file that was kept for its blocks."""
         with translated("clear", self._root):
             self._room.drop()
 
@@ -120,7 +119,7 @@ class PosixStore:
             nbytes = os.fstat(file.fileno()).st_size
             refuse_large(str(path), nbytes, bytes_max)
             data = file.read(nbytes + 1)
-            if len(data) > nbytes:  # it grows meanwhile
+            if len(data) > nbytes:  # it has grown meanwhile
                 data += file.read(bytes_max + 1)
         refuse_large(str(path), len(data), bytes_max)
         return data
@@ -129,13 +128,13 @@ class PosixStore:
         try:
             return open_regular(path, 0)
         except FileNotFoundError:
-            # An NFS client remembers up to a minute long that a name was not there; to open its directory asks the
-            # server. Flushers of several stagers look again and again for what another machine writes.
+            # An NFS client remembers for up to a minute that a name was missing; opening its directory asks the
+            # server. Flushers of several stagers poll for files that another machine writes.
             with self._opened(path):
                 return open_regular(path, 0)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset`; page-aligned ones go past the page cache."""
+        """Fill `buffer` with the bytes from `offset`; page-aligned reads bypass the page cache."""
         path, view = self._path(name), buffer.cast("B")
         with translated("read", path):
             if read_whole(path, offset, view) < view.nbytes:
@@ -197,7 +196,7 @@ class PosixStore:
                 return
 
     def retire(self, name: str) -> None:
-        """Remove a file, durably; the next upload may get its room."""
+        """Remove a file, durably; the next upload may reuse its blocks."""
         path = self._path(name)
         with translated("delete", path):
             refuse_links(self._root, self._root / TEMPORARY)
@@ -206,7 +205,7 @@ class PosixStore:
             self.delete(name)
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> PosixUpload:
-        """Start a big file; its room is reserved before the first byte is sent."""
+        """Start a big file; its space is reserved before the first byte is sent."""
         return PosixUpload(
             root=self._root,
             path=self._path(name),
@@ -217,7 +216,7 @@ class PosixStore:
         )
 
     def resume(self, name: str, begun: BegunUpload) -> PosixUpload:
-        """Go on with a file; which of its parts were written, only the caller's own record knows."""
+        """Resume a file; only the caller's own record knows which of its parts were written."""
         return PosixUpload(
             root=self._root,
             path=self._path(name),
@@ -264,7 +263,7 @@ class PosixStore:
         return path
 
     def _prepare(self, path: Path, name: str, data: bytes) -> Path:
-        """The finished temporary file for a small file, and the directory that it will stand in."""
+        """Write the temporary file of a small file, and make its final directory."""
         with translated("write", path, needed_bytes=len(data)):
             make_directories(path.parent)
             try:

@@ -1,8 +1,8 @@
 """Turns an `OSError` of a file system into an error that says whether to retry or what a person must do.
 
-    EACCES EPERM EROFS ENOSPC EDQUOT ...   a person mends it; what was written stays     not retriable
-    EIO ESTALE ETIMEDOUT ...               a network file system comes back              retriable, within a budget
-    a failed sync, a file taken away       what was written is lost                      begin_anew (posix_upload)
+    EACCES EPERM EROFS ENOSPC EDQUOT ...   a person fixes it; the written data stays     not retriable
+    EIO ESTALE ETIMEDOUT ...               a network file system recovers                retriable, within a budget
+    a failed sync, a removed file          the written data is lost                      begin_anew (posix_upload)
 
 An I/O error of a self-contained call (a stat, a read, a direct write) concerns that call alone, and a soft-mounted NFS
 returns it while its server is silent: the call is retried. A stale handle is retried too, because each call resolves
@@ -54,9 +54,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that this user may still write where `path` lies or will lie; None if the file system does not
-    say.
-    """
+    """Return how many bytes this user may still write at `path`, which need not exist; None: unknown."""
     for place in (path, *path.parents):
         try:
             status = os.statvfs(place)
@@ -72,7 +70,7 @@ def is_full(error: OSError) -> bool:
 
 
 def no_room(path: Path, *, needed_bytes: int, cause: str) -> StoreError:
-    """The error of a full disk or an exhausted quota."""
+    """Return the error of a full disk or an exhausted quota."""
     free = free_bytes(path)
     known = "an unknown number of" if free is None else str(free)
     return StoreError(
@@ -91,10 +89,9 @@ def translated(
     Args:
         doing: The operation, such as "write".
         path: The path that is operated on.
-        needed_bytes: How much room it needs, for the message of a full disk.
-        missing_is: Meaning of a path that does not exist: `missing` (StoreMissing), `swept` (a temporary file that
-            another writer's sweep has removed; the same call makes it again) or `lost` (the same, and the upload must
-            start over).
+        needed_bytes: How much space it needs, for the message of a full disk.
+        missing_is: Meaning of a path that does not exist: `missing` (StoreMissing), `swept` (another writer's sweep
+            removed a temporary file; a retry makes it again) or `lost` (the same, and the upload must start over).
     """
     try:
         yield

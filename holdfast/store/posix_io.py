@@ -1,4 +1,4 @@
-"""The calls under a big file: whole writes, durable directories, room that is there, reads past the page cache.
+"""System calls below a big file: complete writes, durable directories, reserved space, reads past the page cache.
 
 reserve ─► open_direct ─► write_all | write_in_order ─► (fsync, link: posix_upload) ─► sync_directory
 read_whole: whole pages directly, the rest of the last one by the page cache
@@ -20,18 +20,18 @@ from holdfast.errors import StoreError
 from holdfast.store.posix_errors import free_bytes, no_room
 
 PAGE_BYTES = 4096
-_BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
+_BLOCK_BYTES = 512  # the unit of `st_blocks`, on every file system
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes` rounded up: the size of a file while it is written, for its last page is written whole."""
+    """Round up to whole pages: the size of a file while it is written, for its last page is written whole."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """`pwrite` until every byte is taken."""
+    """`pwrite` until every byte is written."""
     done = 0
     while done < view.nbytes:
         done += os.pwrite(descriptor, view[done:], offset + done)
@@ -42,7 +42,7 @@ def make_directories(directory: Path) -> None:
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:  # some file systems, such as /proc, say this where they mean never
+    except FileNotFoundError as error:  # as some file systems, such as /proc, refuse it
         raise StoreError(
             f"cannot make {directory}: its file system takes no directories; choose another path"
         ) from error
@@ -51,7 +51,7 @@ def make_directories(directory: Path) -> None:
 
 
 def sync_directory(directory: Path | int) -> None:
-    """Make the names in a directory durable. It may be open already: then its descriptor is given."""
+    """Make the names in a directory durable. `directory`: its path, or an open descriptor."""
     descriptor = directory if isinstance(directory, int) else os.open(directory, _DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -66,8 +66,8 @@ def sync_directory(directory: Path | int) -> None:
 
 @contextmanager
 def opened_directory(root: Path, directory: Path) -> Iterator[int]:
-    """A descriptor of `directory`, below `root`, for calls in that very directory, wherever its path leads by then.
-    Raises `StoreError`: a part of the way is a symbolic link; names it.
+    """Yield a descriptor of `directory`, below `root`, which stays valid if the path changes meanwhile. Raises a
+    `StoreError` that names a symbolic link on the way.
     """
     descriptor, place = os.open(root, _DIRECTORY), root
     try:
@@ -86,8 +86,8 @@ def opened_directory(root: Path, directory: Path) -> Iterator[int]:
 
 
 def refuse_links(root: Path, directory: Path) -> None:
-    """Check that no directory between `root` and `directory` is a link, which might lead out of the run. The run's own
-    may be one: a person has set it. Raises `StoreError`: one is; names it.
+    """Raise a `StoreError` that names a link between `root` and `directory`, which might lead out of the run. `root`
+    itself may be a link: a person has made it.
     """
     place = root
     for part in directory.relative_to(root).parts:
@@ -104,7 +104,7 @@ def refuse_links(root: Path, directory: Path) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a regular file for reading, and nothing else: no link is followed, no pipe waited for."""
+    """Open a regular file for reading, without following a link or waiting for a pipe."""
     descriptor = os.open(path, flags | os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -123,7 +123,7 @@ def write_in_order(descriptor: int, views: Sequence[memoryview], offset: int) ->
 
 
 def open_direct(path: Path) -> int:
-    """A second descriptor for writes past the page cache, or -1 where the file system has none."""
+    """Open a second descriptor for writes past the page cache; return -1 where the file system has none."""
     if not _DIRECT:
         return -1
     try:
@@ -135,7 +135,7 @@ def open_direct(path: Path) -> int:
 
 
 def is_aligned(views: Sequence[memoryview], offset: int) -> bool:
-    """Whether the views can go past the page cache: whole pages, but for the end of the last one."""
+    """Whether the views can bypass the page cache: whole aligned pages, except the end of the last one."""
     for view in views[:-1]:
         if view.nbytes % PAGE_BYTES:
             return False
@@ -143,14 +143,14 @@ def is_aligned(views: Sequence[memoryview], offset: int) -> bool:
 
 
 def _address(view: memoryview) -> int:
-    import numpy as np  # the one way to the address of a read-only buffer
+    import numpy as np  # the only way to the address of a read-only buffer
 
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 def read_whole(path: Path, offset: int, view: memoryview) -> int:
-    """Fill `view` from `offset`; returns how many bytes there are. Whole pages into page-aligned memory go past the
-    page cache: a file read once need not push out those that are read often.
+    """Fill `view` from `offset`; return how many bytes were there. Whole pages into page-aligned memory bypass the page
+    cache: a file read once need not evict those that are read often.
     """
     direct_bytes = view.nbytes // PAGE_BYTES * PAGE_BYTES if is_aligned([view], offset) else 0
     descriptor = _open_for_reading(path, direct=direct_bytes > 0)
@@ -165,7 +165,7 @@ def read_whole(path: Path, offset: int, view: memoryview) -> int:
 
 
 class OpenFile:
-    """A regular file that several threads read. It is closed with the last reference, as one of them may hang."""
+    """A regular file that several threads read. It is closed with the last reference, since a reader may hang."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1  # opening may raise
@@ -200,7 +200,7 @@ def _open_for_reading(path: Path, *, direct: bool) -> int:
 
 
 def _read_direct(descriptor: int, view: memoryview, offset: int) -> int:
-    """As far as whole pages go: a file may end within one, and some file systems take the flag, but not the read."""
+    """Read as far as whole pages go: a file may end within one, and some file systems take the flag, not the read."""
     done = 0
     while done < view.nbytes:
         try:
@@ -216,11 +216,11 @@ def _read_direct(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def reserve(descriptor: int, path: Path, nbytes: int) -> None:
-    """Reserve room for the whole file, or refuse it now.
+    """Reserve space for the whole file, or raise now.
 
     Not `os.posix_fallocate`: where the file system cannot reserve, as NFS before 4.2, glibc writes into every block,
-    which takes as long as the checkpoint itself. There a look at the free room must do. The file gets its size in any
-    case: one that is taken up again is known by it.
+    which takes as long as the checkpoint itself. There a check of the free space must do. The file gets its full size
+    in any case, by which a resume recognises it.
     """
     free, held_bytes = free_bytes(path), os.fstat(descriptor).st_blocks * _BLOCK_BYTES
     if free is not None and free < nbytes - held_bytes:

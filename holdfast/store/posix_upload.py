@@ -1,19 +1,17 @@
-"""A big file on its way into a directory, written past the page cache.
+"""Upload of a big file to a directory, past the page cache.
 
-    begin ─► room reserved ─► parts ─► cut to size ─► fsync ─► link to its name ─► fsync of the directory ─► published
+    begin ─► space reserved ─► parts ─► cut to size ─► fsync ─► link to its name ─► fsync of the directory ─► published
                  └── resume: the same inode, under its temporary name or already under its own ──┘
 
-A file that stands at the name is never replaced: a link, other than a rename, is refused then. The temporary name goes
-when the file has its own durably.
+A file that has the name is never replaced: a link, unlike a rename, is refused then. The temporary name is removed once
+the final one is durable.
 
-Room is reserved first, so that a full disk is found before hours of training rest on it. Parts are written
-with O_DIRECT where address, offset and size are multiples of 4096 bytes; the tail of the file goes through
-one padded page, and the file is cut to its exact size at the end. Whatever does not fit that is written the
-ordinary way into the same file.
+Space is reserved first, so that a full disk is found before hours of training rest on it. Parts are written with
+O_DIRECT where address, offset and size are multiples of 4096 bytes; the tail of the file goes through one padded page,
+and the file is cut to its exact size at the end. All other writes go through the page cache into the same file.
 
-An error of a direct write tells of these very bytes: they can be written again. One of a write through the
-page cache may tell, once and to nobody else, of bytes that an earlier call took: after EIO or ESTALE there
-nothing in the file can be trusted.
+An error of a direct write concerns its own bytes, which can be written again. An error of a cached write may concern
+bytes of an earlier call, and is reported only once: after EIO or ESTALE there nothing in the file can be trusted.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
 class PosixUpload(PartedUpload):
     """Upload to a temporary file; `publish` gives it its name. `write_part`: any thread. `temporary`: on the same file
-    system. `token`: of another process's upload. `room`: a retired file that a new upload may use. Raises
+    system. `token`: of the upload to resume. `room`: a retired file whose blocks a new upload may reuse. Raises
     `StoreMissing`: nothing of the upload is left; `StoreError`: no room (needed and free bytes), no permission.
     """
 
@@ -82,11 +80,11 @@ class PosixUpload(PartedUpload):
 
     @property
     def token(self) -> str:
-        """The inode of the temporary file. Without the device: NFS gets another number at each mount."""
+        """The inode of the temporary file; without the device, whose number NFS changes at each mount."""
         return f"inode-{self._inode}"
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
-        """Write a part to its place. The buffers' bytes are what is read back later; the file system checks no CRC."""
+        """Write a part to its place. `crc32` is not used: file systems check none, and the read-back compares."""
         if self._failure is not None:
             raise self._failure
         views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
@@ -104,14 +102,14 @@ class PosixUpload(PartedUpload):
                     self._judge(error)
                     raise
         finally:
-            # An abort while this part was under way left the closing to us: closing a descriptor under a
-            # writer would let its number be reused, and the bytes land in another file.
+            # An abort during this write left closing to this thread: closing a descriptor in use would let its
+            # number be reused, and the bytes land in another file.
             if self._ledger.is_closed_and_idle():
                 self._close()
 
     def publish(self) -> None:
-        """Count, sync, link, sync the directory, and check the name. A failed sync is final: the kernel may then call
-        lost pages clean, and a second sync would succeed on a file with holes.
+        """Count, sync, link, sync the directory, and check the name. A failed sync is final: the kernel may mark lost
+        pages clean, and a second sync would succeed on a file with holes.
         """
         if self._published:
             return
@@ -134,7 +132,7 @@ class PosixUpload(PartedUpload):
         self._finish()
 
     def hand_over(self) -> None:
-        """Sync what was written here: the sync of whoever publishes does not reach another host's page cache."""
+        """Sync the parts written here: the publisher's sync does not reach another host's page cache."""
         if self._failure is not None:
             raise self._failure
         if self._file >= 0:
@@ -153,7 +151,7 @@ class PosixUpload(PartedUpload):
         with translated("begin", self._path, needed_bytes=self._ledger.nbytes):
             make_directories(self._path.parent)
             make_directories(self._temporary.parent)
-            # A call that is tried again may have left one; the name is random, so it is nobody else's.
+            # A call that is retried may have left one; the name is random, so it is nobody else's.
             self._temporary.unlink(missing_ok=True)
             self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -168,13 +166,13 @@ class PosixUpload(PartedUpload):
                 raise
 
     def _resume(self, token: str) -> None:
-        """Take up what a dead process left, under its temporary name or its own. The room that it reserved stays."""
+        """Resume the file of a dead process, under its temporary name or its own. Its reserved space stays."""
         match, nbytes = _TOKEN.fullmatch(token), self._ledger.nbytes
         self._inode = int(match[1]) if match else -1
         with translated("resume", self._path):
             unfinished, named = _look(self._temporary), _look(self._path)
             if _is_file(named, self._inode, {nbytes}):
-                # Whether the name is durable died with the process that gave it.
+                # Only the dead process knew whether the name is durable.
                 sync_directory(self._path.parent)
                 if _is_file(unfinished, self._inode, None):
                     self._drop_temporary_name()
@@ -191,7 +189,7 @@ class PosixUpload(PartedUpload):
         self._ledger.assume_all()
 
     def _open_again(self) -> tuple[int, int]:
-        """Both descriptors of the temporary file that is there, if it is ours."""
+        """Open both descriptors of the temporary file, if it is ours."""
         file = os.open(self._temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_ino != self._inode:
@@ -211,7 +209,7 @@ class PosixUpload(PartedUpload):
                 whole = view.nbytes // PAGE_BYTES * PAGE_BYTES
                 write_all(self._direct, view[:whole], offset)
                 if whole < view.nbytes:
-                    # A page of our own: aligned, and zero behind the tail, which is cut off at publish.
+                    # One aligned page, with zeros after the tail that are cut off at publish.
                     with mmap.mmap(-1, PAGE_BYTES) as page:
                         page[: view.nbytes - whole] = view[whole:]
                         os.pwrite(self._direct, page, offset + whole)
@@ -219,7 +217,7 @@ class PosixUpload(PartedUpload):
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Some file systems open with O_DIRECT and refuse the write, or want a larger alignment.
+            # Some file systems open with O_DIRECT and refuse the write, or need a larger alignment.
             _log.info(
                 "%s: the file system refused a direct write, so this part goes through the page cache",
                 self._path,
@@ -231,19 +229,19 @@ class PosixUpload(PartedUpload):
         write_in_order(self._file, views, offset)
 
     def _judge(self, error: OSError) -> None:
-        """See whether an error of a write costs more than this write."""
+        """Give the upload up if an error costs more than this write; reopen the file if its handle is stale."""
         if error.errno not in (errno.EIO, errno.ESTALE):
             return
         if self._went_through_cache:
             self._fail(
-                f"writing through the page cache failed ({error.strerror}), and may tell of earlier bytes; start over",
+                f"writing through the page cache failed ({error.strerror}), and may concern earlier bytes; start over",
                 error,
             )
         if error.errno == errno.ESTALE:
             self._reopen(error)
 
     def _reopen(self, cause: OSError) -> None:
-        """The server has forgotten our handle: take a new one, under the same number, for the threads that write."""
+        """Replace a handle that the server has forgotten, under the same number, for the threads that write."""
         try:
             file, direct = self._open_again()
         except (FileNotFoundError, StoreMissing):
@@ -260,7 +258,7 @@ class PosixUpload(PartedUpload):
         _log.warning("%s: the file's handle was stale, so the file is opened again", self._path)
 
     def _sync(self, nbytes: int) -> None:
-        # Unlike a failed sync, a failed cut loses nothing: whatever forbade it can be mended.
+        # Unlike a failed sync, a failed truncation loses nothing: its cause can be fixed.
         os.ftruncate(self._file, nbytes)
         self._sync_written()
 
@@ -269,11 +267,11 @@ class PosixUpload(PartedUpload):
             os.fsync(self._file)
         except OSError as error:
             self._fail(f"sync failed ({error.strerror}); what was written may be lost, start over", error)
-        # Whatever went through the page cache leaves it: the read-back must come from the disk.
+        # Drop the file's pages from the cache: the read-back must come from the disk.
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _link(self, here: int) -> None:
-        """Give the file its name in the opened directory, if nothing stands there. The look at the name decides."""
+        """Link the file to its name in the opened directory, if that is free. `_require_named` decides."""
         try:
             with opened_directory(self._root, self._temporary.parent) as there:
                 os.link(
@@ -308,7 +306,7 @@ class PosixUpload(PartedUpload):
             _log.warning("%s cannot be removed (%s); the next sweep takes it", self._temporary, error)
 
     def _fail(self, why: str, cause: OSError | None = None) -> NoReturn:
-        """Give this upload up for good, also for other processes: the next sync of this file may succeed."""
+        """Give this upload up for good, also for other processes: the next sync of this file may wrongly succeed."""
         self._failure = StoreError(f"{self._path}: {why}", begin_anew=True)
         if _is_file(_look(self._temporary), self._inode, None):
             self._drop_temporary_name()
@@ -328,7 +326,7 @@ class PosixUpload(PartedUpload):
 
 
 def _look(path: Path | str, directory: int | None = None) -> os.stat_result | None:
-    """The file at `path`, also relative to an opened directory, without following a link; None if nothing is there."""
+    """Return the status of `path`, also relative to an opened directory, not following a link; None if missing."""
     try:
         return os.stat(path, dir_fd=directory, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):

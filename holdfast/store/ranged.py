@@ -1,4 +1,4 @@
-"""A stored object as a read-only file: what `zipfile` and `torch.load` want, over `Store.read_into`.
+"""A stored object as a read-only file for `zipfile` and `torch.load`, over `Store.read_into`.
 
 Each read becomes one ranged read of just the bytes asked for; wrap it in `io.BufferedReader` for many small ones.
 """
@@ -36,7 +36,7 @@ class RangedFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move; beyond the end is allowed, as in any file, and reads nothing there."""
+        """Seek as in any file; beyond the end, reads return nothing."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}.get(whence)
         if base is None:
             raise ValueError(f"whence must be 0, 1 or 2, got {whence}")

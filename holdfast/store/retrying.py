@@ -1,9 +1,8 @@
-"""Any store, tried again: the one place where failures of a store are waited out.
+"""Retries for any store: the one place where failures of a store are waited out.
 
-Exponential backoff with full jitter, so that many writers do not come back at the same moment; only errors
-that say that waiting may help (`StoreError.retriable`); within a budget of attempts and of seconds. A server
-that says how long to stay away is believed, within the same bounds. Every call of the interface may be
-repeated safely: that is part of what the conformance suite checks.
+Backoff is exponential with full jitter, so that many writers do not return at the same moment. Only errors with
+`StoreError.retriable` are retried, within a budget of attempts and of seconds. A server's `Retry-After` is respected
+within the same bounds. Every call of the interface may be repeated safely, as the conformance suite checks.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ _log = logging.getLogger("holdfast.store.retrying")
 
 @dataclass(frozen=True)
 class RetryBudget:
-    """The time for which one call may be retried."""
+    """How often, and for how long, one call may be retried."""
 
     attempts_max: int = 10
-    seconds_max: float = 180.0  # no new attempt is begun after this many seconds
+    seconds_max: float = 180.0  # no new attempt begins after this many seconds
     first_wait_seconds: float = 0.2  # upper end of the first random wait; it doubles with each attempt
     wait_seconds_max: float = 20.0  # upper end of any wait, also of one that the server asks for
     is_told: bool = (
-        True  # whether the log has each attempt that failed; the error at the end names the last one anyway
+        True  # whether failed attempts are logged as warnings; the final error has the last one anyway
     )
 
 
 _CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=8.0, wait_seconds_max=2.0, is_told=False)
-"""Start-up says within seconds that the address is wrong; later on the same error may be a server that restarts. Each
-check is several requests and starts over when one fails: of a store that fails each tenth, three were not enough."""
+"""Start-up must report a wrong address within seconds; later the same error may be a server that restarts. A check is
+several requests and starts over when one fails: for a store that fails one in ten, three attempts were not enough."""
 
 
 class Retrying(StoreWrapper):
-    """A store whose calls are tried again, and those of its uploads."""
+    """Retries the calls of a store, and of its uploads."""
 
     def __init__(
         self, inner: Store, *, budget: RetryBudget | None = None, sleep: Callable[[float], None] = time.sleep
@@ -57,13 +56,13 @@ class Retrying(StoreWrapper):
         self._counting = threading.Lock()
 
     def around(self, inner: Store) -> Retrying:
-        """Another store, tried again and counted as this one."""
+        """Return a wrapper of another store with the same budget and counts."""
         other = copy.copy(self)
         other._inner = inner
         return other
 
     def failures(self) -> dict[str, int]:
-        """How often each call failed and was tried again, so far. Any thread."""
+        """Return how often each call failed and was retried, so far. Any thread."""
         with self._counting:
             return dict(self._failures)
 
@@ -71,7 +70,7 @@ class Retrying(StoreWrapper):
         """See `StoreWrapper`. Few attempts for `check`."""
         begun = time.monotonic()
         try:
-            return call()  # as a rule it succeeds, and there is nothing to keep count of
+            return call()  # the usual case needs no bookkeeping
         except StoreError as error:
             if not error.retriable:
                 raise
@@ -86,15 +85,15 @@ class Retrying(StoreWrapper):
         begun: float,
         limits: RetryBudget,
     ) -> Result:
-        """Repeat a call whose first attempt failed with `first`."""
-        import tenacity  # here: most processes never need it, and it brings asyncio with it
+        """Retry a call whose first attempt failed with `first`."""
+        import tenacity  # imported late: most processes never need it, and it imports asyncio
 
         random_seconds = tenacity.wait_random_exponential(
             limits.first_wait_seconds, max=limits.wait_seconds_max
         )
 
         def wait_seconds(state: tenacity.RetryCallState) -> float:
-            """On top of what the server asked for, so that not all come back at once."""
+            """Add jitter to the server's `Retry-After`, so that not all return at once."""
             error = state.outcome.exception() if state.outcome else None
             asked_seconds = error.retry_after_seconds if isinstance(error, StoreError) else 0.0
             return min(limits.wait_seconds_max, asked_seconds + random_seconds(state))
@@ -131,7 +130,7 @@ class Retrying(StoreWrapper):
 
 
 def _after(first: StoreError, call: Callable[[], Result]) -> Callable[[], Result]:
-    """`call`, of which the first attempt has been made and has failed with `first`."""
+    """Return `call`, whose first attempt raises `first` instead."""
     made = [first]
 
     def attempt() -> Result:

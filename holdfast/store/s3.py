@@ -1,10 +1,10 @@
 """A run under a prefix of an S3 bucket, on AWS or any server that speaks S3.
 
     begin ─► record, CreateMultipartUpload ─► UploadPart + CRC-32 (the server checks it) ─► Complete
-          ─► HEAD: size, write-id ─► record away
+          ─► HEAD: size, write-id ─► record removed
 
-The record (`.holdfast/tmp/upload-<write-id>.json`) is there before the upload and names its key: S3 lists open
-uploads without their metadata, and a sweep must not touch what lies under the same prefix and is not ours.
+The record (`.holdfast/tmp/upload-<write-id>.json`) is written before the upload and names its key: S3 lists open
+uploads without their metadata, and a sweep must not touch other programs' uploads under the same prefix.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class S3Store:
         self.bucket.check(self._prefix)
         if not write:
             return
-        # A name that a second try has too: an object whose deletion failed is written over, and deleted then.
+        # A retry uses the same name: it overwrites, and deletes, an object whose deletion failed.
         key = f"{self._prefix}{TEMPORARY}{self._check_name}-{threading.get_ident()}"
         data = b"holdfast check\n"
         self.bucket.put(key, data)
@@ -97,7 +97,7 @@ class S3Store:
         self.delete(name)
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> S3Upload:
-        """Start a multipart upload, even of a small image: one way, tested always."""
+        """Start a multipart upload, even of a small image: one path, always tested."""
         key, record = self._key(name), self._record(write_id)
         part_bytes = part_bytes_for(nbytes, chunk_bytes)
         self.bucket.put(record, json.dumps({"key": key, "write_id": write_id}).encode())
@@ -106,7 +106,7 @@ class S3Store:
         )
 
     def resume(self, name: str, begun: BegunUpload) -> S3Upload:
-        """Go on with the multipart upload whose id is the token; the server says which parts it has."""
+        """Resume the multipart upload whose id is the token; the server says which parts it has."""
         return S3Upload(
             self.bucket,
             self._key(name),
@@ -118,7 +118,7 @@ class S3Store:
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
-        """Abort the open uploads that our records name, and remove what a broken check left."""
+        """Abort the open uploads that our records name, and remove leftovers of an interrupted check."""
         temporary = [key for key, _ in self.bucket.sizes(f"{self._prefix}{TEMPORARY}")]
         records = [key for key in temporary if key.startswith(f"{self._prefix}{_RECORD}")]
         kept_records = {key for key in records if is_kept(key.removeprefix(self._prefix), keep)}
@@ -142,7 +142,7 @@ class S3Store:
         return f"{self._prefix}{_RECORD}{check_write_id(write_id)}.json"
 
     def _recorded_key(self, record: str) -> str | None:
-        """The key that a record names, if it can be read and lies in this run."""
+        """Return the key that a record names; None if it is unreadable or outside this run."""
         try:
             key = str(json.loads(self.bucket.get(record, _RECORD_BYTES_MAX))["key"])
             return self._key(key.removeprefix(self._prefix)) if key.startswith(self._prefix) else None

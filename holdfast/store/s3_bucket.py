@@ -1,7 +1,7 @@
 """The requests to an S3 bucket, on AWS or any server that speaks S3: one method for each, with its errors translated.
 
-boto3 is asked for every operation by itself: its high-level transfers neither take our CRC nor say which answer was
-lost. It takes endpoint, region and credentials from its usual places (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE,
+The methods call boto3's single operations: its high-level transfers neither accept our CRC nor say which answer was
+lost. boto3 takes endpoint, region and credentials from its usual places (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE,
 instance role).
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _READ_BYTES = 120 << 10  # above 128 KiB malloc maps fresh memory for each piece, and its first touch is slow
 _PARTS_PER_PAGE = 1000
 _NO_UPLOAD = frozenset({"NoSuchUpload", "InvalidArgument", "NoSuchKey", "404"})
-"""Error codes of servers for an upload id that is not theirs, or not any more."""
+"""Servers' error codes for an upload id that they do not know, or no longer know."""
 _MAY_BE_RENEWED = EXPIRED | {
     "InvalidToken",
     "InvalidAccessKeyId",
@@ -41,14 +41,14 @@ _UPLOAD_ID = re.compile(r"[!-~]{1,1024}")
 
 
 class S3Bucket:
-    """A bucket. All methods may be called from any thread. No network before the first call."""
+    """A bucket. Thread-safe. No network before the first call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._client: S3Client | None = None
         self._renewed_at = -_RENEW_SECONDS_MIN
         self._making_client = threading.Lock()
-        self._strays: set[str] = set()  # keys of which an upload may be open that nobody here knows
+        self._strays: set[str] = set()  # keys that may have an open upload with an unknown id
 
     @property
     def client(self) -> S3Client:
@@ -70,9 +70,7 @@ class S3Bucket:
 
     @contextmanager
     def translated(self, doing: str, key: str) -> Iterator[None]:
-        """Turn an error of boto3 into ours. Rejected credentials may have been renewed: they are read again, and the
-        call that failed is tried again with them.
-        """
+        """Translate boto3's errors. Rejected credentials are read again: if they may differ, the call is retriable."""
         from botocore.exceptions import ClientError
 
         try:
@@ -82,17 +80,17 @@ class S3Bucket:
             cause = error.__cause__
             if not isinstance(cause, ClientError) or code_of(cause) not in _MAY_BE_RENEWED:
                 raise
-            if not self._read_credentials_anew() or error.retriable:
+            if not self._renew_credentials() or error.retriable:
                 raise
             raise StoreError(str(error), retriable=True) from cause
 
-    def _read_credentials_anew(self) -> bool:
-        """Make another client, unless that was done just now; returns whether it may have other credentials."""
+    def _renew_credentials(self) -> bool:
+        """Make another client, unless that was just done; return whether its credentials may differ."""
         with self._making_client:
             if self._client is None or time.monotonic() - self._renewed_at < _RENEW_SECONDS_MIN:
-                return True  # another thread has done it: its credentials are to be tried first
+                return True  # another thread has done it: try its credentials first
             before = credentials_of(self._client)
-            # Others may be using the old one, so it is not closed.
+            # Other threads may be using the old client, so it is not closed.
             self._client, self._renewed_at = make_client(f"s3://{self.name}"), time.monotonic()
             return credentials_of(self._client) != before
 
@@ -101,18 +99,18 @@ class S3Bucket:
             self.client.list_objects_v2(Bucket=self.name, Prefix=prefix, MaxKeys=1)
 
     def sizes(self, prefix: str) -> list[tuple[str, int]]:
-        """Keys under a prefix, with the size of each object."""
+        """Return the keys under a prefix, with the size of each object."""
         with self.translated("list", prefix):
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
             return [(item["Key"], int(item["Size"])) for page in pages for item in page.get("Contents", [])]
 
     def head(self, key: str) -> dict[str, Any]:
-        """The metadata of an object. Raises `StoreMissing`."""
+        """Return the metadata of an object. Raises `StoreMissing`."""
         with self.translated("read", key):
             return dict(self.client.head_object(Bucket=self.name, Key=key))
 
     def get(self, key: str, bytes_max: int) -> bytes:
-        """The whole of an object; raises `DamageError` if it is larger."""
+        """Read an object whole. Raises `DamageError` if it is above `bytes_max`."""
         with self.translated("read", key):
             answer = self.client.get_object(Bucket=self.name, Key=key)
             with answer["Body"] as body:
@@ -164,8 +162,8 @@ class S3Bucket:
             self._put(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write only if nothing is there: a conditional PUT, and a look at what stands there, since some servers ignore
-        the condition. `data` must hold the caller's write-id: two callers with the same bytes would both be told True.
+        """Write only if the key is free: a conditional PUT, then a look at the object, since some servers ignore the
+        condition. `data` must hold the caller's write-id: two callers with the same bytes would both get True.
         """
         from botocore.exceptions import ClientError
 
@@ -173,7 +171,7 @@ class S3Bucket:
             try:
                 self._put(key, data, IfNoneMatch="*")
             except ClientError as error:
-                # 409: another one was under way at the same moment. 501: the server has no conditions.
+                # 409: another one was in flight at the same moment. 501: the server has no conditions.
                 if status_of(error) == 501 or code_of(error) == "NotImplemented":
                     return self._create_unconditionally(key, data)
                 if status_of(error) not in (409, 412):
@@ -191,7 +189,7 @@ class S3Bucket:
             self.client.delete_object(Bucket=self.name, Key=key)
 
     def abort_uploads(self, key: str, *, only: str | None = None) -> list[str]:
-        """Abort every open upload of exactly this key, or the one `only`; says in words which."""
+        """Abort every open upload of exactly this key, or the one `only`; return descriptions of them."""
         from botocore.exceptions import ClientError
 
         with self.translated("abort uploads of", key):
@@ -207,7 +205,7 @@ class S3Bucket:
         return [f"open multipart upload of {self.url(key)}" for _ in found]
 
     def note_stray(self, key: str) -> None:
-        """An upload of this key may be open that nobody will end: an answer was lost."""
+        """Note that a lost answer may have left an open upload of this key."""
         self._strays.add(key)
 
     def may_have_strays(self, key: str) -> bool:
@@ -215,7 +213,7 @@ class S3Bucket:
         return key in self._strays
 
     def list_parts(self, key: str, upload_id: str) -> list[PartTypeDef]:
-        """The parts that an open upload has. Raises `StoreMissing` where the server does not know the upload."""
+        """Return the parts of an open upload. Raises `StoreMissing` if the server does not know the upload."""
         from botocore.exceptions import ClientError
 
         unknown = StoreMissing(f"{self.url(key)}: no upload {upload_id[:80]!r} is open")

@@ -1,7 +1,7 @@
-"""The boto3 client of a run: its settings, and why they are as they are.
+"""The boto3 client of a run: its settings, and the reason for each.
 
 Endpoint, region and credentials come from boto3's usual places (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, instance
-role), and what the user's AWS configuration says under `s3` wins over what is set here.
+role). Values under `s3` in the user's AWS configuration override those set here.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 
 def crc_header(value: int) -> str:
-    """A CRC-32 as S3 writes it: big-endian, base64."""
+    """Encode a CRC-32 as S3 does: big-endian, base64."""
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 def make_client(url: str) -> S3Client:
-    """A client for AWS, or for the environment's endpoint. No network. Raises `ConfigError`: bad AWS settings."""
+    """Make a client for AWS, or for the environment's endpoint. No network. Raises `ConfigError`: bad AWS settings."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
     settings: dict[str, Any] = {
-        # One attempt: `Retrying` tries again, within one budget for all stores.
+        # One attempt: `Retrying` retries, with one budget for all stores.
         "retries": {"mode": "standard", "total_max_attempts": 1},
         "connect_timeout": _CONNECT_SECONDS_MAX,
         "read_timeout": _READ_SECONDS_MAX,
         "max_pool_connections": _CONNECTIONS_MAX,
-        # boto3's extra checksums trip over servers that echo a whole object's CRC on a range; we send and check our
-        # own.
+        # boto3's extra checksums fail where a server returns a whole object's CRC for a range; we use our own.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "user_agent_extra": "holdfast",
     }
     try:
         session: Any = boto3.session.Session()
-        # The first client only tells where the settings lead; what suits that place goes into the second.
+        # The first client only resolves the endpoint; the second has the settings that suit it.
         first = session.client("s3", config=Config(**settings))
         places = _settings_for(str(first.meta.endpoint_url)) | (first.meta.config.s3 or {})
         first.close()
@@ -59,7 +58,7 @@ def make_client(url: str) -> S3Client:
 
 
 def credentials_of(client: S3Client) -> tuple[str, str | None] | None:
-    """Access key and session token that a client signs with now; None where boto3 does not tell."""
+    """Return the access key and session token that a client signs with; None where boto3 does not tell."""
     credentials = getattr(getattr(client, "_request_signer", None), "_credentials", None)
     if credentials is None:
         return None

@@ -1,6 +1,6 @@
 """Turns an error of S3 into an error that says whether to retry or what a person must do.
 
-boto3's own messages name neither the run nor a remedy, and never leave this package: every one becomes a `StoreError`.
+boto3's own messages name neither the run nor a remedy, so each becomes a `StoreError` before it leaves this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CREDENTIALS = (
     "see AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE, or the instance's role"
 )
 _ADVICE = {
-    "NoSuchBucket": "create the bucket, or mend the URL; see AWS_ENDPOINT_URL if it is not on AWS",
+    "NoSuchBucket": "create the bucket, or correct the URL; see AWS_ENDPOINT_URL if it is not on AWS",
     "AccessDenied": "allow this role s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload on the prefix, and "
     "ListBucket and ListBucketMultipartUploads on the bucket",
     "403": "the credentials are wrong, or the role may not do this on the prefix",
@@ -33,14 +33,14 @@ _ADVICE = {
     "PermanentRedirect": "the bucket is in another region; set AWS_REGION to it",
     "AuthorizationHeaderMalformed": "the bucket is in another region; set AWS_REGION to it",
     "IllegalLocationConstraintException": "the bucket is in another region; set AWS_REGION to it",
-    "InvalidBucketName": "mend the bucket's name in the URL",
+    "InvalidBucketName": "correct the bucket's name in the URL",
     "NoSuchUpload": "the multipart upload was aborted (a lifecycle rule, a sweep, or a second writer); start over",
     "EntityTooLarge": "the server takes no object or part of this size",
     "EntityTooSmall": "the server wants larger parts; set a larger chunk_bytes",
     "QuotaExceeded": "delete old checkpoints, or ask for a larger quota",
     "InvalidObjectState": "the object is archived; restore it to a readable storage class first",
 }
-# Their renewal may be late: read again (s3_bucket.py), they are tried for as long as anything is.
+# The renewal of credentials may be late: the call is retried with newly read ones (s3_bucket.py).
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _RETRIABLE = EXPIRED | frozenset(
     {
@@ -58,7 +58,7 @@ _RETRIABLE = EXPIRED | frozenset(
         "ConditionalRequestConflict",
         "RequestLimitExceeded",
     }
-    # The bytes changed between our CRC and the server: sending them again mends what the network did.
+    # The bytes changed between our CRC and the server: sending them again repairs that.
     | {
         "BadDigest",
         "XAmzContentSHA256Mismatch",
@@ -72,18 +72,18 @@ _MISSING = frozenset({"NoSuchKey", "404", "NoSuchVersion"})
 
 
 def code_of(error: ClientError) -> str:
-    """The server's name for the error, such as `SlowDown`; the HTTP status where it gave none."""
+    """Return the server's name for the error, such as `SlowDown`, else the HTTP status."""
     return str(error.response.get("Error", {}).get("Code", "")) or str(status_of(error))
 
 
 def status_of(error: ClientError) -> int:
-    """The HTTP status; 0 without a status."""
+    """Return the HTTP status; 0 without a status."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 @contextmanager
 def translated(doing: str, url: str) -> Iterator[None]:
-    """Turn an error of boto3 inside the block into ours."""
+    """Translate boto3's errors inside the block."""
     from botocore import exceptions
 
     try:
@@ -129,7 +129,7 @@ def _from_server(error: ClientError, doing: str, url: str) -> StoreError:
     text = str(error.response.get("Error", {}).get("Message", "")).strip() or f"HTTP {status}"
     retriable = code in _RETRIABLE or status in (408, 429) or status >= 500
     if status == 501:
-        retriable = False  # the server does not know the operation, and will not learn it
+        retriable = False  # the server does not support the operation
     retry_after_seconds = _retry_after_seconds(error) if retriable else 0.0
     message = f"cannot {doing} {url}: {code}: {text}"
     advice = _ADVICE.get(code)
@@ -144,7 +144,7 @@ def _from_server(error: ClientError, doing: str, url: str) -> StoreError:
 
 
 def _retry_after_seconds(error: ClientError) -> float:
-    """Seconds of the answer's `Retry-After`; 0 without one, or if it is no number of seconds.
+    """Return the seconds of the answer's `Retry-After`; 0 without one, or if it is no number of seconds.
 
     The header may also be a date: for that the two clocks would have to agree, and no S3 server is known to send one.
     """

@@ -1,11 +1,11 @@
-"""A big object on its way into S3: one multipart upload.
+"""Upload of a big object to S3: one multipart upload.
 
     Create ─► UploadPart ... ─► Complete ─► HEAD: ours ─► published
                  └── resume: HEAD: ours? else ListParts, then the parts that are missing
 
-Every part carries the CRC-32 that the flusher computed, so a flipped bit is refused by the server. `publish`
-trusts no answer: after Complete, or after its answer was lost, HEAD must show our size and our write-id, else
-the object is not ours.
+Every part carries the CRC-32 that the flusher computed, so the server refuses a flipped bit. `publish` trusts no
+answer: after Complete, or after its answer was lost, HEAD must show our size and our write-id, else the object is not
+ours.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ _PART_BYTES_MIN = 5 << 20
 _PART_BYTES_MAX = 5 << 30
 _PARTS_WANTED = 256  # two for each of 128 connections, so that they end at nearly the same time
 _PART_BYTES_WANTED_MAX = 32 << 20  # larger ones leave connections idle where the ring is small
-_PART_CHUNKS_WANTED_MAX = 4  # a part waits in the ring until it is whole, and the least ring has eight chunks
+_PART_CHUNKS_WANTED_MAX = (
+    4  # a part waits in the ring until it is whole, and the smallest ring has eight chunks
+)
 _IDLE_SECONDS_MAX = 300.0
 _ENDINGS_MAX = 6
 
 
 def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
-    """How large the parts of an image are: a multiple of `chunk_bytes`. A 256th of the image keeps all connections busy
-    to the end, but at most 32 MiB and four chunks; beyond that only as much as S3 asks for: at least 5 MiB, and at most
-    10,000 parts. Raises `StoreError`: not even 5 GiB parts would do, or a size is not positive.
+    """Return the part size for an image, a multiple of `chunk_bytes`. A 256th of the image keeps all connections busy
+    to the end, but at most 32 MiB and four chunks; more only as far as S3 demands: at least 5 MiB, and at most 10,000
+    parts. Raises `StoreError` if 5 GiB parts are too small, or a size is not positive.
     """
     if nbytes <= 0 or chunk_bytes <= 0:
         raise StoreError(f"cannot upload {nbytes} bytes in chunks of {chunk_bytes}; both must be at least 1")
@@ -61,7 +63,7 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
 class S3Upload(PartedUpload):
     """One multipart upload. `write_part`: any thread. `record`: key of the record that names this upload for a sweep.
     `part_bytes`: from `part_bytes_for`. `write_id`: kept as metadata. `begun`: of another process, to be resumed.
-    Raises `StoreMissing`: the server does not know it.
+    Raises `StoreMissing` if the server does not know it.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class S3Upload(PartedUpload):
                 ChecksumCRC32=crc_header(crc32),
             )
             with self._noting:
-                # AWS wants the CRC of every part once more at the end, or it refuses to complete.
+                # AWS refuses to complete without the CRC of every part.
                 self._sent[index] = {
                     "PartNumber": index + 1,
                     "ETag": answer["ETag"],
@@ -113,7 +115,7 @@ class S3Upload(PartedUpload):
                 }
 
     def publish(self) -> None:
-        """Complete the upload and see by HEAD that the object is ours. May be called again after a retriable error."""
+        """Complete the upload and check by HEAD that the object is ours. May be repeated after a retriable error."""
         if self._published:
             self._end()
             return
@@ -122,8 +124,7 @@ class S3Upload(PartedUpload):
             try:
                 self._complete()
             except StoreError as error:
-                # The answer may have been lost after the deed: then the upload is unknown, and the object
-                # stands there.
+                # The answer may have been lost: then the upload is unknown, and the object is there.
                 if not self._is_ours():
                     raise
                 _log.info(
@@ -144,7 +145,7 @@ class S3Upload(PartedUpload):
         self._end()
 
     def abort(self) -> None:
-        """Abort the upload, once no part is under way: S3 keeps, and bills, a part that arrives after the abort."""
+        """Abort the upload, once no part is in flight: S3 keeps, and bills, a part that arrives after the abort."""
         if self._published:
             return
         self._ledger.close()
@@ -171,8 +172,8 @@ class S3Upload(PartedUpload):
             raise
 
     def _resume(self, crc32s: Mapping[int, int]) -> None:
-        """See what the server has: the whole object, or parts of it. The object first, and once more when the upload is
-        unknown: the dead process's Complete may have been at work between the two questions.
+        """Ask the server for the object, then for its parts. If the upload is unknown, ask for the object again: the
+        dead process's Complete may have ended between the two questions.
         """
         if not self._is_ours():
             try:
@@ -234,9 +235,9 @@ class S3Upload(PartedUpload):
         return head["ContentLength"] == self._ledger.nbytes and metadata.get(_WRITE_ID) == self._write_id
 
     def _end(self) -> None:
-        """Nothing may stay, nor the twin of this upload that a lost answer to its beginning left. The server's list,
-        which is slow, is asked only where there may be one. Tried again only a few times: a published checkpoint must
-        not wait for it. Raises `StoreError`: retriable: the same call continues here.
+        """Remove the record, and other uploads of this key, which lost answers may have left. The server's list, which
+        is slow, is asked only if there may be some. After a few failures leftovers stay for the next sweep: a published
+        checkpoint must not wait for them. Raises a retriable `StoreError`; the same call continues here.
         """
         self._ledger.close()
         if self._ended:

@@ -1,14 +1,14 @@
 """Reuses the blocks of a removed checkpoint for the next one.
 
     retire ─► .holdfast/tmp/spare.…, durably ─► begin: nobody else has it? ─► the next upload's temporary file
-                        └── a second one, close ─► removed         └── somebody has ─► removed; new room
+                        └── a second one, close ─► removed         └── somebody has ─► removed; new blocks
 
 Overwriting blocks may be much faster than allocating new ones: the file system need not convert reserved extents, and
 the device need not find free blocks (docs/design/004-names-by-attempt.md). Reused files have the advantage that PCcheck
 (Strati et al., ASPLOS 2025, section 3) gets from preallocated slots.
 
-A process that has the old file open, mapped or linked would see it change: then it is not used. The kernel knows, on
-file systems of this machine alone: it grants a write lease only on a file that nobody else has open.
+A process that has the old file open, mapped or linked would see it change; such a file is not reused. The kernel can
+tell, for local file systems only: it grants a write lease only on a file that nobody else has open.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from holdfast.store.posix_io import make_directories, sync_directory
 
 _log = logging.getLogger("holdfast.store.posix")
 
-# statfs(2): they write in place, and their files are opened through this kernel.
+# statfs(2): these overwrite in place, and are local.
 _EXT, _XFS = 0xEF53, 0x58465342
-_STATFS_BYTES = 512  # more than the structure takes anywhere
+_STATFS_BYTES = 512  # more than the structure needs anywhere
 
 
 class SpareRoom:
-    """At most one old file, kept so that its blocks are reused. Safe for any thread."""
+    """Keeps at most one old file, whose blocks are reused. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -42,7 +42,7 @@ class SpareRoom:
         self._lock = threading.Lock()
 
     def keep(self, path: Path) -> bool:
-        """Take an unwanted file out of sight, durably. False: delete it. Raises `OSError`: it may not be durable."""
+        """Hide an unwanted file, durably; return False: delete it. Raises `OSError` if it may not be durable."""
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode) or not status.st_size or not writes_in_place(path.parent):
@@ -53,7 +53,7 @@ class SpareRoom:
         except OSError:
             return False
         try:
-            # Before anything is written over it: a power cut must not bring the old name back, with new bytes under it.
+            # Before anything overwrites it: a power cut must not bring the old name back with new bytes.
             sync_directory(path.parent)
             sync_directory(spare.parent)
         except BaseException:
@@ -67,9 +67,8 @@ class SpareRoom:
         return True
 
     def take(self, fresh: Path, descriptor: int) -> int:
-        """Put the kept file in the place of a new, empty one. Returns the descriptor to go on with: of the kept file
-        under the new one's name (`descriptor` is closed then), or `descriptor`, if it does not exist or is somebody
-        else's, too.
+        """Put the kept file in the place of a new, empty one. Return the descriptor to use: of the kept file under the
+        new name (`descriptor` is closed), or `descriptor` if there is no kept file or another process has it.
         """
         with self._lock:
             spare, self._spare = self._spare, None
@@ -98,7 +97,7 @@ class SpareRoom:
         return kept
 
     def drop(self) -> bool:
-        """Give the blocks back; whether there were any."""
+        """Remove the kept file; return whether there was one."""
         with self._lock:
             spare, self._spare = self._spare, None
         if spare is None:
@@ -124,7 +123,7 @@ def _is_ours_alone(descriptor: int, *, like: int) -> bool:
 
 
 def writes_in_place(directory: Path) -> bool:
-    """Whether files there are written over in place, and opened through this machine's kernel alone: ext4 and XFS."""
+    """Whether files there are overwritten in place, and opened through this machine's kernel alone: ext4 and XFS."""
     statfs = getattr(ctypes.CDLL(None, use_errno=True), "statfs", None)
     if statfs is None or not hasattr(fcntl, "F_SETLEASE"):
         return False

@@ -1,4 +1,4 @@
-"""The base of stores that wrap another one: `forward` makes each call, and a wrapper overrides it.
+"""Base of stores that wrap another one: `forward` makes each call, and a wrapper overrides it.
 
 open_store ─► Retrying ─► GuardedStore ─► backend          uploads are wrapped the same way
 """
@@ -16,17 +16,17 @@ Result = TypeVar("Result")
 
 
 class StoreWrapper:
-    """Forwards every call to the store behind it. Same interface, same threads."""
+    """Forwards every call to the wrapped store. Same interface, same threads."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
 
     def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
-        """Make `call`, the method `what` of the store or upload behind this one; it concerns the object `name`."""
+        """Make `call`, the method `what` of the wrapped store or upload, about the object `name`."""
         return call()
 
     def wrap(self, upload: Upload) -> Upload:
-        """Wrap an upload of the store behind this one."""
+        """Wrap an upload of the wrapped store."""
         return UploadWrapper(upload, self)
 
     @property
@@ -85,7 +85,7 @@ class StoreWrapper:
 
 
 class UploadWrapper:
-    """Forwards every call to the upload behind it."""
+    """Forwards every call to the wrapped upload."""
 
     def __init__(self, inner: Upload, store: StoreWrapper) -> None:
         self._inner, self._store = inner, store
@@ -119,7 +119,7 @@ class UploadWrapper:
 
 
 class PatientStore(StoreWrapper):
-    """A store for long reads that give way. `wait`: returns when this many bytes may be read; may raise instead."""
+    """Store for long reads that give way. `wait`: returns when this many bytes may be read, or raises."""
 
     def __init__(self, inner: Store, wait: Callable[[int], None]) -> None:
         super().__init__(inner)
