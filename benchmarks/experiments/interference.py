@@ -32,8 +32,9 @@ _LEFT = 1 / 3
 _OVERHEAD_MAX = 0.035  # CheckFreq's
 _TOY_OVERHEAD_MAX = 0.3  # where others work, too, and a stall is no figure
 _PLAIN, ALONE, STATIC, ADAPTIVE = "nothing saved", "alone", "static", "adaptive"
-# Iterations of each run. A static one takes three times as long; an adaptive one has to come to its new interval.
+# Iterations of each run. A static run takes three times as long; an adaptive one has to reach its new interval.
 _ITERATIONS = {_PLAIN: 100, ALONE: 240, STATIC: 120, ADAPTIVE: 480}
+_STATIC_CHECKPOINTS = 3  # at least, however long the interval
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -69,6 +70,8 @@ def measure(options: Options) -> dict[str, Any]:
 
 def _run(cluster: Cluster, options: Options, name: str, every: int) -> dict[str, Any]:
     iterations = _ITERATIONS[name] // options.count(1, 2)
+    if name == STATIC:
+        iterations = max(iterations, _STATIC_CHECKPOINTS * every)
     run = cluster.pace(iterations=iterations, every=every, compute_seconds=_ITERATION_SECONDS)
     cluster.quiet()
     return run
