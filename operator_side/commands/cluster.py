@@ -48,7 +48,7 @@ _WAIT = option.number("--wait-seconds-max", "Seconds that machines may take to s
 def cluster() -> None:
     """Start, show and end the machines of one run on AWS.
 
-    Terraform makes the networks, roles and launch templates (infra/); this command starts and ends the machines.
+    Terraform creates the networks, roles and launch templates (infra/); this command starts and ends the machines.
     """
 
 
@@ -94,8 +94,7 @@ def cluster() -> None:
 @_WAIT
 @json_option
 def up(as_json: bool, path: Path, **options: Any) -> None:
-    """Start the machines of the cluster, or those of them that are missing. The command may be interrupted and run
-    again.
+    """Start the machines of the cluster that are not running yet. The command may be interrupted and run again.
 
     Where EC2 has no capacity, the command tries --more-types, then the further subnets, then fewer nodes down to
     --nodes-min, then on-demand nodes up to --on-demand-max.
@@ -124,7 +123,7 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     raised = raised_by.up(wish, budget, seconds_max=options["wait_seconds_max"])
     lines = _hostfile(raised.trainers, options)
     ranks = len(raised.trainers) * options["slots"]
-    # Open MPI places nothing by --host beside --hostfile: "already filled".
+    # Open MPI refuses --host beside --hostfile: "already filled"
     hosts = ",".join(f"{node.address}:{options['slots']}" for node in raised.trainers)
     mpirun = (
         f"mpirun --with-ft ulfm --host {hosts} -n {ranks} python train.py : "

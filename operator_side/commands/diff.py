@@ -1,6 +1,6 @@
 """`holdfast diff A B`: what differs between two checkpoints, by tensor, with numbers.
 
-trainer_side/convert compares them, which has torch.
+trainer_side/convert, which has torch, compares them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
 
 
 def _opened(target: Target) -> tuple[ComparedFile, str]:
-    """The side, and its name for people."""
+    """Open one side; return it and its name for messages."""
     if target.step is None and Path(target.url).is_file():
         return ComparedFile(path=Path(target.url)), target.url
     catalog, manifest = target.find_good("compared")

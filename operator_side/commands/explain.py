@@ -1,6 +1,6 @@
-"""`holdfast explain CODE`: the section on an error from docs/troubleshooting.md, on any machine without a network.
+"""`holdfast explain CODE`: prints the section on an error from docs/troubleshooting.md, without a network.
 
-    docs/troubleshooting.md ◄─ holdfast/troubleshooting.md, a link to it; a wheel has its text in this place
+    docs/troubleshooting.md ◄─ holdfast/troubleshooting.md, a link to it; a wheel has a copy at this path
         ## config ─► everything up to the next heading
 
 The page is the only source of these texts.
@@ -26,7 +26,7 @@ _MEANING_OF_RUN = "Messages of `holdfast run` when it ends"
 
 
 class _CodeType(click.Choice[str]):
-    """A code, or the exit code that an error of it gives."""
+    """An error code, or the exit code of such an error."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         by_exit_code = {str(kind.exit_code): kind.code for kind in _KINDS}

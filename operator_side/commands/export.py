@@ -1,6 +1,6 @@
-"""`holdfast export URL[@STEP] OUT --to safetensors|dcp|torch`: a checkpoint in a format that other tools read.
+"""`holdfast export URL[@STEP] OUT --to safetensors|dcp|torch`: writes a checkpoint in a format that other tools read.
 
-trainer_side/convert writes it, which has torch; `torch` is the portable file itself.
+trainer_side/convert, which has torch, writes it; `torch` is the checkpoint file itself.
 """
 
 from __future__ import annotations

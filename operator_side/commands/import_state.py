@@ -1,6 +1,6 @@
-"""`holdfast import FILE|FOLDER URL --step N`: make a checkpoint of a run from a file of another tool.
+"""`holdfast import FILE|FOLDER URL --step N`: makes a checkpoint of a run from a file of another tool.
 
-file ─► the state, and can it be saved? ─► claim ─► file ─► manifest ─► read back     safe to interrupt and run again
+file ─► the state; refuse values that cannot be saved ─► lease ─► file ─► manifest ─► read back     safe to run again
 """
 
 from __future__ import annotations

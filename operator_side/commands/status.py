@@ -1,4 +1,4 @@
-"""`holdfast status`: watch a run in the terminal or in a browser, print its state once, or as JSON."""
+"""`holdfast status`: shows a run in the terminal or in a browser, or prints its state once, or as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.command.output import console, json_option, print_json
 from holdfast.errors import ConfigError
 from operator_side.commands import options as option
 
-_ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
+_ROWS_LEAST = 14  # of one run in a window: its head, levels and loss
 
 if TYPE_CHECKING:
     from operator_side.status.run_status import RunStatus
@@ -98,7 +98,7 @@ def status(
 
 
 def _live(watches: RunWatches, found: list[RunStatus], interval_seconds: float) -> None:
-    """Show the runs until Ctrl-C; then the last one stays in the terminal."""
+    """Show the runs until Ctrl-C; then leave the last output in the terminal."""
     from rich.console import Group
     from rich.live import Live
 
