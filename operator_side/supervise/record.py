@@ -115,7 +115,7 @@ class RunRecord:
         if self.first_death_at is not None and now >= self.first_death_at + patience:
             ended = [d.rank for d in self.deaths if d.status or d.rank >= self.ranks]
             rank = (ended or self.lost_first)[0]
-            return f"{self.name(rank)} has ended, and the other processes cannot go on without it; they are ended"
+            return f"{self.name(rank)} has ended, and the other processes cannot continue without it: ending them"
         for rank, since in self.silent_since.items():
             if now >= since + limits.silent_seconds_max:
                 where = self.began.get(rank, "a host")

@@ -83,7 +83,7 @@ class FleetWatch(threading.Thread):
             except HoldfastError as error:
                 _log.warning("%s: %s; the hosts of the last look still count", self._fleet.name, error)
             except Exception:  # noqa: BLE001 - whatever it is, the job must go on
-                _log.exception("%s: its hosts could not be looked at", self._fleet.name)
+                _log.exception("%s: listing its hosts failed", self._fleet.name)
 
 
 class Supervisor:
@@ -146,7 +146,7 @@ class Supervisor:
             if number == signal.SIGUSR1:  # a notice, for the ranks that watch for it
                 self._job.pass_on(number)
                 continue
-            self._take(messages.Stop(f"this command was told to end by {signal.Signals(number).name}"))
+            self._take(messages.Stop(f"this command received {signal.Signals(number).name}"))
         reports, status = self._job.hear()
         for report in reports:
             self._take(report)
@@ -225,7 +225,7 @@ class Supervisor:
         while not flusher.ends_within(_TURN_SECONDS):
             if self._signals or time.monotonic() > deadline:
                 message = (
-                    f"the flusher is still writing, and goes on without this command; its ring is {ring}"
+                    f"the flusher is still writing, and continues without this command; its ring is {ring}"
                 )
                 self._note("flusher_left", message, {}, loud=True)
                 return False

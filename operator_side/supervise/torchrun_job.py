@@ -170,7 +170,7 @@ class TorchrunJob:
                 self._look_at_stager()
                 if time.monotonic() >= self._kill_at:
                     self._kill_at = math.inf
-                    _log.warning("the ranks have not ended within their grace; they are killed")
+                    _log.warning("the ranks have not ended within their grace period; they are killed")
                     self._ranks.kill()
         finally:
             os.close(end)
@@ -226,7 +226,7 @@ class TorchrunJob:
                 is_said = True
                 _log.info("waiting until every staged checkpoint is durable")
             if set(self._signals) & set(ENDING_SIGNALS) or time.monotonic() > deadline:
-                _log.warning("the flusher is still writing, and goes on without this command")
+                _log.warning("the flusher is still writing, and continues without this command")
                 return
         self._follow()
         if self._stager.left_ring:
@@ -245,13 +245,13 @@ class TorchrunJob:
             elif not self._told:
                 self._told = number
                 _log.warning(
-                    "told to end by %s: the ranks may save once more, and have %g s; again: at once",
+                    "received %s: the ranks have %g s to save once more; a second signal kills them",
                     signal_name(number),
                     self._grace_seconds,
                 )
                 self._tell()
             elif number != signal.SIGHUP and self._ranks is not None and self._ranks.poll() is None:
-                _log.warning("told again: the ranks are killed")
+                _log.warning("second signal: the ranks are killed")
                 self._ranks.kill()
 
     def _tell(self) -> None:
