@@ -162,7 +162,7 @@ class Cluster:
             )
 
     def _price_max(self, order: Order, budget: Budget, live: Sequence[Node]) -> float | None:
-        """Return the price limit for an order's spot nodes; None: no limit. Raises `ConfigError`: too high or unknown."""
+        """Return the price limit of an order's spot nodes; None: no limit. Raises `ConfigError`: too high; unknown."""
         if budget.per_hour is None:
             return None
         left = budget.per_hour - budget.stager_per_hour - self._spot_cost(live)

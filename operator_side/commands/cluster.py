@@ -148,7 +148,7 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
 
 
 @cluster.command(
-    short_help="Show the nodes, their ages and prices, and which were taken away.",
+    short_help="Show the nodes, their ages and prices, and the preempted ones.",
     epilog=option.exit_codes("10 the cluster costs more than --budget-per-hour")
     + examples("holdfast cluster status", "holdfast cluster status --budget-per-hour 20 --json"),
 )
@@ -160,9 +160,9 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
 @_SLOTS
 @json_option
 def status(as_json: bool, path: Path, **options: Any) -> None:
-    """Show the machines of the cluster, their prices, and the machines that were taken away.
+    """Show the machines of the cluster, their prices, and the machines that were preempted.
 
-    JSON: {"per_hour", "nodes": [as of up], "taken": [as of up, "reason"]}. per_hour is null where a price is not known.
+    JSON: {"per_hour", "nodes": [as of up], "taken": [as of up, "reason"]}. per_hour is null if a price is unknown.
     """
     _, found = _cluster(path)
     standing = found.standing(_budget(options))

@@ -56,7 +56,7 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
     [a, b], "elements", "differing", "max_abs", "mean_abs", "max_relative", "relative", "nonfinite": [a, b]}], "values":
     [{"path", "a", "b"}], "equal_tensors", "unread", "equal_values"}. Numbers are null if the
     shapes differ, or torch makes no numbers of the dtype. unread counts the tensors that are equal by their CRC-32.
-    """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
+    """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
     compare = converter("diff")
     (a, name_a), (b, name_b) = _opened(first), _opened(second)
     found: StateComparison = compare(a, b, only=only, quiet=as_json)

@@ -62,7 +62,7 @@ def ls(as_json: bool, target: Target) -> None:
     true for the best good checkpoint by the run's best_metric. branch is the number of the branch that wrote it, from
     1; current is false if `holdfast rewind` has left that branch, so that restore skips the checkpoint. old_slices
     names the steps that exist only as slices of an older holdfast; it is usually empty.
-    """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
+    """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
     look = target.look()
     # Rows on a terminal show the progress themselves.
     hidden = sys.stdout.isatty() and not as_json
@@ -75,7 +75,7 @@ def ls(as_json: bool, target: Target) -> None:
             _print(look.url, items, branches, look.old_slices)
     best = finder.best()
     if not as_json and best is not None:
-        show(_told(best), "green")
+        show(_best_text(best), "green")
     if as_json:  # one document, printed when every item has been read
         for one in documents:
             one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
@@ -89,7 +89,7 @@ def _seen(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) 
         yield item
 
 
-def _told(best: BestFound) -> str:
+def _best_text(best: BestFound) -> str:
     step, attempt = best.order.step, best.order.attempt
     return f"best {best.rule.told()}: {best.value:.6g}, step {step} of attempt {attempt}"
 

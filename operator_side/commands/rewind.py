@@ -158,7 +158,7 @@ def _plan(
     fork = _fork(look, branches, to)
     if ranges and ranges[0].first <= fork.step:
         raise ConfigError(
-            f"--skip-batches {ranges[0]}: training goes on with step {fork.step + 1}; the batches up to step "
+            f"--skip-batches {ranges[0]}: training continues with step {fork.step + 1}; the batches up to step "
             f"{fork.step} are in the checkpoint already"
         )
     known = branches.rewound(fork) if branches.is_current(fork) else None
@@ -192,7 +192,7 @@ def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
     near = _near(look, step)
     if items:
         why = items[0].fault or items[0].caveat
-        raise DamageError(f"{look.url}: restore would not go on from {items[0].order}: {why}; {near}")
+        raise DamageError(f"{look.url}: restore would not continue from {items[0].order}: {why}; {near}")
     if listed:
         labels = ", ".join(one.order.label for one in listed)
         raise StoreMissing(f"{look.url}: step {step} is on an older branch only; name it {labels}; {near}")
@@ -220,14 +220,14 @@ def _say(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
     made = plan.rewind
     would = "would be" if dry_run else "was"
     show(f"{url}: the run {would} rewound from {made.left} to {made.fork}; branch {plan.number} begins there")
-    show(f"the next job goes on with step {made.fork.step + 1}")
+    show(f"the next job continues with step {made.fork.step + 1}")
     for first, last in made.skips:
         show(
             f"the batches of steps {first} to {last} are left out: step {first} gets that of step {last + 1}"
         )
     if plan.left_out_before:
         show(
-            f"the branch that is left has left out steps {told(plan.left_out_before)} after this step; the new one "
+            f"the older branch left out steps {told(plan.left_out_before)} after this step; the new one "
             "leaves out only what --skip-batches names"
         )
     if not dry_run:

@@ -38,7 +38,7 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
     """Read a checkpoint of the run at URL, and check the CRC of each chunk, of each entry of the file and of the whole
     file.
 
-    Without @STEP the command checks the newest checkpoint, whatever its state. It changes nothing, not even the state
+    Without @STEP the command checks the newest checkpoint, even a bad one. It changes nothing, not even the state
     in the manifest.
 
     A checkpoint can be whole although the replicas of its ranks differed, or although it may be torn: the command then

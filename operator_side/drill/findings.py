@@ -71,7 +71,7 @@ def examine(
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
         staged = [line for line in events if _says(line, "staged", "stager") and line["time"] < one.at]
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
-        _way_back(finding, one, [line for line in status if one.at <= line["time"] < following])
+        _recovery(finding, one, [line for line in status if one.at <= line["time"] < following])
         if finding.resumed_from is None:
             finding.wrong.append("training did not resume after the kill")
         else:
@@ -92,7 +92,7 @@ def _says(line: Mapping[str, Any], event: str, role: str) -> bool:
     return line.get("event") == event and line.get("role") == role
 
 
-def _way_back(finding: KillFinding, struck: Struck, status: Lines) -> None:
+def _recovery(finding: KillFinding, struck: Struck, status: Lines) -> None:
     resumption = Resumption()
     resumption.lost(struck.at)
     for line in status:

@@ -78,9 +78,9 @@ def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
             with suppress(ValueError):  # a broken line
                 attempts[-1].proof = ResumeProof.from_json(event.fields)
         if is_told:
-            _told(event, attempts)
+            _from_supervisor(event, attempts)
         else:
-            _untold(event, attempts)
+            _from_stager(event, attempts)
     if not is_told:
         for one in attempts[:-1]:
             if not one.cause:  # the logs lack the end of this attempt
@@ -88,7 +88,7 @@ def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
     return attempts
 
 
-def _told(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
+def _from_supervisor(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.role != "supervisor":
         if attempts and event.event == "restore":
             attempts[-1].restored_attempt = whole(event.fields.get("attempt"))
@@ -135,7 +135,7 @@ def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
             attempt.message = text(event.fields.get("message")).removeprefix(f"attempt {attempt.number}: ")
 
 
-def _untold(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
+def _from_stager(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.event == "stager_ready":
         attempts.append(_begun(event, attempts, is_told=False))
         return

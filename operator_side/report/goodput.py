@@ -92,7 +92,7 @@ def interruptions_of(
     kept: list[tuple[float, float]] = []  # training of earlier attempts that is not lost yet
     for index, attempt in enumerate(attempts):
         began, stop = attempt.training_at_unix, attempt.stopped_at_unix
-        if began is None and found and _is_way_back(attempt, found[-1]):
+        if began is None and found and _is_recovery(attempt, found[-1]):
             continue
         if not attempt.was_lost:
             if began is not None:
@@ -110,7 +110,7 @@ def interruptions_of(
     return found
 
 
-def _is_way_back(attempt: ReportedAttempt, before: Interruption) -> bool:
+def _is_recovery(attempt: ReportedAttempt, before: Interruption) -> bool:
     """Whether an attempt was launched before training continued after that loss."""
     return before.back is None or attempt.began_at_unix < before.back.began_at_unix
 

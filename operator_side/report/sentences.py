@@ -251,7 +251,7 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
     crashed = [one for one in facts.interruptions if one.attempt.cause == "crashed"]
     if crashed:
         yield Hint(
-            f"Attempt {crashed[-1].attempt.number} crashed by itself, not because a machine was taken away: "
+            f"Attempt {crashed[-1].attempt.number} crashed by itself, not because of a preemption: "
             f"{cut(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. Its ranks' output is in the log directory.",
             "interruptions",
         )

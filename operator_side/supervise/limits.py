@@ -60,5 +60,5 @@ def no_progress(verdict: Verdict, attempts: int) -> str:
     """Explain why the run ends after this number of attempts in a row."""
     why = f"{attempts} attempts in a row without a newer checkpoint"
     if verdict.cause is Cause.KILLED:
-        why += "; if no host was taken away, look for the kernel's out-of-memory killer"
+        why += "; if no host was preempted, look for the kernel's out-of-memory killer"
     return why

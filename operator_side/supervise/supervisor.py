@@ -82,7 +82,7 @@ class FleetWatch(threading.Thread):
                 os.eventfd_write(self._answers, 1)
             except HoldfastError as error:
                 _log.warning("%s: %s; the hosts of the last look still count", self._fleet.name, error)
-            except Exception:  # noqa: BLE001 - whatever it is, the job must go on
+            except Exception:  # noqa: BLE001 - any error: the job must keep running
                 _log.exception("%s: listing its hosts failed", self._fleet.name)
 
 
@@ -108,7 +108,7 @@ class Supervisor:
         self._last_look, self._tell = last_look, tell
         self._status = EventLog(files.logs / "status.jsonl", role="supervisor")
         self._signals: list[int] = []
-        self._is_told = False  # a signal asked the run to end
+        self._is_stopping = False  # a signal asked the run to end
         self._verdict: Verdict | None = None
 
     def run(self) -> Verdict:
@@ -233,9 +233,9 @@ class Supervisor:
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         # A second signal ends the wait. SIGHUP does not count: the shell repeats the one that the kernel sends to all.
-        if number == signal.SIGHUP and self._is_told:
+        if number == signal.SIGHUP and self._is_stopping:
             return
-        self._is_told = self._is_told or number != signal.SIGUSR1
+        self._is_stopping = self._is_stopping or number != signal.SIGUSR1
         self._signals.append(number)
 
 

@@ -103,12 +103,12 @@ class TorchrunJob:
         grace_seconds: float,
         tell: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
-        self._tell_people = tell
+        self._notify = tell
         self._stager, self._line, self._environment = stager, list(line), dict(environment)
         self._follower, self._grace_seconds = Follower(events), grace_seconds
         self.newest_step = newest_step
         self._signals: list[int] = []
-        self._told = 0  # the first signal that asked the job to end; 0: none
+        self._stop_signal = 0  # the first signal that asked the job to end; 0: none
         self._kill_at = math.inf
         self._given_up: TorchrunEnd | None = None
         self._ranks: subprocess.Popen[bytes] | None = None
@@ -135,11 +135,12 @@ class TorchrunJob:
         """Start torchrun once the stager listens. Return the job's end if that fails."""
         deadline = time.monotonic() + _LISTENS_SECONDS_MAX
         while not self._stager.listens():
-            self._heed_signals()
+            self._handle_signals()
             status = self._stager.ended()
-            if self._told:
+            if self._stop_signal:
                 return TorchrunEnd(
-                    self._told_code(), f"ended by {signal_name(self._told)} before any rank was started"
+                    self._signal_code(),
+                    f"ended by {signal_name(self._stop_signal)} before any rank was started",
                 )
             if status is not None:
                 return TorchrunEnd(_code(status), "the stager has ended before any rank was started")
@@ -165,7 +166,7 @@ class TorchrunJob:
         try:
             while (status := self._ranks.poll()) is None:
                 wait_readable([end], _TURN_SECONDS)
-                self._heed_signals()
+                self._handle_signals()
                 self._follow()
                 self._look_at_stager()
                 if time.monotonic() >= self._kill_at:
@@ -177,16 +178,16 @@ class TorchrunJob:
         self._follow()
         if self._given_up is not None:
             return self._given_up
-        if self._told == signal.SIGINT:
+        if self._stop_signal == signal.SIGINT:
             return TorchrunEnd(INTERRUPTED, "ended by SIGINT")
-        if status < 0 and self._told:
-            return TorchrunEnd(128 + self._told, f"ended by {signal_name(self._told)}")
+        if status < 0 and self._stop_signal:
+            return TorchrunEnd(128 + self._stop_signal, f"ended by {signal_name(self._stop_signal)}")
         return TorchrunEnd(_code(status))
 
     def _look_at_stager(self) -> None:
         self._stager.tick()
         status = self._stager.ended()
-        if status is None or self._told or self._given_up is not None:
+        if status is None or self._stop_signal or self._given_up is not None:
             return
         how = (
             f"the stager was killed by {signal_name(-status)}"
@@ -199,19 +200,17 @@ class TorchrunJob:
             message = f"{how}, {times} times in a row without a newer checkpoint; the ranks are ended"
             _log.error("%s", message)
             self._given_up = TorchrunEnd(PeerLost.exit_code if status <= 0 else status, message)
-            self._tell()
+            self._ask_to_end()
             return
         when = f"in {pause_seconds:.1f} s" if pause_seconds else "now"
         _log.warning(
             "%s; it is started again %s at %s, and the ranks join it", how, when, self._stager.address
         )
-        self._tell_people(
-            {"role": "trainer", "event": "stager_lost", "message": f"{how}; it is started again"}
-        )
+        self._notify({"role": "trainer", "event": "stager_lost", "message": f"{how}; it is started again"})
 
     def _follow(self) -> None:
         for said in self._follower.read():
-            self._tell_people(as_supervisor(said))
+            self._notify(as_supervisor(said))
             match meaning(said):
                 case StepStaged(step) | StepDurable(step) if step > self.newest_step:
                     self.newest_step, self._stager.restarts = step, 0
@@ -237,24 +236,24 @@ class TorchrunJob:
 
     # -- signals ---------------------------------------------------------------------------------------------------
 
-    def _heed_signals(self) -> None:
+    def _handle_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
             if number == signal.SIGUSR1:  # a notice, for the ranks that watch for it
                 self._send(number)
-            elif not self._told:
-                self._told = number
+            elif not self._stop_signal:
+                self._stop_signal = number
                 _log.warning(
                     "received %s: the ranks have %g s to save once more; a second signal kills them",
                     signal_name(number),
                     self._grace_seconds,
                 )
-                self._tell()
+                self._ask_to_end()
             elif number != signal.SIGHUP and self._ranks is not None and self._ranks.poll() is None:
                 _log.warning("second signal: the ranks are killed")
                 self._ranks.kill()
 
-    def _tell(self) -> None:
+    def _ask_to_end(self) -> None:
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._grace_seconds + _SLACK_SECONDS
 
@@ -263,8 +262,8 @@ class TorchrunJob:
             with contextlib.suppress(ProcessLookupError):
                 self._ranks.send_signal(number)
 
-    def _told_code(self) -> int:
-        return INTERRUPTED if self._told == signal.SIGINT else 128 + self._told
+    def _signal_code(self) -> int:
+        return INTERRUPTED if self._stop_signal == signal.SIGINT else 128 + self._stop_signal
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)

@@ -114,7 +114,7 @@ def judge(evidence: Evidence) -> Verdict:
     if all(rank in ended and ended[rank].status == 0 for rank in range(evidence.ranks)):
         return Verdict(Cause.DONE, "every rank has ended with exit code 0", "done", exit_code=0)
     if evidence.stopping:
-        how = "the job was ended because this command was told to end"
+        how = "the job was ended because this command received a signal"
         return Verdict(Cause.STOPPED, how, "stopped", exit_code=INTERRUPTED)
     for reason, hosts in (
         ("is gone", evidence.gone),
