@@ -200,7 +200,7 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
 @json_option
 def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
     """End every machine with the run's tags, wait until they have ended, and check that no instance, volume, network
-    interface or spot request is left. Everything that Terraform made stays.
+    interface or spot request is left. Everything that Terraform created stays.
 
     JSON: {"ended": [ids]}.
     """
@@ -236,7 +236,7 @@ def _names(text: str, name: str, *, empty: bool = False) -> tuple[str, ...]:
 
 
 def _hostfile(nodes: Sequence[Node], options: dict[str, Any]) -> str:
-    """The lines of these nodes; written to --hostfile if it is given."""
+    """Return the hostfile lines of these nodes; write them to --hostfile if it is given."""
     lines = "".join(f"{node.address} slots={options['slots']}\n" for node in nodes)
     if options["hostfile"] is not None:
         options["hostfile"].write_text(lines)

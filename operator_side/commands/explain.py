@@ -47,7 +47,7 @@ def explain(as_json: bool, code: str | None) -> None:
     """Explain an error: its meaning, its usual causes, and what to do, from docs/troubleshooting.md.
 
     The last line of an error names its CODE (`help: holdfast explain config`). CODE may be an exit code as well, and
-    without CODE the command lists all. In quoted messages … stands for text that differs from case to case. The output
+    without CODE the command lists all. In quoted messages, … stands for text that varies. The output
     is formatted on a terminal, and Markdown elsewhere.
 
     JSON: {"code", "exit_code", "text"}, without CODE a list of {"code", "exit_code", "meaning"}; `exit_code` is null

@@ -57,7 +57,7 @@ def report(
     unreachable.
 
     JSON: {"file", "nbytes", "happened": [sentence, …], "look_at": [{"text", "section"}], "unknown": […], "checkpoints",
-    "interruptions", "goodput"}; goodput is null if it is not known.
+    "interruptions", "goodput"}; goodput is null if unknown.
     """
     from holdfast.telemetry.event_reading import read_logs
     from operator_side.report.facts import gather

@@ -151,8 +151,8 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     first and resumes the job from the one before it, at most --set-aside-max times in a row.
 
     With --launcher torchrun COMMAND may be a program, a script (train.py) or a module (-m NAME). A stager that dies is
-    started again. SIGTERM and Ctrl-C are a preemption notice to the ranks, which have --grace-seconds; a second one
-    kills them.
+    restarted. SIGTERM and Ctrl-C are a preemption notice to the ranks, which then have --grace-seconds to end; a
+    second signal kills them.
     """
     if options["min_ranks"] is not None and options["min_ranks"] > options["ranks"]:
         raise ConfigError(f"--min-ranks {options['min_ranks']} is more than --ranks {options['ranks']}")

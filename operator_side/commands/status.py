@@ -60,11 +60,11 @@ def status(
     """Show the progress of a run, and the loss if it were killed now. The run is not slowed down.
 
     RUN is the URL of the run or its runtime directory; without RUN the command shows all runs of this machine. Start it
-    on the stager's machine: `ssh stager holdfast status`. It asks the stager and the flusher while they live, and reads
+    on the stager's machine: `ssh stager holdfast status`. It asks the stager and the flusher while they run, and reads
     the ring and, without a flusher, the store.
 
-    With --web a browser shows it: the command prints the URL, and the ssh line for a browser elsewhere. The page loads
-    nothing from other hosts. Goodput, losses and kills come from the event logs.
+    With --web a browser shows the status: the command prints the URL, and an ssh command for a browser on another
+    machine. The page loads nothing from other hosts. Goodput, losses and kills come from the event logs.
 
     JSON: {"runs": [{"run", "attempt", "is_running", "levels", "loss_trainers", "loss_node", "flights", "ring",
     "ranks", …}]}; docs/status.md describes every field.

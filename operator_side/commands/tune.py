@@ -74,7 +74,7 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
     should be, with the reasons as comments.
 
     The file for --profile is the output of `holdfast simulate --json`, or the "profile" in it (docs/simulate.md). The
-    settings are computed, not tried out: measure a run with them.
+    settings are computed, not tested: measure a run with them.
     """
     # Keep numpy and the replay out of --help.
     from operator_side.simulate.profiles import load_profile, measured_profile

@@ -49,7 +49,7 @@ class Compared(NamedTuple):
 
 def constants(files: Sequence[Compared], before_step: int) -> set[str]:
     """Return names of values that never change within a run but differ between the runs, such as a start time or an
-    unseeded value: fine unless a kill changed them. `before_step`: the step of the first kill; needs a file up to it.
+    unseeded value: fine unless a kill changed them. `before_step`: step of the first kill; no file up to it, no names.
     """
     if not any(one.step <= before_step for one in files):
         return set()

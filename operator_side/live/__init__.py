@@ -4,5 +4,5 @@
     run_log.py ─► operator_side/report: RunFacts ───┴─► live_page.py ─► live.html, with the parts in operator_side/page
                                                             └► page_server.py: HTTP on 127.0.0.1, protected by a key
 
-The browser fetches the page's main part repeatedly; this package makes words and figures, with the code of all tools.
+The browser fetches the page's main part repeatedly. Python makes all words and figures, as for the other tools.
 """

@@ -1,4 +1,4 @@
-"""One stretch of undisturbed training in closed form, for many lanes at once; times count from the stretch's begin.
+"""One stretch of undisturbed training in closed form, for many lanes at once; times count from its start.
 
     iterations 1…k   save 1  stall  iterations k+1…2k   save 2           save j+1 waits while all N places are taken,
     ├──────────────►│b1────────────├──────────────────►│b2─────►         each for `durable` after its save began
@@ -47,7 +47,7 @@ class Timeline:
         return begun
 
     def iterations(self, time: Integers) -> Integers:
-        """Return how many iterations have ended by `time`; 0 before the begin."""
+        """Return how many iterations have ended by `time`; 0 before the start."""
         saves = self.begun(time)
         after = time - np.where(saves > 0, self.begin(saves) + self._stall, 0)
         more = np.minimum(np.maximum(after // self._iteration, 0), self._every)

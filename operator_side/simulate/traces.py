@@ -27,7 +27,7 @@ Integers = NDArray[np.int64]
 
 _TRACE_BYTES_MAX = 256 << 20
 _NODES_MAX = 1_000_000
-_SECONDS_MAX = 1e10  # a little over 300 years, since 1970 or since the begin
+_SECONDS_MAX = 1e10  # a little over 300 years, since 1970 or since the start
 _COUNTS_HEAD = re.compile(r"\s*,\s*Time\s*,\s*GPUs\s*")
 _COUNT_ROW = re.compile(r"\d+\s*,\s*[^,]+,\s*[^,]+")
 _DATED_ROW = re.compile(r"\d{4}-\d\d-\d\d\s*,\s*\d\d:\d\d:\d\d\s*,\s*[^,]+")

@@ -1,4 +1,4 @@
-"""`holdfast status`: combines what stager, flusher, ring and store report on a run while it goes on.
+"""`holdfast status`: combines what stager, flusher, ring and store report on a run while it is running.
 
     stager ──┐ each answers over its own socket (holdfast/telemetry/status_socket.py) with bounded lists
     flusher ─┤ (status_document.py, beside it)

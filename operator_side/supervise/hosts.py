@@ -47,7 +47,7 @@ class Fleet(Protocol):
         """Return the usable hosts; None: this machine. Raises `HoldfastError`: unknown now; the last answer counts."""
 
     def replace(self, wanted: int) -> None:
-        """Ask the source for hosts for this many more ranks. Called in the thread of `look`."""
+        """Request hosts for this many more ranks. Called in the thread of `look`."""
         # Hostfiles and Slurm allocations do not grow: a hostfile is edited by a person.
         del wanted
 
