@@ -60,9 +60,7 @@ class Ended(NamedTuple):
     out_of_memory: bool = False  # see `Death`
 
 
-Report = (
-    ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared
-)  # by a process of the job, about itself
+Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared  # from a process, about itself
 
 
 class Exited(NamedTuple):
@@ -100,9 +98,7 @@ class Stop(NamedTuple):
     reason: str
 
 
-Told = (
-    Joined | StepStaged | StepDurable | RankSilence | RankDead | Noticed
-)  # from stager and flusher, through the event log
+Told = Joined | StepStaged | StepDurable | RankSilence | RankDead | Noticed  # in the event log
 Event = ClockTick | HostsSeen | Exited | Stop | Report | Told
 
 

@@ -32,7 +32,7 @@ from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from holdfast.telemetry.event_follower import json_objects
 from operator_side.supervise.exit_codes import Seen
 
-_PASSED_ON = (*ENDING_SIGNALS, signal.SIGQUIT)
+_FORWARDED = (*ENDING_SIGNALS, signal.SIGQUIT)
 _KEPT = (signal.SIGUSR1, signal.SIGUSR2)
 _TAIL_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
@@ -46,9 +46,9 @@ class WrappedRank:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
-        self._told: set[int] = set()
+        self._received: set[int] = set()
         self._kept: set[int] = set()  # signals kept until a process handles them
-        self._is_kept_said = False
+        self._has_reported_kept = False
         self._pending: list[int] = []  # received before the command was started
         self._tail = b""
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,8 +60,8 @@ class WrappedRank:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             tie()  # the rank below does the same, and this process is its parent
         killed_before = memory_kills()
-        for number in (*_PASSED_ON, *_KEPT):
-            signal.signal(number, self._pass_on)
+        for number in (*_FORWARDED, *_KEPT):
+            signal.signal(number, self._forward)
         try:
             with _reports_file() as path:
                 process = self._start(path)
@@ -69,7 +69,7 @@ class WrappedRank:
                 reports = list(_read_reports(path))
         finally:
             # A signal that comes too late for the command must not replace this process's exit code.
-            for number in (*_PASSED_ON, *_KEPT):
+            for number in (*_FORWARDED, *_KEPT):
                 signal.signal(number, signal.SIG_IGN)
         return Seen(
             Path(self._command[0]).name,
@@ -77,7 +77,7 @@ class WrappedRank:
             own_rank(),
             process.pid,
             status,
-            frozenset(self._told),
+            frozenset(self._received),
             reports,
             self._tail.decode(errors="replace"),
             memory_kills() > killed_before,
@@ -147,12 +147,12 @@ class WrappedRank:
                 view = view[os.write(_STDERR, view) :]
         return bool(data)
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
+    def _forward(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            if signal.SIGTERM in self._told:  # the shell repeats the SIGHUP that the kernel has sent to all
+            if signal.SIGTERM in self._received:  # the shell repeats the kernel's SIGHUP to all
                 return
             number = signal.SIGTERM
-        self._told.add(number)
+        self._received.add(number)
         if number == signal.SIGINT and not self._own_group:
             return
         if number in _KEPT:
@@ -173,8 +173,8 @@ class WrappedRank:
                     os.kill(pid, number)
             if targets:
                 self._kept.discard(number)
-        if self._kept and not self._is_kept_said:
-            self._is_kept_said = True
+        if self._kept and not self._has_reported_kept:
+            self._has_reported_kept = True
             names = ", ".join(sorted(signal.Signals(number).name for number in self._kept))
             sys.stderr.write(
                 f"holdfast rank: {names} is kept: no process of this job handles it yet; ranks do where the setting "
