@@ -115,9 +115,7 @@ class Total:
     strategy: Strategy
     every: int
     mtbf_hours: float
-    hours: (
-        Spread | None
-    )  # until all iterations were done; None: some sample took over 256 times the ideal's time
+    hours: Spread | None  # until all iterations are done; None: a sample took over 256 times the ideal's
 
 
 def total_times(
