@@ -1,4 +1,4 @@
-"""The tools that a person runs: `holdfast run`, `cluster`, `drill`, `doctor`, `report`, `status` and the rest.
+"""The user's tools: `holdfast run`, `cluster`, `drill`, `doctor`, `report`, `status` and others.
 
 commands/      one file for each command
 supervise/     `holdfast run` and `holdfast rank`: restart a job after a preemption, stop it after a bug
@@ -7,8 +7,8 @@ script_lines   `holdfast init`: the lines for a script, and the lines that start
 drill/         `holdfast drill`: kills a script and checks how it resumes
 doctor/        `holdfast doctor`: checks a machine before a run
 report/        `holdfast report`: a page about a run
-status/        `holdfast status`: a run while it goes on
+status/        `holdfast status`: a run while it is running
 live/          `holdfast status --web`: its page
-page/          the parts of both pages
+page/          the parts that both pages share
 simulate/      `holdfast simulate` and `holdfast tune`
 """

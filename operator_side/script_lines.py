@@ -1,4 +1,4 @@
-"""The lines that a training script needs with their places, and the lines that start the job: `holdfast init`. Pure."""
+"""`holdfast init`: the lines that a training script needs, their places, and the lines that start the job. Pure."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ checkpointer.step(step)  # saves after every 100 steps
 checkpointer.close()  # waits until the last checkpoint is durable
 """
 _DATA = "docs/data.md has a sampler that resumes without reading the batches before the checkpoint again"
-# Pattern of an import -> the lines of that framework, and its name.
+# Pattern of an import -> the lines for that framework, and its name.
 _FRAMEWORKS = (
     (r"^\s*(from|import)\s+(pytorch_)?lightning\b", _LIGHTNING, "Lightning"),
     (r"^\s*from\s+transformers\s+import\s+(\([^)]*|.*)\bTrainer\b", _TRAINER, "Hugging Face's Trainer"),
@@ -90,8 +90,8 @@ _FRAMEWORKS = (
 
 
 def script_lines(source: str, *, every: int) -> tuple[str, str]:
-    """The lines to add, each below a comment with its place, and a note on where more is said. They are those of the
-    framework that the script's `source` imports.
+    """Return the lines to add, each below a comment with its place, and a note on documentation. They are for the
+    framework that `source`, the script, imports.
     """
     lines, note = _OWN_LOOP, _DATA
     for pattern, of_framework, name in _FRAMEWORKS:
@@ -120,8 +120,8 @@ _SEVERAL = "with torchrun's --nnodes, --rdzv-backend c10d and --rdzv-endpoint"
 
 
 def start_lines(launcher: Launcher, script: str, *, ranks: int, store: str) -> list[tuple[str, str]]:
-    """The shell lines that start the job, in order, each with the machine it belongs to. `ranks`: per machine, for
-    single-machine launchers.
+    """Return the shell lines that start the job, in order, each with the machine to run it on. `ranks`: per machine,
+    for single-machine launchers.
     """
     names = {"script": script, "ranks": ranks, "store": store, "port": _PORT}
     if launcher is Launcher.MPIRUN:
@@ -153,9 +153,9 @@ def start_lines(launcher: Launcher, script: str, *, ranks: int, store: str) -> l
 def lines_for_several_machines(
     arguments: Sequence[str], *, ranks: int, restarts_max: int, store: str, host: str
 ) -> list[tuple[str, str]]:
-    """The shell lines that start a job of several machines with torchrun, in order, each with its place.
+    """Return the shell lines that start a job of several machines with torchrun, in order, each with its place.
 
-    `arguments` are the last ones of torchrun, `ranks` those of each machine, `host` is this machine, the stager's.
+    `arguments`: torchrun's last ones. `ranks`: per machine. `host`: this machine, which runs the stager.
     """
     names = {"store": shlex.quote(store), "port": _PORT}
     at_store = "" if "://" in store else f"; {store} must be the same directory on every machine"
@@ -166,7 +166,7 @@ def lines_for_several_machines(
     )
     return [
         (
-            f"on {host}, which must not be taken away, the key",
+            f"on {host}, which must not be preempted, the key",
             "(umask 077 && holdfast stager --new-key > key)",
         ),
         ("the key to each machine of the ranks", "scp -p key NODE:"),

@@ -1,6 +1,6 @@
-"""`holdfast cluster up|status|down`: start all machines of a run or none, find them by tag, end them completely.
+"""`holdfast cluster up|status|down`: starts all machines of a run or none, finds them by tag, ends every one of them.
 
-file     the outputs of Terraform                ladder   what to ask for when there is no capacity; pure
-cloud    the EC2 calls, behind an interface      raising  up, which can be resumed; down, until nothing is left
+file     the outputs of Terraform                ladder   what to request if EC2 has no capacity; pure
+ec2      the EC2 calls                           raising  up, which can be resumed; down, until nothing is left
 fleet    the same machines as hosts of `holdfast run`
 """

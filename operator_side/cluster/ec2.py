@@ -1,8 +1,8 @@
 """The EC2 calls that a cluster needs. Tests override them, so that refusals need no account.
 
-Every call that makes something carries a ClientToken, so that repeating it gives the same machines. A refusal for lack
-of capacity is an answer (`FleetAnswer.codes`), because something else can be asked for; any other refusal is an error
-that says what to fix.
+Every call that creates something carries a ClientToken, so repeating it returns the same machines. A refusal for lack
+of capacity is an answer (`FleetAnswer.codes`), because the caller can request something else; any other refusal is an
+error that says what to fix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from operator_side.cluster.file import ClusterFile, Template
 from operator_side.cluster.ladder import CAPACITY, PRICE, SPOT_QUOTA, VCPU_QUOTA, Order
 
 _REFUSALS = CAPACITY | SPOT_QUOTA | VCPU_QUOTA | PRICE
-# Pattern of an error code -> what a person must do.
+# Pattern of an error code -> what the user must do.
 _ADVICE = {
     "AuthFailure|InvalidClientTokenId|SignatureDoesNotMatch|ExpiredToken|RequestExpired": (
         "the credentials are wrong or expired, or this machine's clock is wrong"
@@ -40,20 +40,20 @@ class Node:
 
     id: str
     role: str
-    state: str  # in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
+    state: str  # as in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
     type: str
     address: str
     zone: str
     subnet: str
-    is_spot: bool  # otherwise it is on demand
+    is_spot: bool  # otherwise on demand
     launched: datetime
     generation: str
     tags: Mapping[str, str]
-    reason: str = ""  # of the state, in EC2, such as `Server.SpotInstanceTermination`
+    reason: str = ""  # EC2's reason for the state, such as `Server.SpotInstanceTermination`
 
     @property
     def is_live(self) -> bool:
-        """Whether it runs or starts: it costs money, and may be used."""
+        """Whether it is running or starting: it costs money, and can be used."""
         return self.state in {"pending", "running"}
 
 
@@ -67,20 +67,20 @@ class FleetAnswer:
 
 
 class Ec2:
-    """EC2. `client`: a boto3 EC2 client; None makes one from the environment."""
+    """Calls EC2. `client`: a boto3 EC2 client; None makes one from the environment."""
 
     def __init__(self, file: ClusterFile, client: Any = None) -> None:
         self._file = file
         self._client = client if client is not None else _client(file.region)
 
     def nodes(self, marks: Mapping[str, str]) -> tuple[Node, ...]:
-        """Every machine with all these tags, including terminated ones that EC2 still lists."""
+        """Return every machine with all these tags, including terminated ones that EC2 still lists."""
         filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
         pages = self._pages("describe_instances", "Reservations", Filters=filters)
         return tuple(_node(instance) for group in pages for instance in group["Instances"])
 
     def check_templates(self) -> None:
-        """Raise ConfigError if a launch template, its version, or its image does not exist."""
+        """Raise `ConfigError` if a launch template, its version, or its image does not exist."""
         for name, template in (
             ("trainer", self._file.trainer_launch_template),
             ("stager", self._file.stager_launch_template),
@@ -104,7 +104,7 @@ class Ec2:
     def create_trainers(
         self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
     ) -> FleetAnswer:
-        """Start all machines of the order, or none."""
+        """Start all machines of the order or none; if EC2 starts fewer, return them with codes."""
         spot = order.nodes - order.on_demand
         same = {"SingleInstanceType": True, "SingleAvailabilityZone": True}
         template = _template(self._file.trainer_launch_template)
@@ -168,7 +168,7 @@ class Ec2:
         return FleetAnswer(tuple(instance["InstanceId"] for instance in said["Instances"]))
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """End these machines. Machines that no longer exist are not an error."""
+        """Terminate these machines. Machines that no longer exist are not an error."""
         if not ids:
             return
         try:
@@ -178,7 +178,7 @@ class Ec2:
                 raise
 
     def leftovers(self, marks: Mapping[str, str]) -> tuple[str, ...]:
-        """Ids of volumes, network interfaces and open spot requests with these tags."""
+        """Return ids of volumes, network interfaces and open spot requests with these tags."""
         filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
         volumes = self._pages("describe_volumes", "Volumes", Filters=filters)
         interfaces = self._pages("describe_network_interfaces", "NetworkInterfaces", Filters=filters)
@@ -190,14 +190,14 @@ class Ec2:
         )
 
     def spot_prices(self, types: Sequence[str]) -> dict[tuple[str, str], float]:
-        """Newest spot prices by type and zone, in US dollars per hour."""
+        """Return the newest spot prices by type and zone, in US dollars per hour."""
         found: dict[tuple[str, str], tuple[datetime, float]] = {}
         history = self._pages(
             "describe_spot_price_history",
             "SpotPriceHistory",
             InstanceTypes=list(types),
             ProductDescriptions=["Linux/UNIX"],
-            StartTime=datetime.now(UTC),  # gives the current price for each type and zone
+            StartTime=datetime.now(UTC),  # selects the current price for each type and zone
         )
         for item in history:
             key = (item["InstanceType"], item["AvailabilityZone"])
@@ -218,7 +218,7 @@ class Ec2:
             token = {"NextToken": said["NextToken"]}
 
     def _refusable(self, operation: str, what: str, **arguments: Any) -> Any:
-        """The answer of EC2; or a `FleetAnswer` with the code of a refusal for lack of capacity."""
+        """Call EC2; turn a refusal for lack of capacity into a `FleetAnswer` with its code."""
         try:
             return self._call(operation, what, **arguments)
         except (ConfigError, PeerLost) as error:
@@ -275,7 +275,7 @@ def _client(region: str) -> Any:
     from botocore.exceptions import BotoCoreError
 
     try:
-        # boto3 may retry, since a ClientToken makes the repetition of a call harmless.
+        # boto3 may retry, because a ClientToken makes the repetition of a call harmless.
         settings = Config(retries={"mode": "standard", "total_max_attempts": 6}, user_agent_extra="holdfast")
         session: Any = boto3.session.Session()
         return session.client("ec2", region_name=region, config=settings)

@@ -14,8 +14,6 @@ _Text = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Template(BaseModel):
-    """A version of a launch template."""
-
     model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
 
     id: Annotated[str, Field(pattern=r"lt-[0-9a-f]+")]
@@ -23,7 +21,7 @@ class Template(BaseModel):
 
 
 class ClusterFile(BaseModel):
-    """The place of a cluster, for which its launch templates were made, and the tags of its machines."""
+    """Location of a cluster, for which its launch templates were made, and the tags of its machines."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -41,7 +39,7 @@ class ClusterFile(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> ClusterFile:
-        """Read `terraform output -json`, or the plain values. Raises `ConfigError`: names each wrong value."""
+        """Read `terraform output -json`, or the plain values. Raises `ConfigError`, which names each wrong value."""
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -78,7 +76,7 @@ class ClusterFile(BaseModel):
 
     @property
     def marks(self) -> dict[str, str]:
-        """The tags by which machines of this run are found again."""
+        """The tags that identify machines of this run."""
         return {"Project": self.project, "RunId": self.run_id}
 
 

@@ -1,4 +1,4 @@
-"""The trainers of a cluster as hosts of `holdfast run`: EC2 tells which ones run, no connection is tried."""
+"""The trainers of a cluster as hosts of `holdfast run`, from EC2's list of running instances, without ssh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("holdfast.cluster")
 
 
 class Ec2Fleet(Fleet):
-    """The running trainers as hosts. With the request to `up`, lost trainers are replaced in the same zone."""
+    """The running trainers as hosts. `wish`: the request given to `up`, to replace lost trainers in the same zone."""
 
     def __init__(
         self, name: str, cluster: Cluster, *, slots: int, wish: FleetWish | None, budget: Budget
@@ -28,24 +28,24 @@ class Ec2Fleet(Fleet):
         self._slots, self._wish, self._budget = slots, wish, budget
 
     def look(self) -> tuple[Host, ...]:
-        """The running trainers, the oldest first. A trainer that is shutting down counts as gone."""
+        """Return the running trainers, the oldest first. A trainer that is shutting down counts as gone."""
         return tuple(Host(node.address, self._slots) for node in self._cluster.running())
 
     def replace(self, wanted: int) -> None:
-        """Ask for the missing trainers. Without capacity or budget this logs a warning; a later call tries again."""
+        """Request the missing trainers. Without capacity or budget, log a warning; a later call tries again."""
         if self._wish is None or wanted <= 0:
             return
         try:
             made = self._cluster.replace(self._wish, self._budget)
         except (BusyError, ConfigError) as error:
-            _log.warning("lost trainers are not replaced yet, and holdfast will try again: %s", error)
+            _log.warning("lost trainers are not replaced yet; holdfast will try again: %s", error)
             return
         if made:
             _log.warning("started %d trainers in place of lost ones: %s", len(made), ", ".join(made))
 
 
 def fleet_of(path: Path) -> Ec2Fleet:
-    """The fleet of `holdfast run --cluster FILE`. Raises `ConfigError`: the file is not an output of Terraform."""
+    """Make the fleet of `holdfast run --cluster FILE`. Raises `ConfigError`: the file is not an output of Terraform."""
     file = ClusterFile.load(path)
     cluster = Cluster(file, Ec2(file), file.state_path)
     wish, budget, slots = None, Budget(), 1

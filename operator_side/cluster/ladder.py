@@ -4,7 +4,7 @@
     spot quota:                                                      one node fewer ─► one node on demand ─► give up
     vCPU quota:                                                      one node fewer, none on demand ─► give up
     price:         other instance types ─► the next subnet ──────────────────────────────────────────────► give up
-    all else:      a person must fix it
+    others:        the user must fix it
 
 The number of nodes falls one by one, since each is a small part of the training. On-demand nodes come last, since they
 cost several times as much. Every path down the ladder ends.
@@ -35,7 +35,7 @@ PRICE = frozenset({"SpotMaxPriceTooLow", "MaxTotalPriceExceeded"})
 
 @dataclass(frozen=True, slots=True)
 class FleetWish:
-    """The wanted cluster, and what to accept instead. `subnets`: subnets, the best first; each is in one zone."""
+    """The wanted cluster, and the acceptable alternatives. `subnets`: the best first; each is in one zone."""
 
     types: tuple[str, ...]
     subnets: tuple[str, ...]
@@ -47,7 +47,7 @@ class FleetWish:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One request, all or nothing: `nodes` of one type in one subnet, `on_demand` of them not spot."""
+    """One request, all or nothing: `nodes` of one type in one subnet; `on_demand` of them are not spot."""
 
     types: tuple[str, ...]
     subnet: str
@@ -60,7 +60,7 @@ def first_order(wish: FleetWish) -> Order:
 
 
 def next_order(wish: FleetWish, order: Order, codes: Collection[str]) -> Order | None:
-    """The next request after these error codes; None: give up. The strictest code decides: a quota holds everywhere."""
+    """Return the request after these error codes; None: give up. The strictest code wins: quotas apply everywhere."""
     known = set(codes)
     if known - CAPACITY - SPOT_QUOTA - VCPU_QUOTA - PRICE:
         return None

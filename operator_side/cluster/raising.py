@@ -1,12 +1,12 @@
-"""Start, show and end a cluster. Each step finds the machines of the run by their tags.
+"""Starts, shows and ends a cluster. Each step finds the machines of the run by their tags.
 
     up      in use? ─► templates exist? ─► price ─► trainers (all or none) ─► stager, in their zone ─► running
-    status  nodes by role, what they cost, which were taken away
-    down    terminate by tag ─► wait ─► look for anything with the tags
+    status  nodes by role, their price, the preempted ones
+    down    terminate by tag ─► wait ─► look for leftovers with the tags
 
 `up` may be killed at any point and run again. Before the first call that costs money it records its generation, from
-which every ClientToken comes, so that repeating a call gives the same machines. EC2 forgets tokens after a while, but
-not tags; so before each call `up` also looks by tag for machines that an earlier call made.
+which it derives every ClientToken, so repeating a call returns the same machines. EC2 forgets tokens after a while, but
+not tags; so before each call `up` also looks by tag for machines that an earlier call started.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _log = logging.getLogger("holdfast.cluster")
 TRAIN, STAGE = "train", "stager"
 _POLL_SECONDS = 5.0
 _CENT = 0.01
-_TOKEN_CHARACTERS = 48  # EC2 takes 64
+_TOKEN_CHARACTERS = 48  # EC2 accepts 64
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Largest price of the cluster, in US dollars per hour, and the prices that EC2 does not tell."""
+    """Largest price of the cluster, in US dollars per hour, and the prices that EC2 does not report."""
 
     per_hour: float | None = None  # of all machines, including the stager; None: no limit
     stager_per_hour: float = 0.0
-    on_demand_per_hour: float | None = None  # of one trainer; None: not known
+    on_demand_per_hour: float | None = None  # of one trainer; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The cluster after `up`. `made`: ids of the machines that this call made; the others existed before."""
+    """The cluster after `up`. `made`: ids of the machines that this call started; the others existed before."""
 
     generation: str
     trainers: tuple[Node, ...]
@@ -54,7 +54,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The cluster now. `per_hour`: US dollars at the newest spot prices; None if a price is not known."""
+    """The cluster now. `taken`: preempted machines. `per_hour`: US dollars at current spot prices; None: unknown."""
 
     trainers: tuple[Node, ...]
     stagers: tuple[Node, ...]
@@ -80,9 +80,9 @@ class Cluster:
     # -- up --------------------------------------------------------------------------------------------------------
 
     def up(self, wish: FleetWish, budget: Budget, *, seconds_max: float = 600.0) -> Raised:
-        """Start the missing machines. Raises `ConfigError`: a person must fix credentials, templates, budget or quota;
-        `BusyError`: EC2 has no capacity; no trainer of this call is left running; `FencedError`: another cluster writes
-        there; `PeerLost`: EC2 does not answer, or machines do not start.
+        """Start the missing machines. Raises `ConfigError`: the user must fix credentials, templates, budget or quota;
+        `BusyError`: EC2 has no capacity; no trainer of this call is left running; `FencedError`: another cluster uses
+        the store; `PeerLost`: EC2 does not answer, or machines do not start.
         """
         self._refuse_foreign()
         self._cloud.check_templates()
@@ -111,7 +111,7 @@ class Cluster:
         return Raised(generation, trainers, self._live(STAGE)[0], tuple(made))
 
     def replace(self, wish: FleetWish, budget: Budget) -> tuple[str, ...]:
-        """Start the missing trainers in the zone of the running ones. Returns the ids of the new trainers."""
+        """Start the missing trainers in the zone of the running ones. Return the ids of the new trainers."""
         live = self._live(TRAIN)
         if len(live) >= wish.nodes:
             return ()
@@ -133,7 +133,7 @@ class Cluster:
             answer = self._cloud.create_trainers(order, self._tags(TRAIN, generation), token, price_max)
             if len(answer.ids) >= order.nodes:
                 return list(answer.ids)
-            if answer.ids:  # EC2 broke all-or-nothing: end the part that it started
+            if answer.ids:  # EC2 broke all-or-nothing: terminate the machines that it started
                 self._cloud.terminate(answer.ids)
             codes = ", ".join(answer.codes)
             refused.append(
@@ -162,14 +162,14 @@ class Cluster:
             )
 
     def _price_max(self, order: Order, budget: Budget, live: Sequence[Node]) -> float | None:
-        """Largest hourly price of an order's spot nodes; None: no limit. Raises `ConfigError`: too dear or unknown."""
+        """Return the price limit of an order's spot nodes; None: no limit. Raises `ConfigError`: too high; unknown."""
         if budget.per_hour is None:
             return None
         left = budget.per_hour - budget.stager_per_hour - self._spot_cost(live)
         if order.on_demand:
             if budget.on_demand_per_hour is None:
                 raise ConfigError(
-                    "--budget-per-hour and --on-demand-max need --on-demand-price, since EC2 does not tell this price"
+                    "--budget-per-hour and --on-demand-max need --on-demand-price, since EC2 does not report this price"
                 )
             left -= order.on_demand * budget.on_demand_per_hour
         spot = order.nodes - order.on_demand
@@ -194,7 +194,7 @@ class Cluster:
         return max(left, 0.0)
 
     def _await(self, role: str, ids: Sequence[str], seconds_max: float) -> tuple[Node, ...]:
-        """Wait until these machines run. EC2 does not list a new machine at once."""
+        """Wait until these machines are running. EC2 lists a new machine only after a while."""
         deadline = self._clock() + seconds_max
         while True:
             nodes = {node.id: node for node in self._cloud.nodes(self._file.marks) if node.role == role}
@@ -246,13 +246,13 @@ class Cluster:
     # -- down ------------------------------------------------------------------------------------------------------
 
     def down(self, *, seconds_max: float = 600.0) -> tuple[str, ...]:
-        """Terminate every machine with the run's tags; returns the ids. Raises `PeerLost`: names what is left."""
+        """Terminate every machine with the run's tags; return the ids. Raises `PeerLost`, which names what is left."""
         deadline = self._clock() + seconds_max
         ended: dict[str, None] = {}
         while True:
             left = [n.id for n in self._cloud.nodes(self._file.marks) if n.state != "terminated"]
             fresh = [i for i in left if i not in ended]
-            if fresh:  # new ones may come from an `up` that runs elsewhere
+            if fresh:  # an `up` that runs elsewhere may have started new ones
                 self._cloud.terminate(fresh)
                 ended.update(dict.fromkeys(fresh))
             rest = (*left, *self._cloud.leftovers(self._file.marks)) if not left else tuple(left)
@@ -270,7 +270,7 @@ class Cluster:
     # -- marks -----------------------------------------------------------------------------------------------------
 
     def running(self) -> tuple[Node, ...]:
-        """The trainers that run, the oldest first."""
+        """Return the running trainers, the oldest first."""
         return tuple(node for node in self._live(TRAIN) if node.state == "running" and node.address)
 
     def _live(self, role: str) -> tuple[Node, ...]:
@@ -278,11 +278,11 @@ class Cluster:
         return tuple(sorted(nodes, key=lambda node: (node.launched, node.id)))
 
     def _seen(self, role: str, generation: str) -> int:
-        """How many machines this generation has had: the token changes after a loss, but not after an interruption."""
+        """Count all machines of this generation: the token changes after a loss, but not if `up` resumes."""
         return sum(n.role == role and n.generation == generation for n in self._cloud.nodes(self._file.marks))
 
     def _generation(self) -> str:
-        """The generation of the live machines, of an interrupted `up`, or a new one, recorded before it is used."""
+        """Return the generation of live machines or of an interrupted `up`, else a new one, recorded before its use."""
         live = [n.generation for n in self._cloud.nodes(self._file.marks) if n.is_live and n.generation]
         if live:
             return max(live)

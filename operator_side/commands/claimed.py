@@ -1,4 +1,4 @@
-"""For tools that write to a run: take the claim on the run, and read back the checkpoint that was written."""
+"""Helpers for tools that write to a run: hold the run's lease, and read back the checkpoint that was written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEARTBEAT_SECONDS = 5.0
 
 @contextmanager
 def claimed(store: Store) -> Iterator[LeasedRun]:
-    """Hold the claim on the run, after a sweep of unfinished uploads. Raises `FencedError`: another writer holds it."""
+    """Hold the lease of the run, after a sweep of unfinished uploads. Raises `FencedError`: another writer holds it."""
     claim = Lease.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
         ours = guarded(store, lambda: claim.check(at_once=True))
@@ -36,7 +36,7 @@ def claimed(store: Store) -> Iterator[LeasedRun]:
 
 
 def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
-    """Read a published checkpoint back, and write into its manifest whether it is good. Bad numbers are only said."""
+    """Read a published checkpoint back; record in its manifest whether it is good. Only warn of non-finite values."""
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         report = verify_file(store, manifest, progress=advance)
     state = State.VERIFIED if report.ok else State.BAD
@@ -49,7 +49,7 @@ def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
 
 
 def published(manifest: Manifest) -> dict[str, Any]:
-    """The JSON document for a checkpoint that a tool has made."""
+    """Return the JSON document for a checkpoint that a tool has made."""
     return {
         "step": manifest.step,
         "attempt": manifest.attempt,
@@ -65,7 +65,7 @@ def _is_not_a_tools(own: str) -> bool:
 
 
 def _watch(claim: Lease) -> Callable[[], None]:
-    """A check of the claim that also renews it when that is due."""
+    """Return a check of the lease that also renews the lease when that is due."""
     beaten = [time.monotonic()]
 
     def check() -> None:

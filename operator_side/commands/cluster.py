@@ -48,7 +48,7 @@ _WAIT = option.number("--wait-seconds-max", "Seconds that machines may take to s
 def cluster() -> None:
     """Start, show and end the machines of one run on AWS.
 
-    Terraform makes the networks, roles and launch templates (infra/); this command starts and ends the machines.
+    Terraform creates the networks, roles and launch templates (infra/); this command starts and ends the machines.
     """
 
 
@@ -94,8 +94,7 @@ def cluster() -> None:
 @_WAIT
 @json_option
 def up(as_json: bool, path: Path, **options: Any) -> None:
-    """Start the machines of the cluster, or those of them that are missing. The command may be interrupted and run
-    again.
+    """Start the machines of the cluster that are not running yet. The command may be interrupted and run again.
 
     Where EC2 has no capacity, the command tries --more-types, then the further subnets, then fewer nodes down to
     --nodes-min, then on-demand nodes up to --on-demand-max.
@@ -124,7 +123,7 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     raised = raised_by.up(wish, budget, seconds_max=options["wait_seconds_max"])
     lines = _hostfile(raised.trainers, options)
     ranks = len(raised.trainers) * options["slots"]
-    # Open MPI places nothing by --host beside --hostfile: "already filled".
+    # Open MPI refuses --host beside --hostfile: "already filled"
     hosts = ",".join(f"{node.address}:{options['slots']}" for node in raised.trainers)
     mpirun = (
         f"mpirun --with-ft ulfm --host {hosts} -n {ranks} python train.py : "
@@ -149,7 +148,7 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
 
 
 @cluster.command(
-    short_help="Show the nodes, their ages and prices, and which were taken away.",
+    short_help="Show the nodes, their ages and prices, and the preempted ones.",
     epilog=option.exit_codes("10 the cluster costs more than --budget-per-hour")
     + examples("holdfast cluster status", "holdfast cluster status --budget-per-hour 20 --json"),
 )
@@ -161,9 +160,9 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
 @_SLOTS
 @json_option
 def status(as_json: bool, path: Path, **options: Any) -> None:
-    """Show the machines of the cluster, their prices, and the machines that were taken away.
+    """Show the machines of the cluster, their prices, and the machines that were preempted.
 
-    JSON: {"per_hour", "nodes": [as of up], "taken": [as of up, "reason"]}. per_hour is null where a price is not known.
+    JSON: {"per_hour", "nodes": [as of up], "taken": [as of up, "reason"]}. per_hour is null if a price is unknown.
     """
     _, found = _cluster(path)
     standing = found.standing(_budget(options))
@@ -201,7 +200,7 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
 @json_option
 def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
     """End every machine with the run's tags, wait until they have ended, and check that no instance, volume, network
-    interface or spot request is left. Everything that Terraform made stays.
+    interface or spot request is left. Everything that Terraform created stays.
 
     JSON: {"ended": [ids]}.
     """
@@ -237,7 +236,7 @@ def _names(text: str, name: str, *, empty: bool = False) -> tuple[str, ...]:
 
 
 def _hostfile(nodes: Sequence[Node], options: dict[str, Any]) -> str:
-    """The lines of these nodes; written to --hostfile if it is given."""
+    """Return the hostfile lines of these nodes; write them to --hostfile if it is given."""
     lines = "".join(f"{node.address} slots={options['slots']}\n" for node in nodes)
     if options["hostfile"] is not None:
         options["hostfile"].write_text(lines)

@@ -7,7 +7,7 @@ from click.shell_completion import get_completion_class
 
 from holdfast.command.examples import examples
 
-_VARIABLE = "_HOLDFAST_COMPLETE"  # click looks for it when `holdfast` starts
+_VARIABLE = "_HOLDFAST_COMPLETE"  # the variable that click reads when `holdfast` starts
 
 
 @click.command(
@@ -20,7 +20,7 @@ _VARIABLE = "_HOLDFAST_COMPLETE"  # click looks for it when `holdfast` starts
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print a script with which SHELL completes commands, options and their values. It needs bash 4.4 or newer."""
+    """Print a script with which SHELL completes commands, options and their values. Bash must be 4.4 or newer."""
     root = click.get_current_context().find_root().command
     found = get_completion_class(shell)
     assert found is not None, shell

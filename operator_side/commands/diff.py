@@ -1,6 +1,6 @@
 """`holdfast diff A B`: what differs between two checkpoints, by tensor, with numbers.
 
-trainer_side/convert compares them, which has torch.
+trainer_side/convert, which has torch, compares them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
     """Say what differs between A and B, each a checkpoint of a run (URL[@STEP]) or a file of torch.save or safetensors.
 
     \b
-    DIFFER     elements with other bits, and their share
+    DIFFER     elements whose bits differ, and their share
     MAX ABS    the largest difference between two finite elements
     MEAN ABS   the mean difference of all finite elements
     RELATIVE   norm of the difference, relative to the larger norm of A's and B's tensor
@@ -55,8 +55,8 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
     JSON: {"a", "b", "equal", "only_a": [path], "only_b": [path], "tensors": [{"path", "dtypes": [a, b], "shapes":
     [a, b], "elements", "differing", "max_abs", "mean_abs", "max_relative", "relative", "nonfinite": [a, b]}], "values":
     [{"path", "a", "b"}], "equal_tensors", "unread", "equal_values"}. Numbers are null if the
-    shapes differ, or torch makes no numbers of the dtype. unread counts the tensors that are equal by their CRC-32.
-    """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
+    shapes differ, or torch cannot compute with the dtype. unread counts the tensors that are equal by their CRC-32.
+    """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
     compare = converter("diff")
     (a, name_a), (b, name_b) = _opened(first), _opened(second)
     found: StateComparison = compare(a, b, only=only, quiet=as_json)
@@ -69,7 +69,7 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
 
 
 def _opened(target: Target) -> tuple[ComparedFile, str]:
-    """The side, and its name for people."""
+    """Open one side; return it and its name for messages."""
     if target.step is None and Path(target.url).is_file():
         return ComparedFile(path=Path(target.url)), target.url
     catalog, manifest = target.find_good("compared")

@@ -136,7 +136,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """Refuse what does not go together."""
+    """Raise `ConfigError` for options that exclude each other."""
     option.settings_of(options["settings"])
     if options["launcher"] != "torchrun":
         return

@@ -1,6 +1,6 @@
-"""`holdfast explain CODE`: the section on an error from docs/troubleshooting.md, on any machine without a network.
+"""`holdfast explain CODE`: prints the section on an error from docs/troubleshooting.md, without a network.
 
-    docs/troubleshooting.md ◄─ holdfast/troubleshooting.md, a link to it; a wheel has its text in this place
+    docs/troubleshooting.md ◄─ holdfast/troubleshooting.md, a link to it; a wheel has a copy at this path
         ## config ─► everything up to the next heading
 
 The page is the only source of these texts.
@@ -26,7 +26,7 @@ _MEANING_OF_RUN = "Messages of `holdfast run` when it ends"
 
 
 class _CodeType(click.Choice[str]):
-    """A code, or the exit code that an error of it gives."""
+    """An error code, or the exit code of such an error."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         by_exit_code = {str(kind.exit_code): kind.code for kind in _KINDS}
@@ -47,7 +47,7 @@ def explain(as_json: bool, code: str | None) -> None:
     """Explain an error: its meaning, its usual causes, and what to do, from docs/troubleshooting.md.
 
     The last line of an error names its CODE (`help: holdfast explain config`). CODE may be an exit code as well, and
-    without CODE the command lists all. In quoted messages … stands for text that differs from case to case. The output
+    without CODE the command lists all. In quoted messages, … stands for text that varies. The output
     is formatted on a terminal, and Markdown elsewhere.
 
     JSON: {"code", "exit_code", "text"}, without CODE a list of {"code", "exit_code", "meaning"}; `exit_code` is null

@@ -1,6 +1,6 @@
-"""`holdfast export URL[@STEP] OUT --to safetensors|dcp|torch`: a checkpoint in a format that other tools read.
+"""`holdfast export URL[@STEP] OUT --to safetensors|dcp|torch`: writes a checkpoint in a format that other tools read.
 
-trainer_side/convert writes it, which has torch; `torch` is the portable file itself.
+trainer_side/convert, which has torch, writes it; `torch` is the checkpoint file itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def export(
     torch        the file that `holdfast pull` copies: torch.load(OUT, weights_only=True)
 
     Without @STEP the command exports the newest good checkpoint. It checks every byte against its CRC-32, and OUT
-    appears only when all of it is good and on disk. It uses a few buffers of 16 MiB, whatever the size of the
+    appears only when all of it is good and on disk. It uses a few buffers of 16 MiB, for any size of the
     checkpoint; dcp also holds one storage of a tensor in memory.
 
     A safetensors file has the values that are not tensors in its metadata, as JSON under `holdfast`; a value that JSON
@@ -60,7 +60,7 @@ def export(
     trainers' packages (the extra `trainer`).
 
     JSON: {"url", "step", "attempt", "format", "destination", "nbytes", "tensors", "tied": {name: name}}.
-    """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
+    """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
     if kind == "torch" and only is not None:
         raise ConfigError(
             f"--only {only} cannot be combined with --to torch, which copies the whole file; leave --only out, and let "

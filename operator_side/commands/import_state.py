@@ -1,6 +1,6 @@
-"""`holdfast import FILE|FOLDER URL --step N`: make a checkpoint of a run from a file of another tool.
+"""`holdfast import FILE|FOLDER URL --step N`: makes a checkpoint of a run from a file of another tool.
 
-file ─► the state, and can it be saved? ─► claim ─► file ─► manifest ─► read back     safe to interrupt and run again
+file ─► the state; refuse values that cannot be saved ─► lease ─► file ─► manifest ─► read back     safe to run again
 """
 
 from __future__ import annotations
@@ -68,13 +68,12 @@ def import_state(
     force: bool,
 ) -> None:
     """Make a checkpoint of the run at URL from FILE, which torch.save or safetensors wrote, or from a folder of
-    torch.distributed.checkpoint, of any number of ranks. FILE is read as the checkpoint is written, so that the command
-    takes little memory, however large FILE is.
+    torch.distributed.checkpoint, of any number of ranks. The command reads FILE while it writes the checkpoint, so it
+    needs little memory even for a large FILE.
 
     The top-level names of FILE must be those of the script's Checkpointer({"model": …, "optimizer": …}), each with the
-    state_dict() of that object. On restore, a warning names those that the script does not have. A name that the
-    script has and FILE has not is an error, unless the script calls checkpointer.restore(may_lack=("rng",)); that
-    object then keeps its initial state.
+    state_dict() of that object. Restore warns of names that only FILE has. A name that only the script has is an
+    error, unless the script calls checkpointer.restore(may_lack=("rng",)); that object then keeps its initial state.
 
     FILE is read with weights_only=True, so no code in it is run. The run must have no checkpoint yet, and no job may be
     running on it. The command reads the checkpoint back at the end; run it again after an interruption.

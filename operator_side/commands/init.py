@@ -1,4 +1,4 @@
-"""`holdfast init`: print what a training script needs, and how to start it."""
+"""`holdfast init`: prints what a training script needs, and how to start it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast inspect URL[@STEP]`: show one checkpoint, from its manifest alone."""
+"""`holdfast inspect URL[@STEP]`: shows one checkpoint, from its manifest alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _summary(url: str, manifest: Manifest) -> Table:
 
 
 def _plain(text: str) -> str:
-    return plain(text).replace("[", r"\[")  # a path or note is text, never rich's markup
+    return plain(text).replace("[", r"\[")  # rich reads brackets in a path or note as markup
 
 
 def _print_tensors(out: Console, manifest: Manifest, *, show_all: bool) -> None:

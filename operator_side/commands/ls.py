@@ -28,7 +28,7 @@ from operator_side.commands.target import URL, Target
 
 _COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "PROOF", "FILE", "METRICS")
 _NUMBERS = ("STEP", "SIZE", "AGE", "RANKS")
-_ROWS_FIRST = 40  # so short runs are one table
+_ROWS_FIRST = 40  # the first table holds a short run whole
 _ROWS_NEXT = 200
 
 
@@ -49,7 +49,7 @@ def ls(as_json: bool, target: Target) -> None:
            bad       published, read back and found bad
            damaged   its manifest or its file is missing or broken
 
-    Proof: whether it is recorded what the step after the checkpoint used, so that a resume from it can be proven.
+    Proof: whether the checkpoint recorded what the next step used, so that a resume from it can be proven exact.
 
     After `holdfast rewind` the checkpoints of older branches are dim, and their file is followed by the branch.
 
@@ -57,14 +57,14 @@ def ls(as_json: bool, target: Target) -> None:
     "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "proof", "nonfinite", "metrics": {name: value}, "branch",
     "current", "is_best"}], "old_slices"}. Values that a damaged manifest does not have are null. pgt1_seconds is the
     time from save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas
-    differed; it is empty where none did. doubt says why a checkpoint may be torn, and is else empty. nonfinite is the
-    number of values in floating tensors that are NaN or infinite, counted when the checkpoint was read back; null: not
-    counted. is_best is true for the best good one by the run's best_metric. branch is the number of the branch that
-    wrote it, from 1; current tells whether restore may take it: it does not after `holdfast rewind` has left it.
-    old_slices says which steps are there only as slices that an older holdfast wrote, and is else empty.
-    """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
+    differed, and doubt why a checkpoint may be torn; both are usually empty. nonfinite is the number of values in
+    floating tensors that are NaN or infinite, counted when the checkpoint was read back; null: not counted. is_best is
+    true for the best good checkpoint by the run's best_metric. branch is the number of the branch that wrote it, from
+    1; current is false if `holdfast rewind` has left that branch, so that restore skips the checkpoint. old_slices
+    names the steps that exist only as slices of an older holdfast; it is usually empty.
+    """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
     look = target.look()
-    # Where the rows themselves go to a terminal, they show how far it is.
+    # Rows on a terminal show the progress themselves.
     hidden = sys.stdout.isatty() and not as_json
     documents, finder, branches = [], BestFinder(), look.branches or Branches()
     with progress_bar("manifests", sum(one.nbytes for one in look.names), hidden=hidden) as advance:
@@ -75,8 +75,8 @@ def ls(as_json: bool, target: Target) -> None:
             _print(look.url, items, branches, look.old_slices)
     best = finder.best()
     if not as_json and best is not None:
-        show(_told(best), "green")
-    if as_json:  # one document, so only when all is known
+        show(_best_text(best), "green")
+    if as_json:  # one document, printed when every item has been read
         for one in documents:
             one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
         print_json({"url": look.url, "checkpoints": documents, "old_slices": look.old_slices})
@@ -89,13 +89,13 @@ def _seen(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) 
         yield item
 
 
-def _told(best: BestFound) -> str:
+def _best_text(best: BestFound) -> str:
     step, attempt = best.order.step, best.order.attempt
     return f"best {best.rule.told()}: {best.value:.6g}, step {step} of attempt {attempt}"
 
 
 def _print(url: str, items: Iterator[CatalogItem], branches: Branches, old_slices: str) -> None:
-    """Print the rows while they are read, a few at a time, and then what is to be said of some of them."""
+    """Print the rows while they are read, a few at a time, then the notes on some of them."""
     out = console()
     rows = _read_rows(items, _ROWS_FIRST, branches)
     notes: list[tuple[str, str]] = [(old_slices, "yellow")] if old_slices else []
@@ -105,13 +105,13 @@ def _print(url: str, items: Iterator[CatalogItem], branches: Branches, old_slice
     is_first = True
     widths = [len(name) for name in columns]
     while rows:
-        if is_first and not any(row.cells[-1] for row in rows):  # of a run without metrics
+        if is_first and not any(row.cells[-1] for row in rows):  # no checkpoint has metrics
             columns = _COLUMNS[:-1]
         widths = [max(*at) for at in zip(widths, *(map(len, row.cells) for row in rows), strict=True)]
         shown = table(*columns, right=_NUMBERS)
         shown.show_header = is_first
         for column, width in zip(shown.columns, widths, strict=False):
-            column.min_width = width  # so that the next rows stand below these
+            column.min_width = width  # align the rows of all tables
         for row in rows:
             shown.add_row(*row.cells[: len(columns)], style=row.style)
             notes += row.notes
@@ -124,7 +124,7 @@ def _print(url: str, items: Iterator[CatalogItem], branches: Branches, old_slice
 
 
 class _ListedRow(NamedTuple):
-    """One checkpoint; `notes`: text and style of what is said below the table."""
+    """One checkpoint; `notes`: text and style of the lines below the table."""
 
     cells: tuple[str, ...]
     style: str
@@ -156,7 +156,7 @@ def _row(item: CatalogItem) -> _ListedRow:
 
 
 def _broken(item: CatalogItem) -> str:
-    """Its numbers that are not finite; empty where none is, or none was counted."""
+    """Describe its non-finite numbers; "" if there are none, or they were not counted."""
     counted = item.manifest.nonfinite if item.manifest else None
     return counted.told() if counted and counted.values else ""
 

@@ -1,4 +1,4 @@
-"""How commands declare their options and exit codes, and the options that several of them share."""
+"""Declares options and exit codes of commands, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def count(
     most: int | None = None,
     **more: Any,
 ) -> Option:
-    """An option that takes a whole number; `names` are separated by blanks."""
+    """Declare an option that takes an integer; `names` are separated by blanks."""
     return _option(names, click.IntRange(least, most), meaning, default, more)
 
 
@@ -38,31 +38,29 @@ def number(
     above: float | None = None,
     **more: Any,
 ) -> Option:
-    """An option that takes a number of at least `least`, or of more than `above`, up to `most`."""
+    """Declare an option that takes a number of at least `least`, or of more than `above`, up to `most`."""
     low = least if above is None else above
     kind = click.FloatRange(low, more.pop("most", None), min_open=above is not None)
     return _option(names, kind, meaning, default, more)
 
 
 def file(names: str, meaning: str, default: str | Path | None = None, **more: Any) -> Option:
-    """An option that takes a path."""
     return _option(names, click.Path(path_type=Path), meaning, default, more)
 
 
 def text(names: str, meaning: str, default: str | None = None, **more: Any) -> Option:
-    """An option that takes a text. With `multiple` it is repeatable."""
+    """Declare an option that takes a text. With `multiple` it is repeatable."""
     return _option(names, click.STRING, meaning, default, more)
 
 
 def choice(
     names: str, values: Sequence[str], meaning: str, default: str | None = None, **more: Any
 ) -> Option:
-    """An option that takes one of `values`."""
     return _option(names, click.Choice(values), meaning, default, more)
 
 
 def flag(names: str, meaning: str) -> Option:
-    """An option without a value."""
+    """Declare an option without a value."""
     return click.option(*names.split(), is_flag=True, help=meaning)
 
 
@@ -74,7 +72,7 @@ def _option(
 
 
 def exit_codes(*said: str) -> str:
-    """The list of a command's own exit codes, for its epilog; each is the code, a blank and the meaning."""
+    """Format a command's own exit codes for its epilog; each argument is the code, a blank and the meaning."""
     codes = [one.partition(" ") for one in said]
     width = max(len(code) for code, _, _ in codes) + 4
     lines = [
@@ -85,7 +83,7 @@ def exit_codes(*said: str) -> str:
 
 
 def size_of(option: str, text: str) -> int:
-    """The bytes that the value of an option means, such as 16MiB."""
+    """Parse the value of an option, such as 16MiB, to bytes. Raises `ConfigError`."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -93,7 +91,7 @@ def size_of(option: str, text: str) -> int:
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, str]:
-    """The settings of the stager that `--set` names."""
+    """Parse the stager's settings given by `--set`. Raises `ConfigError`."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

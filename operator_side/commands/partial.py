@@ -1,7 +1,7 @@
 """A download that survives an interruption: `.NAME.<CRC-32>-<bytes>.part` beside its destination.
 
-The next call reads the bytes in it and checks their CRC before it relies on them. The process that writes the file has
-a lock on it. The name identifies the checkpoint, so another checkpoint starts a new file.
+The next call reads the bytes in the file and checks their CRC before it relies on them. The writing process locks the
+file. The file's name identifies the checkpoint, so another checkpoint starts a new file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _log = logging.getLogger("holdfast.cli")
 
 @contextmanager
 def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
-    """Open the partial file, which may have content from an earlier call; an error inside keeps it. Without one it is
-    synced and renamed to `path`, and those of other checkpoints for `path` are removed. Raises `BusyError`: another
-    process writes it; `StoreError`: a stranger's file stands there, and stays; `OSError`: it cannot be written.
+    """Open the partial file, which may have content from an earlier call; an error inside the block keeps it. Without
+    an error, sync the file, rename it to `path`, and remove the partial files of other checkpoints for `path`. Raises
+    `BusyError`: another process writes the file; `StoreError`: the file is not the caller's own, and stays; `OSError`.
     """
     part = path.with_name(f".{path.name}.{crc32:08x}-{nbytes}.part")
     fd = _locked(part)
@@ -40,14 +40,14 @@ def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
                     "%s: the part that was fetched is kept; run the same command again to fetch the rest",
                     part,
                 )
-            else:  # empty, or emptied by the writer because it was damaged
+            else:  # empty, perhaps truncated by the writer because it was damaged
                 part.unlink()
             raise
         os.fsync(fd)
         part.rename(path)
         if not os.path.samestat(os.fstat(fd), path.lstat()):
             raise StoreError(
-                f"{path}: somebody put another file there; fetch to a directory that is yours alone"
+                f"{path}: another process put a different file there; fetch to a directory of your own"
             )
     finally:
         os.close(fd)
@@ -71,7 +71,7 @@ def _locked(part: Path, *, create: bool = True) -> int:
             raise BusyError(
                 f"{part}: another process is fetching this file; wait until it has ended"
             ) from error
-        os.close(fd)  # whoever had it has just renamed or removed it
+        os.close(fd)  # its previous writer has just renamed or removed it
 
 
 def _opened(part: Path, *, create: bool) -> int:
@@ -85,10 +85,10 @@ def _opened(part: Path, *, create: bool) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise _strange(part) from error
         if isinstance(error, FileNotFoundError) and create:
-            return _opened(part, create=create)  # whoever had it has just renamed it
+            return _opened(part, create=create)  # its previous writer has just renamed it
         raise
     found = os.fstat(fd)
-    # A second name of another file of the caller's, or a file into which somebody else can still write.
+    # Refuse a hard link to another file of the caller's, and a file that another user can still write.
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid != os.geteuid():
         os.close(fd)
         raise _strange(part)
@@ -97,8 +97,8 @@ def _opened(part: Path, *, create: bool) -> int:
 
 def _strange(part: Path) -> StoreError:
     return StoreError(
-        f"{part}: is no file of uid {os.geteuid()} that only this name leads to; holdfast writes nothing through it. "
-        "Remove it, or fetch to another directory"
+        f"{part}: expected a regular file of uid {os.geteuid()} without other hard links; "
+        "remove it, or fetch to another directory"
     )
 
 

@@ -1,4 +1,4 @@
-"""`holdfast pull URL[@STEP] DEST`: copy a checkpoint file here, and check every byte of it.
+"""`holdfast pull URL[@STEP] DEST`: copies a checkpoint file to this machine, and checks every byte of it.
 
 store ─► buffer ─► CRC of each chunk against the manifest ─► .DEST.….part, kept for the next call ─► fsync ─► rename
 """
@@ -26,7 +26,7 @@ from operator_side.commands.partial import partial
 from operator_side.commands.target import TARGET, Target
 
 _BUFFER_BYTES = 16 * 1024 * 1024
-_READS_MAX = 2  # a wrong chunk may have changed only on its way here
+_READS_MAX = 2  # a chunk may have been damaged only on its way here
 
 
 @click.command(
@@ -68,7 +68,7 @@ def pull(
     if best is None and mode is not None:
         raise ConfigError(f"--mode {mode} is for a metric; give --best METRIC with it")
     if best is not None and target.step is not None:
-        raise ConfigError(f"--best {best} and @{target.step} name a checkpoint each; leave one of them out")
+        raise ConfigError(f"--best {best} and @{target.step} both name a checkpoint; leave one of them out")
     catalog = target.catalog()
     manifest = catalog.get(target.step) if best is None else find_best(catalog, best, mode)
     path = place(destination, manifest.file, force=force)
@@ -83,9 +83,8 @@ def pull(
 
 
 def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
-    """Copy the file of `manifest` to `path` and check it; returns the bytes that no earlier call had fetched. Raises
-    `BusyError`: another process fetches it; `DamageError`: the bytes differ; `StoreError`: the part that was fetched
-    stays.
+    """Copy the file of `manifest` to `path` and check it. Return the bytes that an earlier call had fetched. Raises
+    `BusyError`: another process fetches it; `DamageError`: the bytes differ; `StoreError`: the fetched part stays.
     """
     kept_bytes = 0
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
@@ -104,7 +103,7 @@ def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> i
 
 
 def _kept(fd: int, manifest: Manifest) -> int:
-    """The number of good bytes at the beginning of the file: whole chunks, or all of it. The rest is cut off."""
+    """Truncate the file to its good beginning, whole chunks or all of the image; return the size."""
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes)))
     nbytes = os.fstat(fd).st_size
     for chunk, expected in enumerate(manifest.chunk_crc32s):

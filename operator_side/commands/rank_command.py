@@ -1,4 +1,4 @@
-"""`holdfast rank`: run one rank, or torchrun, and end with an exit code that an engine can act on."""
+"""`holdfast rank`: runs one rank, or torchrun, and ends with an exit code that an engine can act on."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from operator_side.commands.options import COMMAND, WRAPS_COMMAND, count, exit_c
 def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     """Run COMMAND, which is one rank of a job or the torchrun of one machine, and tell a preemption from a bug.
 
-    For engines that restart jobs themselves: Kubernetes, Slurm, SkyPilot, torchrun. Signals are passed on to COMMAND,
-    so that SIGTERM is a preemption notice where the setting `watch` names `sigterm`. SIGHUP is passed on as SIGTERM,
-    unless it is ignored at the start, as under nohup. COMMAND's output is passed through. When COMMAND has ended, one
-    line on stderr says why, and the exit code says what to do.
+    For engines that restart jobs themselves: Kubernetes, Slurm, SkyPilot, torchrun. The command forwards signals to
+    COMMAND, so SIGTERM is a preemption notice if the setting `watch` names `sigterm`. It forwards SIGHUP as SIGTERM,
+    unless SIGHUP is ignored at the start, as under nohup. It passes COMMAND's output through. When COMMAND has ended,
+    one line on stderr says why, and the exit code says what to do.
     """
     from operator_side.supervise.exit_codes import AGAIN, coded_end
     from operator_side.supervise.wrapped_rank import WrappedRank

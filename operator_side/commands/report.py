@@ -1,4 +1,4 @@
-"""`holdfast report RUN`: one HTML page about a run."""
+"""`holdfast report RUN`: writes one HTML page about a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def report(
     unreachable.
 
     JSON: {"file", "nbytes", "happened": [sentence, …], "look_at": [{"text", "section"}], "unknown": […], "checkpoints",
-    "interruptions", "goodput"}; goodput is null if it is not known.
+    "interruptions", "goodput"}; goodput is null if unknown.
     """
     from holdfast.telemetry.event_reading import read_logs
     from operator_side.report.facts import gather
@@ -92,7 +92,7 @@ def report(
 
 
 def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredCheckpoint]:
-    """Read the manifests of the run; append to `notes` what cannot be read. `may_fail`: raise if nothing can."""
+    """Read the manifests of the run; append faults to `notes`. `may_fail`: raise if the store cannot be read."""
     from holdfast.telemetry.rows import StoredCheckpoint
 
     try:

@@ -1,4 +1,4 @@
-"""`holdfast rewind URL --to STEP`: training goes on from an older checkpoint, on a new branch of the same run."""
+"""`holdfast rewind URL --to STEP`: makes training continue from an older checkpoint, on a new branch of the run."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ANY_ATTEMPT = 2**62
 
 
 class _RewindPlan(NamedTuple):
-    """The rewind that the command makes, or would make."""
+    """The rewind that the command makes, or would make with --dry-run."""
 
     rewind: Rewind
     branches: Branches
-    left_out_before: tuple[StepRange, ...]  # by the branch that is left, and not by the new one
+    left_out_before: tuple[StepRange, ...]  # by the old branch after the fork, not by the new one
 
     @property
     def number(self) -> int:
@@ -44,11 +44,11 @@ class _RewindPlan(NamedTuple):
 
 
 @click.command(
-    short_help="Go on from an older checkpoint, on a new branch of the run.",
+    short_help="Continue from an older checkpoint, on a new branch of the run.",
     epilog=exit_codes(
         "0 the run was rewound, or listed",
         "2 an option is wrong",
-        "5 there is no such good checkpoint; the message names those that are near",
+        "5 there is no such good checkpoint; the message names the nearest ones",
         "8 a job, or another process, is writing to this run",
     )
     + examples(
@@ -60,7 +60,7 @@ class _RewindPlan(NamedTuple):
 @click.argument("target", metavar="URL", type=URL)
 @text(
     "--to",
-    "Step of the checkpoint to go on from; STEP-aATTEMPT, such as 10200-a1, names one of an older branch.",
+    "Step of the checkpoint to continue from; STEP-aATTEMPT, such as 10200-a1, names one of an older branch.",
     metavar="STEP",
 )
 @text(
@@ -69,7 +69,7 @@ class _RewindPlan(NamedTuple):
     metavar="N..M",
     multiple=True,
 )
-@text("--reason", "Text that is kept with the branch and shown to people.", "")
+@text("--reason", "Text that is stored with the branch and shown by --list.", "")
 @flag("--list only_list", "List the branches of the run, and change nothing.")
 @flag("--dry-run", "Check everything and say what would happen; change nothing.")
 @json_option
@@ -82,20 +82,20 @@ def rewind(
     only_list: bool,
     dry_run: bool,
 ) -> None:
-    """Let the next job of the run at URL go on from the checkpoint of an older step. Stop the job first, rewind, and
+    """Let the next job of the run at URL continue from the checkpoint of an older step. Stop the job first, rewind, and
     start the same command again.
 
-    A new branch begins there. The checkpoints of the branch that is left stay as they are: `holdfast ls` shows them,
-    @STEP names them, and retention counts each branch for itself. The next restore passes over them, in the store, in
-    local tiers and in the stager's ring. To undo it, rewind to a checkpoint of the older branch.
+    A new branch begins there. The checkpoints of the older branch stay as they are: `holdfast ls` shows them, @STEP
+    names them, and retention counts each branch for itself. The next restore skips them, in the store, in local tiers
+    and in the stager's ring. To undo a rewind, rewind to a checkpoint of the older branch.
 
-    --skip-batches leaves out the batches that training would use for steps N to M if it went on from STEP without it:
-    step N gets the batch of step M+1. Samplers in the state do it (docs/data.md).
+    --skip-batches leaves out the batches that training would use for steps N to M if it continued from STEP without
+    this option: step N gets the batch of step M+1. Samplers in the state do this (docs/data.md).
 
     JSON: {"url", "rewound": {"branch", "attempt", "to_step", "to_attempt", "from_step", "from_attempt", "skipped":
     [[N, M]], "reason"} or null with --list, "dry_run", "branches": [{"branch", "current", "from_step", "from_attempt",
     "checkpoints", "newest_step", "newest_attempt", "files", "skipped", "made_at", "reason"}]}. from_step of a branch is
-    the step that it went on from; null for the first one.
+    the step that it continued from; null for the first one.
     """
     identify("tool")
     look = target.look()
@@ -106,17 +106,17 @@ def rewind(
         _say_list(look, None, as_json=as_json, dry_run=False)
         return
     if to is None:
-        raise ConfigError("expected --to with the step to go on from, or --list")
+        raise ConfigError("expected --to with the step to continue from, or --list")
     if len(reason) > REASON_CHARACTERS_MAX:
         raise ConfigError(f"--reason: expected at most {REASON_CHARACTERS_MAX} characters, got {len(reason)}")
     ranges = _ranges(skips)
-    # Both before the claim, which costs an attempt; and a job without a stager holds none.
+    # Check before taking the lease, which uses up an attempt number; a job without a stager holds no lease.
     if lives := runs_here(store) or (may_live(store, _ANY_ATTEMPT) if dry_run else ""):
         raise FencedError(_alive(store, lives))
     plan = _plan(look, to, ranges, reason, newest_attempt(store) + 1)
     if not dry_run:
         with claimed(store) as ours:
-            look = CatalogLook(store)  # from here on nobody else writes
+            look = CatalogLook(store)  # from here on no other process writes
             plan = _plan(look, to, ranges, reason, ours.attempt)
             _write(ours.store, plan.rewind)
         look = CatalogLook(store)
@@ -129,7 +129,7 @@ def rewind(
 def _alive(store: Store, who: str) -> str:
     return (
         f"{store.url}: {who} may be writing to this run; end the job first, and wait until its flusher has ended: a "
-        "job that runs would not hear of the rewind"
+        "running job would not notice the rewind"
     )
 
 
@@ -158,7 +158,7 @@ def _plan(
     fork = _fork(look, branches, to)
     if ranges and ranges[0].first <= fork.step:
         raise ConfigError(
-            f"--skip-batches {ranges[0]}: training goes on with step {fork.step + 1}; the batches up to step "
+            f"--skip-batches {ranges[0]}: training continues with step {fork.step + 1}; the batches up to step "
             f"{fork.step} are in the checkpoint already"
         )
     known = branches.rewound(fork) if branches.is_current(fork) else None
@@ -175,7 +175,7 @@ def _plan(
 
 
 def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
-    """The checkpoint of `--to`. Raises `ConfigError`, `StoreMissing`; `DamageError`: restore would not use it."""
+    """Find the checkpoint of `--to`. Raises `ConfigError`, `StoreMissing`; `DamageError`: restore would not use it."""
     try:
         wanted = None if _STEP.fullmatch(to) else CheckpointId.of_label(to)
     except ValueError:
@@ -192,7 +192,7 @@ def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
     near = _near(look, step)
     if items:
         why = items[0].fault or items[0].caveat
-        raise DamageError(f"{look.url}: restore would not go on from {items[0].order}: {why}; {near}")
+        raise DamageError(f"{look.url}: restore would not continue from {items[0].order}: {why}; {near}")
     if listed:
         labels = ", ".join(one.order.label for one in listed)
         raise StoreMissing(f"{look.url}: step {step} is on an older branch only; name it {labels}; {near}")
@@ -208,26 +208,26 @@ def _near(look: CatalogLook, step: int) -> str:
 
 def _write(store: Store, rewind: Rewind) -> None:
     data = rewind.to_bytes()
-    # Read back: a `create` whose answer was lost and that was tried again finds its own file.
+    # Read back: if the answer to `create` was lost, the retry finds its own file.
     if not store.create(rewind.name, data) and store.read(rewind.name) != data:
-        raise FencedError(f"{store.url}/{rewind.name}: somebody else has written it; run the command again")
+        raise FencedError(f"{store.url}/{rewind.name}: another process has written it; run the command again")
 
 
-# -- what it says ------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------
 
 
 def _say(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
     made = plan.rewind
     would = "would be" if dry_run else "was"
     show(f"{url}: the run {would} rewound from {made.left} to {made.fork}; branch {plan.number} begins there")
-    show(f"the next job goes on with step {made.fork.step + 1}")
+    show(f"the next job continues with step {made.fork.step + 1}")
     for first, last in made.skips:
         show(
             f"the batches of steps {first} to {last} are left out: step {first} gets that of step {last + 1}"
         )
     if plan.left_out_before:
         show(
-            f"the branch that is left has left out steps {told(plan.left_out_before)} after this step; the new one "
+            f"the older branch left out steps {told(plan.left_out_before)} after this step; the new one "
             "leaves out only what --skip-batches names"
         )
     if not dry_run:

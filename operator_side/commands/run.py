@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _FORWARDED = ("HOLDFAST_", "NCCL_", "FI_", "OMP_", "PYTORCH_", "TORCH_")
-# A path of this machine, of which the stager is told by an argument; and secrets.
+# A path on this machine, which the stager gets as an argument; and secrets.
 _NOT_FORWARDED = ("HOLDFAST_EVENTS", "HOLDFAST_NOTIFY")
 _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 
@@ -90,7 +90,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 )
 @click.option("--agent", help="Command that starts another command on a host, in place of ssh.")
 @click.option(
-    "--stager-host", help="Name under which the other hosts reach this machine. Default: its host name."
+    "--stager-host", help="Name by which the other hosts reach this machine. Default: its host name."
 )
 @option.ULFM
 @option.MPIRUN_OPTIONS
@@ -99,7 +99,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     "exported",
     multiple=True,
     metavar="NAME",
-    help="Environment variable to pass on to the other hosts; repeatable.",
+    help="Environment variable to forward to the other hosts; repeatable.",
 )
 @option.SETTINGS
 @option.file(
@@ -127,7 +127,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     8,
     least=0,
 )
-@option.number("--grace-seconds", "Seconds that the ranks have to end after they were told to.", 30.0)
+@option.number("--grace-seconds", "Seconds that the ranks have to end after they are told to.", 30.0)
 @option.number(
     "--silent-seconds-max",
     "Seconds that a rank may stay silent after the stager has reported it; then the attempt is ended.",
@@ -151,8 +151,8 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     first and resumes the job from the one before it, at most --set-aside-max times in a row.
 
     With --launcher torchrun COMMAND may be a program, a script (train.py) or a module (-m NAME). A stager that dies is
-    started again. SIGTERM and Ctrl-C are a preemption notice to the ranks, which have --grace-seconds; a second one
-    kills them.
+    restarted. SIGTERM and Ctrl-C are a preemption notice to the ranks, which then have --grace-seconds to end; a
+    second signal kills them.
     """
     if options["min_ranks"] is not None and options["min_ranks"] > options["ranks"]:
         raise ConfigError(f"--min-ranks {options['min_ranks']} is more than --ranks {options['ranks']}")
@@ -175,7 +175,7 @@ def _run_mpirun(command: Sequence[str], options: dict[str, Any]) -> int:
 
 
 def _config(options: dict[str, Any]) -> StagerConfig:
-    """Settings of the stager. Raises `ConfigError` also where the store's parent directory is missing."""
+    """Load the stager's settings. Raises `ConfigError`, also if the store's parent directory is missing."""
     from holdfast.config import StagerConfig
     from holdfast.store import refuse_missing_parent
 
@@ -192,7 +192,7 @@ def _supervised(
     logs: Path,
     notifier: Notifier,
 ) -> tuple[Supervisor, JobProcesses]:
-    """The supervisor, and the job that it starts."""
+    """Make the supervisor, and the job that it starts."""
     from holdfast.ring.directory import runtime_directory
     from holdfast.telemetry.event_files import EVENTS_NAME
     from operator_side.supervise.core import Core
@@ -227,7 +227,7 @@ def _supervised(
 
 
 def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
-    """The exit code of this command; says why it is not 0."""
+    """Return the exit code of this command; print why it is not 0."""
     from holdfast.command.output import say
     from operator_side.supervise.verdict import Cause, class_of
 
@@ -237,7 +237,7 @@ def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
         _say_why(verdict.message, [] if stopped else job.last_words(verdict), logs)
         if not stopped:
             say(f"help: {help_for(getattr(error, 'code', 'run'))}")
-    # Python ends with 1 whatever the exception; a class of holdfast's own has an exit code of its own.
+    # Python exits with 1 after any exception; holdfast's own classes have their own exit codes.
     return int(getattr(error, "exit_code", verdict.exit_code))
 
 
@@ -278,7 +278,7 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
 
 
 def _notifier(options: dict[str, Any], store: str) -> Notifier:
-    """Where `--notify` and `--notify-command` say that messages go."""
+    """Make the notifier for `--notify` and `--notify-command`."""
     from holdfast.notify.notifier import Notifier
     from holdfast.notify.notify_options import destinations
 
@@ -329,7 +329,7 @@ def _logs(given: Path | None, store: str) -> Path:
 
 
 def _lock(logs: Path) -> IO[str]:
-    # One supervisor for a log directory, hence for a run on this machine. The kernel releases the lock at our end.
+    # One supervisor per log directory, hence per run and machine. The kernel releases the lock when this process ends.
     file = (logs / "lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -347,7 +347,7 @@ def _lock(logs: Path) -> IO[str]:
 
 
 def _newest_step(store: str) -> int:
-    """The newest step of the run; -1 in an empty run. An unreadable store is an error before anything starts."""
+    """Return the run's newest step; -1 in an empty run. An unreadable store is an error before anything starts."""
     from holdfast.checkpoints.catalog import Catalog
     from holdfast.store import open_store
 
@@ -362,7 +362,7 @@ def _newest_step(store: str) -> int:
 
 
 def _unless_not_durable(done: Verdict, step: int, store: str) -> Verdict:
-    """The verdict on a job that is done, and whose newest step is `step`."""
+    """Return `done`, or a verdict that `step`, the job's newest, is not durable."""
     from holdfast.config import TrainerConfig
     from operator_side.supervise.verdict import Cause, Verdict
 
@@ -427,7 +427,7 @@ def _stager_arguments(config: StagerConfig, events: Path, options: dict[str, Any
 
 
 def _pause_seconds(number: int) -> float:
-    if number == 1:  # the attempt made progress, or was the first: nothing says that the next one fails, too
+    if number == 1:  # the attempt made progress, or was the first: restart at once
         return 0.0
     # Full jitter under a bound that doubles, as in holdfast/store/retrying.py.
     import tenacity
@@ -443,5 +443,5 @@ def _relay(stream: str, text: str) -> None:
     try:
         out.write(text + "\n")
         out.flush()
-    except (OSError, ValueError):  # nobody reads this stream any more; the log files have the text
+    except (OSError, ValueError):  # the reader of this stream is gone; the log files have the text
         pass

@@ -1,4 +1,4 @@
-"""`holdfast run --launcher torchrun`: its options, the job that they make, and what several machines need."""
+"""`holdfast run --launcher torchrun`: its options, its job, and the commands for several machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.supervisor import environment_of_job
 from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments, torchrun_line
 
-RESTARTS_MAX = 3  # torchrun counts all of them, and not those in a row without progress
+RESTARTS_MAX = 3  # torchrun counts all restarts, not only those in a row without progress
 _OF_HOSTS = (
     "min_ranks",
     "stagers",
@@ -38,8 +38,8 @@ _OF_STANDING = ("listen", "ranks", "key", "key_file", "tls_cert", "tls_key")
 
 
 def check_options(settings: dict[str, str]) -> None:
-    """Refuse what torchrun on one machine cannot do: mpirun's options, settings for several machines, a second stager,
-    no torch. `settings`: as `--set` names them. Raises `ConfigError`.
+    """Refuse what torchrun on one machine cannot do: mpirun's options, settings for several machines, a second stager.
+    Refuse also if torch is missing. `settings`: as `--set` names them. Raises `ConfigError`.
     """
     context = click.get_current_context()
     refused = {*_OF_HOSTS, *_OF_MPIRUN, *_OF_CRASHES}
@@ -77,7 +77,7 @@ def torchrun_job(
     newest_step: int,
     tell: Callable[[Mapping[str, Any]], None],
 ) -> TorchrunJob:
-    """The job that starts torchrun once the stager listens."""
+    """Make the job that starts torchrun once the stager listens."""
     restarts_max, grace_seconds = restarts_of(options), options["grace_seconds"]
     told_seconds = min(TrainerConfig.from_sources().watch_grace_seconds, max(1.0, grace_seconds))
     return TorchrunJob(
@@ -94,13 +94,13 @@ def torchrun_job(
 
 
 def restarts_of(options: dict[str, Any]) -> int:
-    """The --max-restarts of torchrun."""
+    """Return torchrun's --max-restarts."""
     source = click.get_current_context().get_parameter_source("restarts_max")
     return RESTARTS_MAX if source is ParameterSource.DEFAULT else int(options["restarts_max"])
 
 
 def say_for_several_machines(command: Sequence[str], store: str, options: dict[str, Any]) -> None:
-    """Print what takes the place of this command on several machines."""
+    """Print the commands that replace this one on several machines."""
     lines = lines_for_several_machines(
         torchrun_arguments(command),
         ranks=options["ranks"],

@@ -102,7 +102,7 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
     "lost_seconds", "lost_dollars", "line"}]}], "totals": [{"strategy", "mtbf_hours", "every", "hours"}], "figures"}.
     Spreads are {"median", "least", "greatest"}. "profile" can be given to --profile, as a file.
     """
-    # numpy and the studies are brought in only here: not for --help.
+    # Keep numpy and the studies out of --help.
     from operator_side.commands.simulate_output import document, show_replayed, show_totals
     from operator_side.simulate.study_plan import StudyPlan
     from operator_side.simulate.traces import read_trace

@@ -1,4 +1,4 @@
-"""`holdfast status`: watch a run in the terminal or in a browser, print its state once, or as JSON."""
+"""`holdfast status`: shows a run in the terminal or in a browser, or prints its state once, or as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.command.output import console, json_option, print_json
 from holdfast.errors import ConfigError
 from operator_side.commands import options as option
 
-_ROWS_LEAST = 14  # of one run in a window: who, how far, how much is at risk
+_ROWS_LEAST = 14  # of one run in a window: its head, levels and loss
 
 if TYPE_CHECKING:
     from operator_side.status.run_status import RunStatus
@@ -60,11 +60,11 @@ def status(
     """Show the progress of a run, and the loss if it were killed now. The run is not slowed down.
 
     RUN is the URL of the run or its runtime directory; without RUN the command shows all runs of this machine. Start it
-    on the stager's machine: `ssh stager holdfast status`. It asks the stager and the flusher while they live, and reads
+    on the stager's machine: `ssh stager holdfast status`. It asks the stager and the flusher while they run, and reads
     the ring and, without a flusher, the store.
 
-    With --web a browser shows it: the command prints the URL, and the ssh line for a browser elsewhere. The page loads
-    nothing from other hosts. Goodput, losses and kills come from the event logs.
+    With --web a browser shows the status: the command prints the URL, and an ssh command for a browser on another
+    machine. The page loads nothing from other hosts. Goodput, losses and kills come from the event logs.
 
     JSON: {"runs": [{"run", "attempt", "is_running", "levels", "loss_trainers", "loss_node", "flights", "ring",
     "ranks", …}]}; docs/status.md describes every field.
@@ -98,7 +98,7 @@ def status(
 
 
 def _live(watches: RunWatches, found: list[RunStatus], interval_seconds: float) -> None:
-    """Show the runs until Ctrl-C; then the last one stays in the terminal."""
+    """Show the runs until Ctrl-C; then leave the last output in the terminal."""
     from rich.console import Group
     from rich.live import Live
 

@@ -1,6 +1,6 @@
 """How a terminal shows the status of a run: in 80 columns, and readable without colours.
 
-A pure function: status ─► renderable. With a height the lists (ranks, lines) are cut to it; the worst entries stay.
+A pure function: status ─► renderable. With a height, lists (ranks, lines) are cut to fit; the worst entries stay.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN = 8, 6, 3
 _RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST = 1, 1, 1
 _HOST_CHARACTERS_MAX = 20
-# Dropped first where the window is too small.
+# Dropped in this order if the window is too small.
 _DROPPED = ("timings", "notices", "declined", "ring", "flights", "ranks", "notes", "troubles")
 _RESUME_STYLE = {"verified resume": "", "differs": "red", "not proven": "yellow"}
 _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"}
 
 
 def render(status: RunStatus, *, ascii_only: bool = False, height: int | None = None) -> RenderableType:
-    """The status, for `rich`. `height`: lines of the terminal; lists are shortened so that it fits, if possible."""
+    """Render the status for `rich`. `height`: lines of the terminal; lists are shortened to fit, if possible."""
     shown = (_RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN)
     parts = _parts(status, ascii_only, shown)
     if height is not None and _lines(parts) > height:
@@ -48,7 +48,7 @@ def render(status: RunStatus, *, ascii_only: bool = False, height: int | None = 
             if _lines(parts) <= height:
                 break
             parts = _parts(status, ascii_only, shown, without=_DROPPED[:count])
-    if height is not None:  # a wrapped line would push the end of the status out of sight
+    if height is not None:  # a wrapped line would push the end out of sight
         for part in parts:
             if isinstance(part, Text):
                 part.no_wrap, part.overflow = True, "ellipsis"
@@ -78,7 +78,7 @@ def _parts(
 
 
 def _lines(parts: Iterable[RenderableType]) -> int:
-    """About how many lines the parts take: a table has two more than rows."""
+    """Estimate how many lines the parts take: a table has two more than rows."""
     return sum(part.row_count + 2 if isinstance(part, Table) else 1 for part in parts)
 
 
@@ -243,7 +243,7 @@ def _said(title: str, lines: Sequence[StatusLine], now_unix: float, shown: int) 
 
 
 def bar(fraction: float, ascii_only: bool = False, cells: int = _BAR_CELLS) -> str:
-    """A bar such as `████░░░░`, which is full only at 1 and empty only at 0."""
+    """Draw a bar such as `████░░░░`, which is full only at 1 and empty only at 0."""
     done, left = ("#", ".") if ascii_only else ("█", "░")
     fraction = min(1.0, max(0.0, fraction))
     filled = math.floor(fraction * cells) if fraction > 0.5 else math.ceil(fraction * cells)
@@ -251,7 +251,7 @@ def bar(fraction: float, ascii_only: bool = False, cells: int = _BAR_CELLS) -> s
 
 
 def spark(values: Sequence[float], ascii_only: bool = False) -> str:
-    """One character for each value, by its place between the smallest and the largest."""
+    """Draw one character per value, by its place between the smallest and the largest."""
     marks = _ASCII_SPARKS if ascii_only else _SPARKS
     if not values:
         return ""

@@ -1,4 +1,4 @@
-"""`holdfast status --web`: serves the live page, and says where it is to be seen."""
+"""`holdfast status --web`: serves the live page, and prints its URL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def serve_web(site: StatusWeb, port: int) -> None:
     server = PageServer(port, site.served)
     click.echo(server.url)
     click.echo(
-        f"from another machine: ssh -N -L {server.port}:{ADDRESS}:{server.port} {_here()}, and open the same URL there"
+        f"from another machine: ssh -N -L {server.port}:{ADDRESS}:{server.port} {_host()}, and open the same URL there"
     )
     click.echo("Ctrl-C ends it")
     try:
@@ -39,15 +39,15 @@ def serve_web(site: StatusWeb, port: int) -> None:
         server.close()
 
 
-def _here() -> str:
-    """This machine, as a user elsewhere reaches it: by the address that ssh came to, if it came."""
+def _host() -> str:
+    """Return the name by which other machines reach this one: the address that ssh connected to, or the host name."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
     return plain(parts[_SSH_SERVER]) if len(parts) > _SSH_SERVER else socket.gethostname()
 
 
 @dataclass
 class StatusWeb:
-    """The pages: one for each run, its main part alone, and the JSON document of all runs."""
+    """The pages: one per run, its main part alone, and the JSON document of all runs."""
 
     watches: RunWatches
     every_seconds: float

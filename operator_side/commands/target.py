@@ -16,7 +16,7 @@ from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
 
 _ANSWER_SECONDS_MAX = 10.0
-# A step stands at the very end only: user names (`s3://me@host`) and directories may contain an @.
+# A step is accepted only at the very end: user names (`s3://me@host`) and directories may contain an @.
 _STEP = re.compile(r"(?P<url>.+)@(?P<step>\d{1,18}|latest)", re.DOTALL)
 
 
@@ -27,26 +27,26 @@ class Target(NamedTuple):
     step: int | None
 
     def catalog(self) -> Catalog:
-        from holdfast.store import open_store  # brings boto3 or fsspec: not for --help
+        from holdfast.store import open_store  # imports boto3 or fsspec: not for --help
 
         store = open_store(self.url)
         _see_that_it_answers(store)
         return Catalog(store)
 
     def look(self) -> CatalogLook:
-        """A listing of the run. Raises `StoreMissing`: there is nothing at its URL."""
+        """List the run. Raises `StoreMissing`: its URL has no content."""
         look = self.catalog().look()
         if look.is_empty:
             raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
         return look
 
     def find(self) -> tuple[Catalog, Manifest]:
-        """The catalog, and the manifest of the step. Raises `StoreMissing`, which names the nearest steps."""
+        """Return the catalog, and the manifest of the step. Raises `StoreMissing`, which names the nearest steps."""
         catalog = self.catalog()
         return catalog, catalog.get(self.step)
 
     def find_good(self, use: str) -> tuple[Catalog, Manifest]:
-        """As `find`. Raises `ConfigError`: the checkpoint is bad; `use` says what is not done with it."""
+        """As `find`. Raises `ConfigError`: the checkpoint is bad; `use` completes the message "and is not …"."""
         catalog, manifest = self.find()
         if manifest.state is State.BAD:
             raise ConfigError(
@@ -57,7 +57,7 @@ class Target(NamedTuple):
 
 
 def _see_that_it_answers(store: Store) -> None:
-    """Say a wrong endpoint or a hanging store in seconds: later calls try for minutes. Raises `StoreError`."""
+    """Report a wrong endpoint or a hanging store within seconds: later calls retry for minutes. Raises `StoreError`."""
     answer: futures.Future[None] = futures.Future()
 
     def check() -> None:
@@ -68,7 +68,7 @@ def _see_that_it_answers(store: Store) -> None:
         else:
             answer.set_result(None)
 
-    # A daemon, not an executor: the process does not wait at its end for a call that hangs.
+    # A daemon thread, not an executor: the process must not wait at its end for a call that hangs.
     threading.Thread(target=check, name="holdfast-check", daemon=True).start()
     if not futures.wait([answer], _ANSWER_SECONDS_MAX).done:
         raise StoreError(
@@ -79,7 +79,7 @@ def _see_that_it_answers(store: Store) -> None:
 
 
 def parse_target(text: str) -> Target:
-    """Split `URL@123` or `URL@latest`; other text is a URL. A name that ends in `@` and digits needs `@latest`."""
+    """Split `URL@123` or `URL@latest`; any other text is a URL. A name that ends in `@` and digits needs `@latest`."""
     match = _STEP.fullmatch(text)
     if match is None:
         return Target(text, None)
@@ -117,7 +117,7 @@ class _TargetType(_ParamType):
         param: click.Parameter,  # noqa: ARG002
         incomplete: str,
     ) -> list[CompletionItem]:
-        # Complete directories: most runs are one, and to list a remote store would take too long.
+        # Complete directories: most runs are one, and listing a remote store would take too long.
         return [CompletionItem(incomplete, type="dir")]
 
 

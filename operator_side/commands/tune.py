@@ -1,4 +1,4 @@
-"""`holdfast tune`: a `holdfast.toml` with reasons, from measured figures and from how often machines are lost."""
+"""`holdfast tune`: writes a `holdfast.toml` with reasons, from measured figures and the rate of losses."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
     should be, with the reasons as comments.
 
     The file for --profile is the output of `holdfast simulate --json`, or the "profile" in it (docs/simulate.md). The
-    settings are computed, not tried out: measure a run with them.
+    settings are computed, not tested: measure a run with them.
     """
-    # numpy and the replay are brought in only here: not for --help.
+    # Keep numpy and the replay out of --help.
     from operator_side.simulate.profiles import load_profile, measured_profile
     from operator_side.simulate.scale import machine
     from operator_side.simulate.traces import read_trace
@@ -152,7 +152,7 @@ def _seen(run: str | None) -> FailureCount | None:
     if run is None:
         return None
     target = Target(run, None)
-    target.look()  # a URL with nothing at it is refused
+    target.look()  # refuse a URL without content
     return failures_seen(target.catalog().store)
 
 

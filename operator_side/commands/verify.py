@@ -1,4 +1,4 @@
-"""`holdfast verify URL[@STEP]`: read a checkpoint and check every byte of it."""
+"""`holdfast verify URL[@STEP]`: reads a checkpoint and checks every byte of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
     """Read a checkpoint of the run at URL, and check the CRC of each chunk, of each entry of the file and of the whole
     file.
 
-    Without @STEP the command checks the newest checkpoint, whatever its state. It changes nothing, not even the state
+    Without @STEP the command checks the newest checkpoint, even a bad one. It changes nothing, not even the state
     in the manifest.
 
     A checkpoint can be whole although the replicas of its ranks differed, or although it may be torn: the command then
@@ -72,18 +72,18 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
 def _chosen(
     catalog: Catalog, target: Target, *, check_all: bool
 ) -> Iterator[tuple[Manifest | None, str, str]]:
-    """The checkpoints to check: manifest (None if unreadable), name, and why it is unreadable."""
+    """Yield the checkpoints to check: manifest (None if unreadable), name, and why it is unreadable."""
     if target.step is not None:
         manifest = catalog.get(target.step)
         yield manifest, manifest.file, ""
         return
-    # The newest one, good or not: the user asked about it, not about an older good one.
+    # Check the newest one even if it is bad: the user asked about it, not about an older good one.
     found = False
     for item in itertools.islice(catalog.newest_first(), None if check_all else 1):
         found = True
         yield item.manifest, item.manifest.file if item.manifest else item.name, item.fault
     if not found:
-        catalog.get()  # its error says whether the run is missing, or has no checkpoint
+        catalog.get()  # raises: the run is missing, or has no checkpoint
 
 
 def _checked(catalog: Catalog, manifest: Manifest, threads: int | None, *, quiet: bool) -> VerifyReport:

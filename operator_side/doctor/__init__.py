@@ -1,10 +1,10 @@
 """Checks a machine before a run, by trial, and says what to fix.
 
     CheckPlan ─► checks: machine, other_hosts, store_checks, and those of the roles (entry points `holdfast.checks`)
-                     └─► Finding: ok · warn · fail · skipped, what was seen, what to do
+                     └─► Finding: ok · warn · fail · skipped, what was seen, what to fix
 
-A check is a function of the plan that yields findings. It removes what it made, and each wait in it has a limit. An
-exception in a check becomes a finding that failed; the other checks still run.
+A check is a function of the plan that yields findings. It removes what it created, and each of its waits has a limit.
+An exception in a check becomes a failed finding; the other checks still run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Check = Callable[[CheckPlan], Iterable[Finding]]
 
 
 def examine(plan: CheckPlan) -> Iterator[Finding]:
-    """Run every check, one after the other, and yield each finding as soon as it is known."""
+    """Run every check in turn, and yield each finding as soon as it is known."""
     for check in _checks():
         try:
             yield from check(plan)
         except HoldfastError as error:
             yield Finding(_name(check), CheckState.FAIL, str(error), "fix what the message names")
-        except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others find
+        except Exception as error:  # noqa: BLE001 - a broken check must not hide the findings of the others
             yield Finding(
                 _name(check),
                 CheckState.FAIL,

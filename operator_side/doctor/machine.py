@@ -30,7 +30,7 @@ _MIB = 1 << 20
 def python(_: CheckPlan) -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()}"
     seen = f"holdfast {__version__}, Python {platform.python_version()}, {system}"
-    yield Finding("python", CheckState.OK, seen)  # an older Python could not import this
+    yield Finding("python", CheckState.OK, seen)  # holdfast cannot be imported by an older Python
     cores = len(os.sched_getaffinity(0))
     yield Finding.judged(
         "cores",
@@ -106,7 +106,7 @@ def _ring_growth(base: Path, plan: CheckPlan) -> Finding:
 
 
 def _touch(directory: Path) -> Finding:
-    # The first touch of memory is slow. The ring pays it once, at its start; a plain checkpoint pays it each time.
+    # The first touch of memory is slow. The ring pays for it once, at its start; an ordinary checkpoint, each time.
     path = directory / "touch"
     try:
         with path.open("wb") as file:
@@ -126,7 +126,7 @@ def _touch(directory: Path) -> Finding:
 
 
 def _stale_rings(base: Path) -> Iterator[Finding]:
-    # Such a ring may hold staged checkpoints, so it is reported and never deleted here.
+    # Such a ring may hold staged checkpoints, so report it, but never delete it.
     for journal in sorted(base.glob("*/journal")):
         if not _is_served(journal.parent):
             yield Finding(
@@ -149,7 +149,7 @@ def _is_served(directory: Path) -> bool:
 
 
 def limits(_: CheckPlan) -> Iterator[Finding]:
-    # Each connection to the store and each rank takes some open files.
+    # Each connection to the store and each rank needs some open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Finding.judged(
         "open files",
@@ -161,7 +161,7 @@ def limits(_: CheckPlan) -> Iterator[Finding]:
 
 
 def clock(_: CheckPlan) -> Iterator[Finding]:
-    """Check that the wall clock and the monotonic clock run alike."""
+    """Check that the wall clock and the monotonic clock run at the same rate."""
     before = _wall_clock_ahead_seconds()
     time.sleep(_CLOCK_SECONDS)
     drift_seconds = abs(_wall_clock_ahead_seconds() - before)
@@ -175,7 +175,7 @@ def clock(_: CheckPlan) -> Iterator[Finding]:
 
 
 def _wall_clock_ahead_seconds() -> float:
-    # The fastest of several readings counts: a busy machine may pause between reading the two clocks.
+    # Use the fastest of several readings: a busy machine may pause between reading the two clocks.
     looks = []
     for _ in range(_CLOCK_LOOKS):
         steady, wall = time.monotonic(), time.time()
@@ -184,7 +184,7 @@ def _wall_clock_ahead_seconds() -> float:
 
 
 def network(_: CheckPlan) -> Iterator[Finding]:
-    """Check the nominal speed of each interface. The stager's check measures what MPI reaches."""
+    """Check the nominal speed of each interface. The stager's check measures the speed of MPI."""
     seen = False
     for interface in sorted(Path("/sys/class/net").glob("*")):
         if interface.name == "lo" or _read(interface / "operstate") != "up":
@@ -211,5 +211,5 @@ def network(_: CheckPlan) -> Iterator[Finding]:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # the interface has no speed
+    except OSError:  # the interface reports no speed
         return ""

@@ -1,5 +1,5 @@
-"""Checks the hosts of the job: ssh, MPI, clock, and the way back. mpirun starts its daemons by ssh, and each of them
-connects to this machine, at any port.
+"""Checks the hosts of the job: ssh, MPI, clock, and the connection back. mpirun starts its daemons by ssh, and each
+daemon connects to this machine, at any port.
 
     this machine ── ssh HOST ──► python: its clock, its MPI, a connection ──► a listening port of this machine
 """
@@ -26,7 +26,7 @@ _CONNECT_SECONDS_MAX = 5
 _AT_ONCE = 16
 _SKEW_SECONDS_MAX = 5.0  # records of ranks on several machines are compared
 _SAID_CHARACTERS = 300
-# Only Python's own modules: the stager's check with two ranks finds out whether holdfast is installed there.
+# Only Python's own modules: whether holdfast is installed there is left to the stager's check with two ranks.
 _PROBE = """
 import json, os, shutil, socket, sys, time
 found = {"unix": time.time(), "connected": "", "error": "no address"}
@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 
 def examine_hosts(plan: CheckPlan, agent: Sequence[str] = SSH) -> Iterator[Finding]:
-    """Check each host of the plan's hostfile, several at once; nothing without a hostfile."""
+    """Check each host of the plan's hostfile, several in parallel; no hostfile, no checks."""
     if plan.hostfile is None:
         return
     others = [host.name for host in HostFile(plan.hostfile).read() if not is_here(host.name)]
@@ -90,7 +90,7 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         if found.get("connected")
         else f"can be reached by ssh, but cannot connect to this machine ({found.get('error')})",
         "let the hosts reach each other at every port (on AWS: one security group whose members may do so); check "
-        "firewalls and routes. mpirun would wait without end for a daemon",
+        "firewalls and routes. mpirun would wait forever for a daemon",
     )
     yield Finding.judged(
         f"{check} MPI",
@@ -108,10 +108,10 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
 
 
 def _daemon() -> str:
-    # mpirun starts the daemon that lies beside itself, if there is one.
+    # mpirun starts the daemon in its own directory, if there is one.
     try:
         return str(Path(find_mpirun()).with_name("prted"))
-    except ConfigError:  # another check reports that
+    except ConfigError:  # another check reports this
         return "prted"
 
 

@@ -3,7 +3,7 @@
     check ─► begin, one part, abort ─► begin, all parts, publish ─► read back, compare ─► delete
     directory: O_DIRECT, sync, free room        bucket: its clock
 
-The checks write only into the run's own `.holdfast/`, and remove it again. They do not disturb a run that is written.
+The checks write only into the run's own `.holdfast/`, and remove their files. They do not disturb a running job.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.store.base import Store, Upload
 from holdfast.store.s3_bucket import S3Bucket
 
 _PARTS = 3
-_CHUNK_BYTES = 8 << 20  # above the least part of S3
+_CHUNK_BYTES = 8 << 20  # above S3's minimum for a part
 _SKEW_SECONDS_MAX = 60.0  # S3 refuses requests at 900
 _PAGE_BYTES = 4096
 _SYNC_SECONDS_MAX = 1.0
@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 
 def examine_store(plan: CheckPlan) -> Iterator[Finding]:
-    """Check permissions, bytes, speed and clock of the store of the plan."""
+    """Check permissions, data integrity, speed and clock of the plan's store."""
     if plan.store is None:
         yield Finding("store", CheckState.SKIPPED, "no store was given", "give --store URL to check it, too")
         return
@@ -183,7 +183,7 @@ def _sync(path: Path) -> Finding:
 
 
 def _bucket_clock(store: Store) -> Iterator[Finding]:
-    # S3 refuses requests with a wrong time, and tells its own time in every answer.
+    # S3 refuses requests with a wrong time, and sends its own time in every answer.
     inner: Any = getattr(store, "inner", store)
     bucket = getattr(inner, "bucket", None)
     if not isinstance(bucket, S3Bucket):

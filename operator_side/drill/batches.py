@@ -1,7 +1,7 @@
-"""On which batches a resumed run trains, compared with the undisturbed one. Pure.
+"""Compares the batches of a resumed run with those of the undisturbed run. Pure.
 
 undisturbed   step 3: a1f0 02d1  step 4: 77c2 0b9e  step 5: …       a step may take several batches
-resumed after step 3:            step 4: 0b9e …     one batch later: it was drawn ahead of the checkpoint
+resumed after step 3:            step 4: 0b9e …     one batch later: drawn before the checkpoint, and lost
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from operator_side.drill.findings import KillFinding, Struck
 
 Lines = Sequence[Mapping[str, Any]]
-_Batches = Mapping[tuple[int, int], Sequence[int]]  # rank and step → CRC of each
+_Batches = Mapping[tuple[int, int], Sequence[int]]  # (rank, step) → CRC of each batch
 _REMEDY = (
     "draw through ResumableDraw (docs/data.md), or draw the batch of a step after the checkpoint before it"
 )
@@ -38,9 +38,9 @@ _OTHER = (
 def name_other_batches(
     findings: Sequence[KillFinding], struck: Sequence[Struck], reference: Lines, drilled: Lines
 ) -> None:
-    """Say in the `wrong` of each kill whether training went on with another batch from an equal state; later kills
-    cannot be judged, because the state then differs. `findings`, `struck`: the kills, in the same order. `reference`,
-    `drilled`: the diaries.
+    """Add to the `wrong` of a kill if training continued with another batch from an equal state. Later kills cannot be
+    judged, because the state then differs. `findings`, `struck`: the kills, in the same order. `reference`, `drilled`:
+    the diaries.
     """
     want = _batches(reference)
     for number, (finding, one) in enumerate(zip(findings, struck, strict=True)):

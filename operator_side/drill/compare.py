@@ -1,7 +1,7 @@
 """Compares the checkpoints of two runs step by step, and names the values that differ.
 
-Tensors are compared by the CRCs in the manifests, so nothing large is read. Only `PerRank` values and plain values that
-differ are read, to name the difference. Times that a clock has measured are no difference (`measured_times.py`).
+Tensors are compared by the CRCs in the manifests, so nothing large is read. Only differing `PerRank` values and plain
+values are read, to name the difference. Times measured by a clock do not count as differences (`measured_times.py`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from operator_side.drill.values import inside, values_of
 _PICKLE = "data.pkl"
 _SHOWN_CHARACTERS = 60
 _CRC = "CRC "
-_NUMBER = re.compile(r"(?<=/)\d+(?=/)")  # of an entry of a log
+_NUMBER = re.compile(r"(?<=/)\d+(?=/)")  # the index of a log entry
 
 
 class Difference(NamedTuple):
-    """A value that differs: its name, and the two values (for a tensor, the CRC-32)."""
+    """A differing value: its name, and the two values (for a tensor, the CRC-32)."""
 
     path: str
     was: str
     became: str
-    is_measured: bool = False  # by a clock, so that it differs in any two runs
+    is_measured: bool = False  # by a clock, so it differs between any two runs
 
     def __str__(self) -> str:
         short = (
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The comparison of a file with the reference's file of the same step. `measured`: names that do not count."""
+    """Comparison of a file with the reference's file of the same step. `measured`: names that do not count."""
 
     step: int
     attempt: int
@@ -48,8 +48,8 @@ class Compared(NamedTuple):
 
 
 def constants(files: Sequence[Compared], before_step: int) -> set[str]:
-    """Names of values that never change within a run but differ between the runs, as an unseeded generator or a start
-    time: correct unless a kill has changed them. `before_step`: the first kill came after it; a file is from before it.
+    """Return names of values that never change within a run but differ between the runs, such as a start time or an
+    unseeded value: fine unless a kill changed them. `before_step`: step of the first kill; no file up to it, no names.
     """
     if not any(one.step <= before_step for one in files):
         return set()
@@ -61,7 +61,7 @@ def constants(files: Sequence[Compared], before_step: int) -> set[str]:
 
 
 def compare(reference: Store, drilled: Store) -> list[Compared]:
-    """Compare every file whose step both runs have, in order. Raises `DamageError`: a file cannot be read."""
+    """Compare every file whose step both runs have, in order. Raises `DamageError`: a file is unreadable."""
     expected = {item.step: item.manifest for item in Catalog(reference).list() if item.manifest is not None}
     found = []
     for item in Catalog(drilled).list():
@@ -109,7 +109,7 @@ def _of_tensor(
         was = inside(_read(first, want, want.entries[one.entry]))
         became = inside(_read(second, got, got.entries[other.entry]))
         if was is not None and became is not None:
-            yield from _unequal(f"{path}/", was, became)  # other bytes of equal values are the same state
+            yield from _unequal(f"{path}/", was, became)  # equal values in different bytes are the same state
             return
     yield Difference(path, f"{_CRC}{_size_and_crc(want, one)[1]}", f"{_CRC}{_size_and_crc(got, other)[1]}")
 

@@ -1,10 +1,10 @@
-"""One run of a drill: a job with a store, logs and a diary of its own, on this machine.
+"""One run of a drill: a job with its own store, logs and diary, on this machine.
 
     DrillRun         holdfast run ─► mpirun ─► ranks, stager
        │  └─ TorchrunRun         the same ─► torchrun ─► ranks · stager        torchrun_run.py
-       └─ follows ◄── diary.jsonl (ranks) · events.jsonl (ranks, stager, flusher) · what is told of starts and losses
+       └─ follows ◄── diary.jsonl (ranks) · events.jsonl (ranks, stager, flusher) · status.jsonl (starts and losses)
 
-Signals go to the processes of this run alone: its children, and ranks named in its diary.
+Signals only go to processes of this run: its children, and ranks named in its diary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from operator_side.supervise.tied import tied
 
 _END_SECONDS = 60.0
 _TORCHRUN_FAILS = re.compile(r"^[EW]\d{4} [\d:.]+ \d+ \S*torch/distributed/elastic", re.MULTILINE)
-# A drill must not touch the store, logs and tiers of the user's own run, and tells nobody of its kills.
+# A drill must not touch the store, logs and tiers of the user's own run, and sends no notifications.
 _LEFT_OUT = (
     "HOLDFAST_STORE",
     "HOLDFAST_EVENTS",
@@ -47,20 +47,18 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Setup:
-    """The job of a drill."""
-
     command: Sequence[str]
     ranks: int
     settings: Sequence[str]
     options: Sequence[str] = ()
-    notice_seconds: float = 30.0  # time from a notice to the kill, as told to the ranks
+    notice_seconds: float = 30.0  # from a notice to the kill, as the ranks are told
     gives_notice: bool = False
     launcher: str = "mpirun"
 
 
 class DrillRun:
     """A running `holdfast run`, which restarts the job and writes `status.jsonl`; no process outlives the context.
-    `kills`: restarts to come; 0: the first failure ends the run.
+    `kills`: number of planned kills; 0: the first failure ends the run.
     """
 
     def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
@@ -90,7 +88,7 @@ class DrillRun:
         return self._start(line, {**self._env, "HOLDFAST_STORE": str(self.store)})
 
     def _limits(self) -> Sequence[str]:
-        """Options that say how often the job is started again."""
+        """Options that limit how often the job is restarted."""
         return () if self._kills else ("--crashes-max", "1", "--set-aside-max", "0")
 
     def __enter__(self) -> DrillRun:
@@ -103,8 +101,8 @@ class DrillRun:
             follower.close()
 
     def look(self) -> tuple[bool, Mapping[str, list[dict[str, Any]]]]:
-        """Whether the run has ended, and the new lines of `diary`, `events` and `status`."""
-        ended = self.exit_code is not None  # before reading, so that no last line is missed
+        """Return whether the run has ended, and the new lines of `diary`, `events` and `status`."""
+        ended = self.exit_code is not None  # check before reading, so that no last line is missed
         new: dict[str, list[dict[str, Any]]] = {}
         for name, follower in self._follow.items():
             new[name] = []
@@ -116,7 +114,7 @@ class DrillRun:
         return ended, new
 
     def _heard(self, new: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """The lines of status that follow from these lines, where nobody writes them; may complete the lines."""
+        """Derive lines of status from new lines, if no process writes status.jsonl. May add fields to the lines."""
         del new
         return []
 
@@ -126,7 +124,7 @@ class DrillRun:
         return self._process.poll()
 
     def strike(self, kill: Kill) -> bool:
-        """Send SIGKILL. Returns whether there was a process to kill."""
+        """Send SIGKILL. Return whether there was a process to kill."""
         match kill.target:
             case KillTarget.RANK:
                 return self._signal(self._rank(kill.rank), signal.SIGKILL)
@@ -141,23 +139,23 @@ class DrillRun:
                 return self._signal(parents, signal.SIGKILL)
 
     def tell(self, kill: Kill) -> bool:
-        """Send SIGTERM to the rank of the kill. Returns whether there was one."""
+        """Send SIGTERM to the rank of the kill. Return whether the rank was running."""
         return self._signal(self._rank(kill.rank), signal.SIGTERM)
 
     def last_words(self, lines: int = 25) -> str:
-        """The last lines of its output."""
+        """Return the last lines of the run's output."""
         text = (self.folder / "output.log").read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def words_before_the_end(self, lines: int = 25) -> str:
-        """The last lines before torchrun says that a rank has failed; without torchrun, the last of all."""
+        """Return the last lines before torchrun reports a failed rank; without torchrun, the last lines of all."""
         text = (self.folder / "output.log").read_text(errors="replace")
         if (found := _TORCHRUN_FAILS.search(text)) is not None:
             text = text[: found.start()]
         return "\n".join(text.splitlines()[-lines:])
 
     def _start(self, line: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        # Tied to this process, so that a killed drill leaves nothing behind.
+        # Tied to this process: a killed drill leaves no process behind.
         return subprocess.Popen(
             tied(line), stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
         )
@@ -188,7 +186,7 @@ class DrillRun:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have it end, by force if it takes too long; its own processes are tied to it."""
+    """Terminate the process, with SIGKILL if it takes too long; its own children are tied to it."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -199,7 +197,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_stager(pid: int) -> bool:
-    """Whether this process is a stager itself, and not the one around it."""
+    """Whether this process is a stager itself, not its wrapper."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return b"stager" in words and b"operator_side.supervise.rank" not in words

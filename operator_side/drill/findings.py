@@ -1,7 +1,7 @@
 """Results of a drill for each kill, from the logs of the run. Pure.
 
-diary   the last step before the kill, and which samples the loops got      events   what was staged before it
-status  lost ─► ended ─► launched ─► joined ─► restored ─► training         compare  the files after it
+diary   the last step before the kill, and the samples of each step      events   what was staged before the kill
+status  lost ─► ended ─► launched ─► joined ─► restored ─► training      compare  the files after the kill
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMED_MAX = 5
 
 
 class Struck(NamedTuple):
-    """A kill: when its notice was sent, and when it came."""
+    """A kill that was carried out: when its notice and when its SIGKILL was sent."""
 
     kill: Kill
     told_at: float | None
@@ -32,15 +32,15 @@ class KillFinding:
     """The result of one kill."""
 
     kill: Kill
-    last_step: int = -1  # last step before the kill, of the rank that was furthest
+    last_step: int = -1  # last step before the kill, of the most advanced rank
     # step of the checkpoint from which training resumed; -1: the beginning; None: it did not resume
     resumed_from: int | None = None
     staged_step: int = -1  # newest step that was staged before the kill
     lost_steps: int = 0
     lost_seconds: float = 0.0  # seconds that these steps had taken before the kill
-    # seconds from the kill to each mark of the resumption (`lost_seconds`, …), and `seconds` in all
+    # Seconds from the kill to each mark of the resumption (`lost_seconds`, …); `seconds`: their sum.
     phases: dict[str, float] = field(default_factory=dict)
-    notice: str = ""  # result of the notice; empty without a notice
+    notice: str = ""  # result of the notice; "" without a notice
     # steps whose files were compared with the reference, until the next kill
     compared: list[int] = field(default_factory=list)
     unequal: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class KillFinding:
 
     @property
     def exact(self) -> bool | None:
-        """Whether the files after the kill equal the reference; None: there were none to compare."""
+        """Whether the files after the kill equal the reference; None: no file could be compared."""
         return None if not self.compared else not self.unequal
 
 
@@ -71,7 +71,7 @@ def examine(
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
         staged = [line for line in events if _says(line, "staged", "stager") and line["time"] < one.at]
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
-        _way_back(finding, one, [line for line in status if one.at <= line["time"] < following])
+        _recovery(finding, one, [line for line in status if one.at <= line["time"] < following])
         if finding.resumed_from is None:
             finding.wrong.append("training did not resume after the kill")
         else:
@@ -92,7 +92,7 @@ def _says(line: Mapping[str, Any], event: str, role: str) -> bool:
     return line.get("event") == event and line.get("role") == role
 
 
-def _way_back(finding: KillFinding, struck: Struck, status: Lines) -> None:
+def _recovery(finding: KillFinding, struck: Struck, status: Lines) -> None:
     resumption = Resumption()
     resumption.lost(struck.at)
     for line in status:
@@ -173,7 +173,7 @@ def shortened(names: Sequence[Difference]) -> str:
 
 
 def samples(reference: Lines, drilled: Lines) -> Samples | None:
-    """Compare the samples of the runs up to the step that the next attempt resumed from. None: no data was seen."""
+    """Compare the samples of the runs; a step that a resume did again counts once. None: no samples were recorded."""
     want, got = (_each(Counter(_counted(diary))) for diary in (reference, drilled))
     if not want and not got:
         return None
@@ -182,7 +182,7 @@ def samples(reference: Lines, drilled: Lines) -> Samples | None:
 
 
 def counters(reference: Lines, drilled: Lines) -> list[str]:
-    """Numbers on modules, which no checkpoint has, that differ between the runs at their last steps: both values."""
+    """Describe numbers on modules, which no checkpoint has, that differ between the runs at the same last step."""
     (last, want), (drilled_last, got) = _counters(reference), _counters(drilled)
     if last != drilled_last:
         return []
@@ -194,7 +194,7 @@ def counters(reference: Lines, drilled: Lines) -> list[str]:
 
 
 def _counters(diary: Lines) -> tuple[int, dict[str, float]]:
-    """The last step, and the numbers after it."""
+    """Return the last step, and the numbers after it."""
     last, now = -1, dict[str, float]()
     for line in (line["counters"] for line in diary if "counters" in line):
         now = {**({} if line["begins"] else now), **line["values"]}
@@ -217,7 +217,7 @@ def _counted(diary: Lines) -> list[_Span]:
                 epoch, place, count, length = line["samples"]
                 waiting.append((epoch, place, count, length))
             elif "step" in line:
-                if first:  # later steps of an earlier attempt do not count
+                if first:  # steps that an earlier attempt did after this one's first step do not count
                     steps = {step: spans for step, spans in steps.items() if step < line["step"]}
                 steps[line["step"]], waiting, first = waiting, [], False
         found += [span for spans in steps.values() for span in spans]
@@ -225,7 +225,7 @@ def _counted(diary: Lines) -> list[_Span]:
 
 
 def _each(spans: Counter[_Span]) -> Counter[tuple[int, int]]:
-    """Count each sample, by its epoch and its place in the epoch's order."""
+    """Count each sample, by its epoch and its position in the epoch's order."""
     found: Counter[tuple[int, int]] = Counter()
     for (epoch, place, count, length), times in spans.items():
         for one in range(place, place + count):

@@ -1,10 +1,10 @@
 """Draws the kills from a seed, between the checkpoints of the reference run. Pure.
 
-reference's checkpoints   ──3────────7────────11────────15──     a kill lies between two of them,
-plan                            ▲5        ▲9                     no two in the same gap: after each one
-                            one rank    the stager               there is a checkpoint to compare
+reference's checkpoints   ──3────────7────────11────────15──     a kill lies between two checkpoints,
+plan                            ▲5        ▲9                     no two kills in the same gap: a checkpoint
+                            one rank    the stager               to compare follows each kill
 
-Sequence: staged, stepped, trains, answered, tick ─► Tell (a notice), Strike (SIGKILL)      one at a time
+Sequence: staged, stepped, trains, answered, tick ─► GiveNotice, Strike (SIGKILL)      one at a time
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.errors import ConfigError
 class KillTarget(StrEnum):
     RANK = "one rank"
     RANKS = "all ranks"
-    STAGER = "stager and ranks"  # a short script ends before it notices the loss of the stager alone
+    STAGER = "stager and ranks"  # a short script ends before it notices the loss of the stager only
     LAUNCHER = "the launcher"
     WRAPPER = "the process that started one rank"
 
@@ -33,14 +33,12 @@ _WITHOUT_NOTICE = [KillTarget.RANK, KillTarget.RANKS, KillTarget.STAGER, KillTar
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill."""
-
-    number: int  # number of the kill, from 1
+    number: int  # counted from 1
     target: KillTarget
-    notice: bool  # whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over
-    rank: int  # the rank that is killed, if it is one rank, or the rank whose wrapper is killed
+    notice: bool  # whether the rank first gets a notice; SIGKILL follows the answer, or the end of `notice_seconds`
+    rank: int  # the rank that is killed, or whose wrapper is killed
     after_step: int
-    part: float  # share of a step, below 1, by which it comes later
+    part: float  # delay after that step, as a share of a step's time, below 1
 
     @property
     def what(self) -> str:
@@ -55,8 +53,8 @@ class Kill:
 
 
 def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
-    """Draw the kills. The same arguments give the same kills. Raises `ConfigError`: the run has too few checkpoints."""
-    random_ = random.Random(seed)  # noqa: S311 - has to be repeatable
+    """Draw the kills. Equal arguments give equal kills. Raises `ConfigError`: the run has too few checkpoints."""
+    random_ = random.Random(seed)  # noqa: S311 - must be repeatable
     gaps = list(itertools.pairwise(sorted(set(checkpoints))))
     if len(gaps) < kills:
         raise ConfigError(
@@ -93,10 +91,10 @@ class Strike(NamedTuple):
 
 
 class Sequence:
-    """Says when each kill is due. The clock is handed in.
+    """Says when each kill is due. The caller passes the time.
 
-    A kill that comes later than planned, as in a script of short steps, delays the next one: between the two lies a
-    checkpoint that can be compared.
+    A kill that comes later than planned, as in a script of short steps, delays the next one, so that a comparable
+    checkpoint lies between them.
 
     Args:
         notice_seconds: Seconds from a notice to the kill, if holdfast does not answer the notice earlier.
@@ -107,9 +105,9 @@ class Sequence:
         self._left = list(kills)
         self._notice_seconds = notice_seconds
         self._comparable = frozenset(comparable)
-        self._has_staged = False  # before, a kill would only show that the script begins again
+        self._has_staged = False  # before, a kill would only show that the script starts from scratch
         self._staged_step = -1  # newest comparable one since the last kill
-        self._attempt, self._first_step = 0, -1  # the attempt that trains, and where it began
+        self._attempt, self._first_step = 0, -1  # the attempt that trains, and its first step
         self._struck_attempt: int | None = None
         self._trains = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
@@ -118,11 +116,11 @@ class Sequence:
         self._answered = False
 
     def trains(self) -> None:
-        """Note that every rank of an attempt has done its first step."""
+        """Record that every rank of an attempt has done its first step."""
         self._trains = True
 
     def staged(self, step: int) -> None:
-        """Note that a checkpoint of this run was staged."""
+        """Record that a checkpoint of this run was staged."""
         self._has_staged = True
         if step in self._comparable:
             self._staged_step = max(self._staged_step, step)
@@ -135,11 +133,11 @@ class Sequence:
         self._step, self._stepped_at = step, at
 
     def answered(self) -> None:
-        """Note that holdfast has answered the notice."""
+        """Record that holdfast has answered the notice."""
         self._answered = self._told_at is not None
 
     def tick(self, now: float) -> GiveNotice | Strike | None:
-        """The action that is due now; None: nothing."""
+        """Return the action that is due now, or None."""
         if not self._left or not self._trains or not self._has_staged:
             return None
         if self._struck_attempt is not None and (

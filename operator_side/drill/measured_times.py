@@ -1,10 +1,10 @@
-"""Which values in a log are measured by a clock, so that no two runs have the same.
+"""Recognizes values in logs that a clock has measured, so that they differ between any two runs.
 
     trainer/json/log_history/5/eval_runtime             measured
     trainer/json/log_history/5/eval_samples_per_second  measured
     trainer/json/log_history/5/eval_loss                not
 
-Only what stands in a log is judged by its name: `time` in another part of the state may be what is trained on.
+Only values in logs are judged by their names: `time` in another part of the state may be training data.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TIMES = re.compile(
 )
 _COUNTED = re.compile(r"time_?steps?")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# In Trainer's entries: means over the steps since the last entry, or since the process began. Each is told by its
-# neighbour in the same entry.
+# In Trainer's entries: means over the steps since the last entry, or since the process began. A neighbour in the same
+# entry identifies each.
 _OF_THE_PROCESS = {"train_loss": "train_runtime", "loss": "grad_norm"}
 
 
 def is_measured(path: str, beside: Collection[str]) -> bool:
-    """Whether the value is one of a log, and a time, a speed or a mean since the process began."""
+    """Whether the value is in a log, and is a time, a speed or a mean since the process began."""
     place, _, name = path.rpartition("/")
     if name == "elapsed" or "time_elapsed" in path.split("/"):  # Lightning's Timer
         return True

@@ -1,4 +1,4 @@
-"""Plays a drill: runs the script once undisturbed and once with kills, and compares the two runs.
+"""Runs a drill: the script once undisturbed and once with kills, then a comparison of the two runs.
 
 The folder of a drill has `reference/` and `drilled/`, each with a store, logs and the output of the job.
 """
@@ -22,15 +22,13 @@ from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence
 from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.torchrun_run import TorchrunRun
 
-PROGRESS_SECONDS = 10.0  # between two lines
+PROGRESS_SECONDS = 10.0  # between two lines of progress
 _ANSWERS = {"emergency_staged", "emergency_failed"}
 _RUNS: Mapping[str, type[DrillRun]] = {"mpirun": DrillRun, "torchrun": TorchrunRun}
 
 
 @dataclass
 class DrillOutcome:
-    """The result of a drill."""
-
     planned: list[Kill]
     findings: list[KillFinding] = field(default_factory=list)
     files: list[Compared] = field(default_factory=list)
@@ -38,11 +36,11 @@ class DrillOutcome:
     before: list[Compared] = field(default_factory=list)
     # names of values that differ between the runs, but never change within a run
     constant: set[str] = field(default_factory=set)
-    samples: Samples | None = None  # comparison of the samples; None: they were not seen
-    # numbers on modules that no checkpoint has, and that a resume did not bring back
+    samples: Samples | None = None  # None: the script's samples were not recorded
+    # Numbers on modules that are in no checkpoint, and that a resume did not bring back.
     counters: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    # names of values that were not compared, since a clock has measured them
+    # Names of values that were not compared, because a clock measured them.
     measured: set[str] = field(default_factory=set)
 
     @property
@@ -74,9 +72,9 @@ def run_drill(
     seconds_max: float,
     say: Callable[[str], None],
 ) -> DrillOutcome:
-    """Play a drill in a new or empty `folder`. `ways`: `notice`, `none`, `both` or `wrapper`. `seconds_max`: for all of
-    it. `say`: called with a line for each thing that happens. Raises `ConfigError`: the script fails by itself, or
-    saves too seldom; `PeerLost`: the drill took too long, or the job did not answer.
+    """Run a drill in a new or empty `folder`. `ways`: `notice`, `none`, `both` or `wrapper`. `seconds_max`: for the
+    whole drill. `say`: called with a line for each event. Raises `ConfigError`: the script fails by itself, or saves
+    too seldom; `PeerLost`: the drill took too long, or the job did not answer.
     """
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
@@ -131,10 +129,10 @@ def disturb(
     steps: int,
     comparable: Collection[int],
 ) -> list[Struck]:
-    """Follow a run to its end and kill it as planned. Returns the kills that came, in order.
+    """Follow a run to its end and kill it as planned. Return the kills that were carried out, in order.
 
-    None comes before the run has staged a checkpoint, since there would be nothing to resume from; nor after a kill
-    before one of the steps `comparable`, which the reference has saved.
+    No kill comes before the run has staged a checkpoint to resume from, nor, after a kill, before one of the steps
+    `comparable`, which the reference has saved.
 
     Raises:
         PeerLost: The drill took too long, or there was no process to kill.
@@ -249,12 +247,12 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
 
 
 def number_of_steps(steps: Collection[int]) -> int:
-    """How many steps a run did; at least one. Lightning's callback leaves numbers out, as at the end of an epoch."""
+    """Return how many steps a run did, at least one. Lightning's callback skips numbers, such as at an epoch's end."""
     return max(steps) + (1 if min(steps) == 0 else 0)
 
 
 class RunProgress:
-    """`now`: seconds of a clock that only goes forward. `steps`: of the whole run; 0: not known."""
+    """Progress of one run. `now`: seconds of a monotonic clock. `steps`: of the whole run; 0: unknown."""
 
     def __init__(self, run: str, say: Callable[[str], None], now: float, *, steps: int = 0) -> None:
         self._run, self._say, self._steps = run, say, steps
@@ -262,7 +260,7 @@ class RunProgress:
         self._step = self._said_step = -1
 
     def look(self, diary: Iterable[Mapping[str, Any]], now: float) -> None:
-        """Take the new lines of the diary; say the first step at once, and how far it is every ten seconds."""
+        """Process new lines of the diary; report the first step at once, then progress every ten seconds."""
         for line in diary:
             if "step" in line:
                 self._step = int(line["step"])

@@ -1,8 +1,8 @@
-"""Why two undisturbed runs of a script differ, and which call mends it. Pure.
+"""Why two undisturbed runs of a script differ, and which call fixes it. Pure.
 
 batches of the first step differ   ─► the data is not seeded
-they are equal                     ─► the model is not seeded, or an operation is not deterministic
-nothing is known of them           ─► either
+batches are equal                  ─► the model is not seeded, or an operation is not deterministic
+batches are unknown                ─► either
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAGE = "docs/drill.md#a-script-that-is-not-deterministic"
 
 
 def advice_on_seeding(reference: Lines, drilled: Lines) -> str:
-    """A sentence that names the calls which make the two runs, by their diaries, equal before any kill."""
+    """Return a sentence that names the calls which would make the two runs equal before any kill."""
     want, got = _first_batches(reference), _first_batches(drilled)
     ranks = want.keys() & got.keys()
     differ = sorted(rank for rank in ranks if want[rank] != got[rank])
@@ -37,7 +37,7 @@ def advice_on_seeding(reference: Lines, drilled: Lines) -> str:
 
 
 def _first_batches(diary: Lines) -> dict[int, tuple[int, Sequence[int]]]:
-    """For each rank, its first step and the CRC of each of its batches."""
+    """Return for each rank its first step and the CRC of each of its batches."""
     found: dict[int, tuple[int, Sequence[int]]] = {}
     for line in diary:
         if "batches" in line:

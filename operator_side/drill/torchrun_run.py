@@ -1,10 +1,10 @@
-"""One `holdfast run --launcher torchrun` of a drill; torchrun restarts workers, the drill a command without torchrun.
+"""One `holdfast run --launcher torchrun` of a drill. torchrun restarts workers; the drill restarts a lost torchrun.
 
-    strike ─► one rank, all ranks ─► torchrun starts its workers again   (--restarts-max)
-              torchrun            ─► the command ends; another one resumes from the store
-              stager and ranks    ─► another stager at the same address; torchrun starts its workers again
+    strike ─► one rank, all ranks ─► torchrun restarts its workers   (--restarts-max)
+              torchrun            ─► the command ends; the drill starts it again, and it resumes from the store
+              stager and ranks    ─► another stager at the same address; torchrun restarts its workers
 
-Nobody writes a `status.jsonl` here: `Starts` makes the lines of the diary and of the events of restores.
+No process writes a `status.jsonl` here: `Starts` derives its lines from the diary and from restores in the events.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from holdfast.process import parent_of
 from operator_side.drill.drill_run import DrillRun, Setup, is_stager
 from operator_side.drill.kill_plan import Kill, KillTarget
 
-# torchrun sends SIGTERM to the workers that are left when one has died. Where that is a notice they wait for a step
-# that does not come; a drill has no use for the 30 seconds that they are given.
+# torchrun sends SIGTERM to the surviving workers when one has died. If SIGTERM is a notice, they wait for a step that
+# never comes; a drill gains nothing from the default 30 seconds.
 _GRACE_SECONDS = 5
 
 
 class Starts:
-    """Says of the lines of ranks what `holdfast run` would: lost, restored, training; and numbers the starts. Pure."""
+    """Derives the lines that `holdfast run` would write: restored, training; and numbers the starts. Pure."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -33,7 +33,7 @@ class Starts:
         self._is_training = False
 
     def number(self, line: dict[str, Any]) -> None:
-        """Give a line of the diary the number of the start that its process belongs to."""
+        """Add the number of the process's start to a line of the diary."""
         pids = self._started.setdefault(int(line["rank"]), [])
         if line["pid"] not in pids:
             pids.append(line["pid"])
@@ -44,7 +44,7 @@ class Starts:
     def hear(
         self, diary: Iterable[dict[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The lines of status that follow from new lines of the diary and of the events."""
+        """Return the lines of status that follow from new lines of the diary and of the events."""
         said: list[dict[str, Any]] = []
         restored = {
             line["step"]: {"time": line["time"], "event": "restored", "step": line["step"]}
@@ -66,7 +66,7 @@ class Starts:
 
 
 class TorchrunRun(DrillRun):
-    """See the module; as `DrillRun`."""
+    """A running `holdfast run --launcher torchrun`; as `DrillRun`."""
 
     def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
         self._starts = Starts(setup.ranks)
@@ -74,12 +74,12 @@ class TorchrunRun(DrillRun):
         super().__init__(setup, folder, kills=kills)
 
     def _limits(self) -> Sequence[str]:
-        # A kill may cost a second restart, of those that it leaves alone.
+        # A kill may cost a second restart, for the ranks that survived it.
         return ("--restarts-max", str(2 * self._kills), "--grace-seconds", str(_GRACE_SECONDS))
 
     @property
     def exit_code(self) -> int | None:
-        """As `DrillRun`. A command whose torchrun was killed on purpose is started again."""
+        """As `DrillRun`. Restarts the command once if its torchrun was killed on purpose."""
         code = self._process.poll()
         if code and self._may_start_again:
             self._may_start_again = False
@@ -91,7 +91,6 @@ class TorchrunRun(DrillRun):
         return self._starts.hear(new["diary"], new["events"])
 
     def strike(self, kill: Kill) -> bool:
-        """As `DrillRun`."""
         match kill.target:
             case KillTarget.LAUNCHER | KillTarget.WRAPPER:
                 self._may_start_again = True
@@ -100,7 +99,7 @@ class TorchrunRun(DrillRun):
                 return super().strike(kill)
 
     def _launcher(self) -> list[int]:
-        """The torchrun, which is the parent of the ranks."""
+        """Return torchrun, the parent of the ranks."""
         parents = {parent_of(rank) for rank in self._ranks()}
         return [parent for parent in parents if parent > 1]
 

@@ -1,4 +1,4 @@
-"""Reads the values of a checkpoint file besides its tensors, by path and without torch, to compare two files.
+"""Reads the values of a checkpoint file other than tensors, by path and without torch, to compare two files.
 
     data.pkl ─► Unpickler that knows no class ─► tree of plain values and `Made` ─► {"scheduler/last_epoch": "12", …}
 
@@ -63,15 +63,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
-    """The values of a data.pkl by path; tensors without their bytes. Raises `DamageError`: it is no pickle."""
+    """Return the values of a data.pkl by path; tensors without their bytes. Raises `DamageError`: it is no pickle."""
     try:
         return _priced(_leaves("", _tree(pickled)), len(pickled))
-    except Exception as error:  # whatever a damaged pickle raises
+    except Exception as error:  # a damaged pickle may raise anything
         raise DamageError(f"{source}: data.pkl cannot be read: {type(error).__name__}: {error}") from error
 
 
 def inside(blob: bytes) -> dict[str, str] | None:
-    """The values in a `PerRank` value, which a checkpoint keeps as a tensor of bytes; None if it is not one."""
+    """Return the values in a `PerRank` value, which a checkpoint keeps as a tensor of bytes; None if it is not one."""
     size = int.from_bytes(blob[:_LENGTH_BYTES], "little")
     body = blob[_LENGTH_BYTES : _LENGTH_BYTES + size]
     if not body.startswith(_ZIP) or len(body) != size:
@@ -80,7 +80,7 @@ def inside(blob: bytes) -> dict[str, str] | None:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             data = {name.partition("/")[2]: name for name in archive.namelist()}
             if archive.getinfo(data["data.pkl"]).file_size > size:
-                return None  # packed, which torch never does
+                return None  # compressed, which torch never does
             tree = _tree(archive.read(data["data.pkl"]))
             storages = {
                 name.removeprefix("data/"): str(archive.getinfo(full).CRC)
@@ -88,7 +88,7 @@ def inside(blob: bytes) -> dict[str, str] | None:
                 if name.startswith("data/")
             }
             return _priced(_leaves("", tree, storages), size)
-    except Exception:  # noqa: BLE001 - not a PerRank value, so it is compared as the bytes that it is
+    except Exception:  # noqa: BLE001 - not a PerRank value, so it is compared as bytes
         return None
 
 
@@ -99,7 +99,7 @@ def _tree(pickled: bytes) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """The dictionary that a text is the JSON of, as Trainer's state is; or the text."""
+    """Parse a text that is a JSON dictionary, such as Trainer's state; otherwise return the text."""
     try:
         check_cost(json_cost(text.encode()), len(text), PICKLE_FACTOR)
         return json.loads(text)
@@ -108,7 +108,7 @@ def _parsed(text: str) -> Any:
 
 
 def _priced(leaves: Iterator[tuple[str, str]], received_bytes: int) -> dict[str, str]:
-    """The leaves, up to a limit that follows from the bytes: a value that is there twice has its leaves twice."""
+    """Collect the leaves, up to a limit that follows from the bytes: a shared value has its leaves at each place."""
     found: dict[str, str] = {}
     cost = 0
     for path, value in leaves:

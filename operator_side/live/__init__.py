@@ -1,8 +1,8 @@
-"""`holdfast status --web`: the status of a run as a page that keeps up with it, on this machine's loopback.
+"""`holdfast status --web`: the status of a run as a page that updates itself, on this machine's loopback.
 
     operator_side/status: RunStatus ────────────────┐
-    run_log.py ─► operator_side/report: RunFacts ───┴─► live_page.py ─► live.html, of the parts in operator_side/page
-                                                            └► page_server.py: HTTP on 127.0.0.1, for who has the key
+    run_log.py ─► operator_side/report: RunFacts ───┴─► live_page.py ─► live.html, with the parts in operator_side/page
+                                                            └► page_server.py: HTTP on 127.0.0.1, protected by a key
 
-The browser asks for the page's main part again and again; the words and figures are made here, once for all tools.
+The browser fetches the page's main part repeatedly. Python makes all words and figures, as for the other tools.
 """

@@ -1,4 +1,4 @@
-"""The live page of a run: live.html over its status and, where its logs are known, over their facts. Pure."""
+"""Renders live.html from a run's status and, if its logs are known, from their facts. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from operator_side.status.status_text import (
     resumes_from,
 )
 
-_STRIP_MIN = 9  # fewer ranks are read in the table
+_STRIP_MIN = 9  # fewer ranks are readable in the table
 _RANKS_SHOWN = 8
 _LINES_SHOWN = 6
 _ATTEMPTS_SHOWN = 200
@@ -55,10 +55,10 @@ def live_page(
     is_whole: bool = True,
     link: str = "",
 ) -> bytes:
-    """The page of a run; `facts` are those from its logs, if there are logs.
+    """Render the page of a run; `facts`: from its logs, if there are logs.
 
-    It asks for its main part again after `every_seconds`. With `is_whole` false this is the main part alone. `others`
-    are runs of this machine that the page links to, `link` is the query that names this run.
+    The page fetches its main part every `every_seconds`. `is_whole`: false renders only the main part. `others`: runs
+    of this machine to link to. `link`: the query that names this run.
     """
     ranks = sorted(status.ranks, key=lambda rank: rank.rank) if status.ranks_total >= _STRIP_MIN else []
     rows = _checkpoints(status, facts)
@@ -104,7 +104,7 @@ def live_page(
 
 
 def _state(status: RunStatus, facts: RunFacts | None) -> tuple[Colour, str]:
-    """The present act of the run, or how it ended, as far as it is known; and the colour of that."""
+    """Describe the present activity of the run, or how it ended, as far as known, with its colour."""
     counts = rank_counts(status)
     last = facts.attempts[-1] if facts is not None and facts.attempts else None
     if status.waits_at:
@@ -154,7 +154,7 @@ def _level(title: str, name: Colour, status: RunStatus) -> Tile:
 
 
 def _loss(name: str, lost: Lost) -> Tile:
-    """The loss of a kill is not red: nothing is lost yet."""
+    """Make the tile of a kill's loss. No red: nothing is lost yet."""
     price = "" if lost.dollars is None else f", {dollars(lost.dollars)}"
     steps = lost_steps(lost)
     note = f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}"
@@ -162,7 +162,7 @@ def _loss(name: str, lost: Lost) -> Tile:
 
 
 def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
-    """The attempts, of which one that runs or starts reaches to now."""
+    """Return the attempts; one that runs or starts reaches to now."""
     shown = facts.attempts[-_ATTEMPTS_SHOWN:]
     if shown and not shown[-1].cause and (status.is_running or shown[-1].training_at_unix is None):
         shown[-1] = dataclasses.replace(
@@ -172,13 +172,13 @@ def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
 
 
 def _checkpoints(status: RunStatus, facts: RunFacts | None) -> Sequence[CheckpointRow | CheckpointStatus]:
-    """The checkpoints of the logs, which have all that were saved; or, where logs are elsewhere, the newest."""
+    """Return the checkpoints of the logs, which have all; if the logs are elsewhere, the status's newest ones."""
     logged: Sequence[CheckpointRow] = facts.rows if facts is not None else ()
     return _thinned(max(logged, status.checkpoints, key=len))
 
 
 def _progress(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
-    """Saved steps over time: a loss is where the line falls."""
+    """Chart the saved steps over time: the line falls at a loss."""
     points = sorted((at, row.step) for row in rows if (at := row.saved_at_unix))
     series = [Series("saved steps", "training", points=points)]
     text = "The steps of the checkpoints over the time of their save()."
@@ -186,7 +186,7 @@ def _progress(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
 
 
 def _thinned(points: Sequence[_Item]) -> Sequence[_Item]:
-    """About `_POINTS_MAX` of the points, the last one among them."""
+    """Select about `_POINTS_MAX` of the points, including the last."""
     return points[:: -max(1, len(points) // _POINTS_MAX)][::-1]
 
 

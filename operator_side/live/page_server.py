@@ -1,8 +1,8 @@
-"""Serves the live page on loopback, to those who have its key.
+"""Serves the live page on loopback, to clients that have its key.
 
-A browser elsewhere comes in through ssh. Three things keep others out: the socket is bound to 127.0.0.1 and to nothing
-else; the path begins with a key that only the command prints, because other users of this machine reach its loopback;
-and the Host header must name loopback, so that no web site can have its own name resolve to this server.
+A browser on another machine connects through ssh. Three things keep others out: the socket is bound only to 127.0.0.1;
+the path begins with a key that only the command prints, because other users of this machine reach its loopback; and the
+Host header must name loopback, so that no web site can let its own name resolve to this server.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from holdfast.errors import ConfigError, HoldfastError
 ADDRESS = "127.0.0.1"
 _HOSTS = frozenset({ADDRESS, "localhost", "::1"})
 _SILENT_SECONDS_MAX = 30.0
-_POLL_SECONDS = 0.1  # whether it is to end
+_POLL_SECONDS = 0.1  # for `close`
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'",  # the page itself has the rest
+    "Content-Security-Policy": "frame-ancestors 'none'",  # the page itself sets the rest of the policy
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -33,18 +33,18 @@ _HEADERS = {
 
 
 class Served(NamedTuple):
-    """The body of an answer, and its type."""
+    """Body and type of an answer."""
 
     body: bytes
     kind: str
 
 
 Pages = Callable[[str, str], Served | None]
-"""(name, run) → what is served under this name (the page: empty) for this run (empty: the newest); None: nothing is."""
+"""(name, run) → the content under this name ("": the page) for this run ("": the newest); None: not found."""
 
 
 class PageServer:
-    """An HTTP server for one page, at any free port if `port` is 0. `pages` is called by one thread at a time. Raises
+    """An HTTP server for one page, at any free port if `port` is 0. Calls `pages` in one thread at a time. Raises
     `ConfigError`: the port is taken.
     """
 
@@ -61,7 +61,7 @@ class PageServer:
         self.url = f"http://{ADDRESS}:{self.port}/{self._key}/"
 
     def serve(self) -> None:
-        """Serve until another thread calls `close()`, or this one is interrupted."""
+        """Serve until another thread calls `close()`, or an exception interrupts this one."""
         self._server.serve_forever(_POLL_SECONDS)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class PageServer:
         self._server.server_close()
 
     def answer(self, host: str, target: str) -> tuple[HTTPStatus, Served]:
-        """The answer to a request for `target`, whose Host header is `host`."""
+        """Answer a request for `target` with the Host header `host`."""
         if not _is_loopback(host):
             return _said(HTTPStatus.FORBIDDEN, f"this page is served for {ADDRESS} and localhost only")
         path, _, query = target.partition("?")
@@ -107,7 +107,7 @@ class PageServer:
                 self.wfile.write(served.body)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as its base
-                """A look at the page is no news."""
+                """Do not log requests."""
 
         return Handler
 
@@ -116,7 +116,7 @@ class _LoopbackServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that closed its connection is no news; anything else is a fault of ours."""
+        """Ignore a browser that closed its connection; report other errors, which are bugs."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 

@@ -1,4 +1,4 @@
-"""The event logs of a run while they grow: read again when they have changed, and not all the time."""
+"""Reads the event logs of a growing run again when they have changed, with pauses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from holdfast.telemetry.event_files import numbered
 from holdfast.telemetry.event_reading import read_logs
 from operator_side.report.facts import RunFacts, gather
 
-_PAUSE_FACTOR = 10  # the log of a long run is long: read for a tenth of the time at most
+_PAUSE_FACTOR = 10  # a long run has a long log: spend a tenth of the time on reading it at most
 _NAMES = ("status.jsonl", "events.jsonl")
 
 
 class RunLog:
-    """The facts from a run's logs. `paths`: event logs, or log directories of `holdfast run`; one that is not there is
-    passed over.
-    """
+    """The facts from a run's logs. `paths`: event logs, or log directories of `holdfast run`; may be missing."""
 
     def __init__(
         self,
@@ -36,10 +34,10 @@ class RunLog:
         self._facts: RunFacts | None = None
 
     def look(self) -> RunFacts | None:
-        """The facts from the logs now; None without logs."""
+        """Return the facts from the logs now; None without logs."""
         began = self._clock()
         if began >= self._again_at and (seen := self._stat()) != self._seen:
-            with contextlib.suppress(ConfigError):  # it was rotated away in this moment
+            with contextlib.suppress(ConfigError):  # the log was rotated away at this moment
                 log = read_logs(path for path in self._paths if self._files(path))
                 self._facts = (
                     gather(self._run, log, dollars_per_hour=self._dollars_per_hour) if log.events else None

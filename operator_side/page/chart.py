@@ -1,4 +1,4 @@
-"""A chart as page.js draws it: spans in lanes, or lines. The names of its colours are those of page.css."""
+"""A chart for page.js: spans in lanes, or lines. The names of colours are those of page.css."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from holdfast.command.output import plain
 
 Unit = Literal["time", "seconds", "step", "number"]
-# Each has one meaning, on every page and in every part of it.
+# Each colour has one meaning, on every page and in every part of a page.
 Colour = Literal[
     "training", "starting", "staged", "durable", "verified", "lost", "back", "stall", "declined", "idle"
 ]
@@ -17,7 +17,7 @@ Colour = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A bar from `begin` to `end` in a lane; `text` is shown when it is pointed at."""
+    """A bar from `begin` to `end` in a lane; `text` is its tooltip."""
 
     lane: str
     begin: float
@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Spans, or the points of a line, that mean the same."""
+    """Spans, or the points of a line, with one meaning."""
 
     name: str
     colour: Colour
@@ -37,13 +37,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart."""
-
     name: str
-    text: str  # the description for a reader who does not see the picture
+    text: str  # a description for readers who do not see the picture
     x: Unit  # unit of the horizontal axis; `time` is in Unix seconds
     series: Sequence[Series]
-    lanes: Sequence[str] = ()  # names from top to bottom; empty: lines
+    lanes: Sequence[str] = ()  # names from top to bottom; empty: the chart has lines
     y: Unit = "number"
     x_title: str = ""
     y_title: str = ""
@@ -54,7 +52,7 @@ class Chart:
         return not any(one.spans or len(one.points) > 1 for one in self.series)
 
     def document(self) -> dict[str, object]:
-        """The JSON for page.js. Texts come from outside: control characters are spelled out."""
+        """Return the JSON for page.js. Texts are untrusted: control characters are escaped."""
         return {
             "x": self.x,
             "y": self.y,

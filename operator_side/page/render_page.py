@@ -1,6 +1,6 @@
-"""Renders a page: one file with its style and scripts in it, which loads nothing else.
+"""Renders a page as one file that includes its style and scripts, and loads nothing else.
 
-Values come from logs, manifests and sockets: Jinja escapes each, and control characters are spelled out.
+Values come from logs, manifests and sockets: Jinja escapes each of them, `_printable` its control characters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.telemetry.event_text import cut
 from operator_side.page import words
 
 _CELL_CHARACTERS_MAX = 300
-_MAP = b"//# sourceMappingURL="  # a browser would ask for that file
+_MAP = b"//# sourceMappingURL="  # otherwise a browser would request that file
 
 
 def render_page(template: str, **values: Any) -> bytes:
@@ -65,7 +65,7 @@ def _printable(value: object) -> object:
 
 
 def _code(text: str) -> Markup:
-    """A text in which `commands` stand in backticks."""
+    """Mark up a text whose `commands` are in backticks."""
     parts = plain(text).split("`")
     if not len(parts) % 2:
         parts = [plain(text)]
@@ -79,7 +79,7 @@ def _cell(value: object) -> object:
 
 
 def _policy(style: str, scripts: Sequence[str], every: float | None) -> Markup:
-    """The content policy: no host but, for a live page, its own; and by their digests this style and these scripts."""
+    """Return the content policy: only this style and these scripts, by digest; a live page may fetch from its host."""
     ours = " ".join(map(_digest, scripts))
     connect = "'self'" if every else "'none'"
     return Markup(  # noqa: S704 - of digests

@@ -1,4 +1,4 @@
-"""Times, shares, money and rates as the pages write them."""
+"""Times, shares, money and rates, formatted for the pages."""
 
 from __future__ import annotations
 

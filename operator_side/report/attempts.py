@@ -1,8 +1,8 @@
 """Attempts of a run: when each began, trained and ended, and why; from `holdfast run`'s lines, or from the stager's.
 
 launched ─► joined ─► restored ─► training ─► lost ─► ended          the supervisor's (status.jsonl)
-                                              rank_lost              the stager's, which may come seconds before
-stager_ready ─────► restore ─────────────────► stager_ended | stager_gone       without it: less is known
+                                              rank_lost              the stager's, sometimes seconds earlier
+stager_ready ─────► restore ─────────────────► stager_ended | stager_gone       without a supervisor: less is known
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class ReportedAttempt:
     """One start of the job.
 
     Attributes:
-        is_told: A supervisor tells of it; else it is put together from the events of stager and ranks.
+        is_told: Whether a supervisor reports it; otherwise it is derived from events of stager and ranks.
         began_at_unix: When it was launched; without a supervisor, when its stager was ready.
         training_at_unix: Every rank's first step; without a supervisor the restore or first `save()`.
-        restored_step: The step that it resumed from; -1: the beginning; None: not known.
+        restored_step: The step that it resumed from; -1: the beginning; None: unknown.
         lost_at_unix: The first sign of its bad end.
         ended_at_unix: Time of the verdict.
         heard_at_unix: The last sign of life.
-        proof: How its first step compares with that of the attempt before; None: nobody has said it.
-        cause: As the supervisor calls it; `left`: the trainers left the stager; empty while it runs.
+        proof: How its first step compares with the attempt before; None: never compared.
+        cause: The supervisor's word; `left`: the trainers left the stager; "" while it runs.
         phases: Seconds from the launch to training, by a phase's end.
     """
 
@@ -70,7 +70,7 @@ class ReportedAttempt:
 
 
 def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
-    """All attempts, oldest first."""
+    """Return all attempts, oldest first."""
     is_told = any(event.event == "launched" and event.role == "supervisor" for event in events)
     attempts: list[ReportedAttempt] = []
     for event in events:
@@ -78,17 +78,17 @@ def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
             with suppress(ValueError):  # a broken line
                 attempts[-1].proof = ResumeProof.from_json(event.fields)
         if is_told:
-            _told(event, attempts)
+            _from_supervisor(event, attempts)
         else:
-            _untold(event, attempts)
+            _from_stager(event, attempts)
     if not is_told:
         for one in attempts[:-1]:
-            if not one.cause:  # the next one began without a word about its end
+            if not one.cause:  # the logs lack the end of this attempt
                 one.cause, one.message = "lost", "the logs have no end of this attempt"
     return attempts
 
 
-def _told(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
+def _from_supervisor(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.role != "supervisor":
         if attempts and event.event == "restore":
             attempts[-1].restored_attempt = whole(event.fields.get("attempt"))
@@ -112,7 +112,7 @@ def _begun(event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_told: bo
 
 
 def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
-    """Note one more event about the attempt that was launched last."""
+    """Apply a further event to the attempt that was launched last."""
     if not attempt.cause:
         attempt.heard_at_unix = event.time
     match event.event:
@@ -135,7 +135,7 @@ def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
             attempt.message = text(event.fields.get("message")).removeprefix(f"attempt {attempt.number}: ")
 
 
-def _untold(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
+def _from_stager(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.event == "stager_ready":
         attempts.append(_begun(event, attempts, is_told=False))
         return
@@ -152,7 +152,7 @@ def _untold(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
             saved = number(event.fields.get("saved_at_unix"), TIME_MAX)
             attempt.training_at_unix = event.time if saved is None else saved
         case "staged" if event.role == "stager" and attempt.training_at_unix is None:
-            # The ranks' logs are elsewhere, as under torchrun: the first `save()` is what the stager knows of them.
+            # The ranks' logs are elsewhere, as under torchrun: the stager only knows the time of their first `save()`.
             attempt.training_at_unix = event.time - (number(event.fields.get("pgt1_seconds")) or 0.0)
         case "resume_proof" if attempt.restored_step is None:
             attempt.restored_attempt, attempt.restored_step = whole(event.fields.get("attempt")), event.step

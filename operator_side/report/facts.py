@@ -1,4 +1,4 @@
-"""All that is known of a run, in one place: what page and sentences are made of. Pure."""
+"""All known facts of a run, from which page and sentences are made. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOSS_MAX = 1e15
 
 @dataclass(slots=True)
 class Happened:
-    """A notice or a trouble. Equal ones of several ranks are one, with the time of the first."""
+    """A notice or a trouble. Equal ones of several ranks are merged, with the time of the first."""
 
     at_unix: float
     event: str
@@ -42,8 +42,6 @@ class SecondsSpread:
 
 @dataclass
 class RunFacts:
-    """See the module."""
-
     run: str
     log: Log
     checkpoints: CheckpointRows
@@ -51,11 +49,11 @@ class RunFacts:
     interruptions: list[Interruption]
     goodput: Goodput | None
     happened: list[Happened]
-    begin_unix: float | None  # the first time that is known; None if nothing is known of the run
+    begin_unix: float | None  # the first known time; None if nothing is known of the run
     end_unix: float | None
     losses: list[tuple[int, float]] = field(default_factory=list)  # steps and training losses, in order
     over: str = ""  # the supervisor's last message, if it ended
-    unknown: list[str] = field(default_factory=list)  # sentences on what cannot be told of the run, and why
+    unknown: list[str] = field(default_factory=list)  # sentences on what the sources cannot tell, and why
 
     @property
     def rows(self) -> list[CheckpointRow]:
@@ -75,7 +73,7 @@ def gather(
     dollars_per_hour: float | None = None,
     notes: Iterable[str] = (),
 ) -> RunFacts:
-    """Put the facts of a run together."""
+    """Collect the facts of a run."""
     checkpoints = gather_checkpoints(log.events, stored)
     attempts = gather_attempts(log.events)
     begin, end = _bounds(log.events, checkpoints.rows, attempts)
@@ -119,7 +117,7 @@ def _bounds(
 
 
 def _worked_until(attempts: Sequence[ReportedAttempt], events: Sequence[LoggedEvent]) -> float:
-    """When the work, or the wait for machines, ended; the flusher may have gone on."""
+    """Return when the work, or the wait for machines, ended; the flusher may have continued."""
     if not attempts:
         return 0.0
     last = attempts[-1]
@@ -130,7 +128,7 @@ def _worked_until(attempts: Sequence[ReportedAttempt], events: Sequence[LoggedEv
 
 
 def _losses(events: Iterable[LoggedEvent], stored: Iterable[StoredCheckpoint]) -> list[tuple[int, float]]:
-    """The loss of each step that tells of one. A step that was done twice has the newest."""
+    """Return the loss of each step that reports one. A step that was done twice has the newest."""
     said = [(one.step, one.record) for one in stored] + [(event.step, event.fields) for event in events]
     found = {
         step: loss for step, fields in said if step is not None and (loss := _loss_in(fields)) is not None
@@ -139,7 +137,7 @@ def _losses(events: Iterable[LoggedEvent], stored: Iterable[StoredCheckpoint]) -
 
 
 def _loss_in(fields: Any) -> float | None:
-    """The loss that an event, or the record of a checkpoint, has: its own, or one among the metrics of rank 0."""
+    """Return the loss in an event or in a checkpoint's record: its own, or one among the metrics of rank 0."""
     if not isinstance(fields, Mapping):
         return None
     loss = number(fields.get("loss"), least=-_LOSS_MAX)
@@ -203,7 +201,7 @@ def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]
 
 
 def spread_of(values: Iterable[float]) -> SecondsSpread | None:
-    """Least, median, percentiles (nearest rank) and greatest; None without values."""
+    """Return least, median, percentiles (nearest rank) and greatest; None without values."""
     found = sorted(values)
     if not found:
         return None
@@ -215,7 +213,7 @@ def spread_of(values: Iterable[float]) -> SecondsSpread | None:
 
 
 def ring_bytes(rows: Iterable[CheckpointRow], end_unix: float) -> list[tuple[float, int]]:
-    """Bytes of checkpoints that were saved and not yet durable, from each time on: the most that the ring held."""
+    """Return bytes of saved, not yet durable checkpoints over time: an upper bound of the ring's content."""
     changes: list[tuple[float, int]] = []
     for row in rows:
         begin, nbytes = row.saved_at_unix, row.image_bytes

@@ -1,9 +1,9 @@
 """How a run's time was used: new work, work done twice, stalls, getting back. Pure arithmetic on attempts.
 
-    launched ─starting─► training ─────────────► lost ─getting back─► training ────► ended ─nobody ran it─► launched
+    launched ─starting─► training ─────────────► lost ─getting back─► training ────► ended ─between runs──► launched
                              saved │◄─ done twice ─►│
 
-The cost of a loss is computed as `holdfast status` does (loss.py), with the checkpoint that the next attempt resumed
+The cost of a loss is computed as in `holdfast status` (loss.py), with the checkpoint that the next attempt resumed
 from. If the time of its `save()` is unknown, so is the repeated work.
 """
 
@@ -19,11 +19,11 @@ from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_tr
 from operator_side.status.run_status import Interval, interval_of
 
 _SAME_SECONDS = 0.001
-_FIRST_STEP_SECONDS = 1.0  # the first save may begin before the last rank has told of its first step
+_FIRST_STEP_SECONDS = 1.0  # the first save may begin before the last rank has reported its first step
 PARTS = {
     "new work": "training whose result was kept",
     "work done twice": "training since the checkpoint from which the next attempt resumed",
-    "stalls for checkpoints": "the training thread of the slowest rank stood still for a checkpoint (CST)",
+    "stalls for checkpoints": "a checkpoint blocked the training thread of the slowest rank (CST)",
     "getting back after losses": "from the first sign of a loss until all ranks had done a step again",
     "starting": "from a launch that follows no loss to the first step of all ranks",
     "between runs": "a run was done or stopped, and the next one not launched yet",
@@ -33,17 +33,17 @@ _OVERHEAD = ("work done twice", "stalls for checkpoints", "getting back after lo
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """An attempt that ended badly, and what followed."""
+    """An attempt that ended badly, and the recovery from it."""
 
     attempt: ReportedAttempt
-    back: ReportedAttempt | None  # the attempt that trained again; None: none is known
-    down_seconds: float  # from the first sign of the loss until training went on, or to the last known time
-    lost: Lost | None  # work that had to be repeated; None: not known
+    back: ReportedAttempt | None  # the attempt that trained again; None: unknown
+    down_seconds: float  # from the first sign of the loss until training continued, or to the last known time
+    lost: Lost | None  # work that had to be repeated; None: unknown
     dollars_per_hour: float | None
 
     @property
     def cost_seconds(self) -> float:
-        """Seconds until training went on, and of repeated work, as far as they are known."""
+        """Seconds until training continued plus seconds of repeated work, as far as known."""
         return self.down_seconds + (self.lost.seconds if self.lost is not None else 0.0)
 
     @property
@@ -57,17 +57,17 @@ class Goodput:
 
     total_seconds: float
     parts: Mapping[str, float]  # seconds by the names of `PARTS`; they add up to `total_seconds`
-    is_estimate: bool  # no supervisor told when training went on, or repeated work is not known
+    is_estimate: bool  # no supervisor reported when training continued, or repeated work is unknown
     dollars_per_hour: float | None
 
     @property
     def up_seconds(self) -> float:
-        """The time in which the run was up or starting."""
+        """Time in which the run was up or starting."""
         return self.total_seconds - self.parts["between runs"]
 
     @property
     def overhead_seconds(self) -> float:
-        """The time that went into losses and checkpoints."""
+        """Time spent on losses and checkpoints."""
         return sum(self.parts[name] for name in _OVERHEAD)
 
     @property
@@ -86,13 +86,13 @@ def interruptions_of(
     end_unix: float,
     dollars_per_hour: float | None = None,
 ) -> list[Interruption]:
-    """Each bad end, oldest first. Losses before an attempt has trained count to the interruption before."""
+    """Return each bad end, oldest first. Losses before an attempt has trained count to the interruption before."""
     saves = [row for row in checkpoints if row.saved_at_unix is not None]
     found: list[Interruption] = []
-    kept: list[tuple[float, float]] = []  # training of earlier attempts that is not yet lost
+    kept: list[tuple[float, float]] = []  # training of earlier attempts that is not lost yet
     for index, attempt in enumerate(attempts):
         began, stop = attempt.training_at_unix, attempt.stopped_at_unix
-        if began is None and found and _is_way_back(attempt, found[-1]):
+        if began is None and found and _is_recovery(attempt, found[-1]):
             continue
         if not attempt.was_lost:
             if began is not None:
@@ -110,8 +110,8 @@ def interruptions_of(
     return found
 
 
-def _is_way_back(attempt: ReportedAttempt, before: Interruption) -> bool:
-    """Whether an attempt was launched before training went on after that loss."""
+def _is_recovery(attempt: ReportedAttempt, before: Interruption) -> bool:
+    """Whether an attempt was launched before training continued after that loss."""
     return before.back is None or attempt.began_at_unix < before.back.began_at_unix
 
 
@@ -156,14 +156,14 @@ def _lost(
 
 
 def _interval(saves: Sequence[CheckpointRow]) -> Interval | None:
-    """Time between the last two checkpoints that one job has saved in a row."""
+    """Return the distance of the last two checkpoints that one job has saved in a row."""
     said = [(CheckpointId(row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
     pairs = (said[index - 1 : index + 1] for index in range(len(said) - 1, 0, -1))
     return next((found for pair in pairs if (found := interval_of(pair)) is not None), None)
 
 
 def _point(back: ReportedAttempt, saves: Sequence[CheckpointRow]) -> SavedPoint | None:
-    """The checkpoint that an attempt resumed from: the newest of this step that was saved before."""
+    """Return the checkpoint that an attempt resumed from: the newest of its step that was saved before."""
     for row in reversed(saves):
         at = row.saved_at_unix
         if row.step != back.restored_step or at is None or at > (back.training_at_unix or at):
@@ -181,7 +181,7 @@ def goodput_of(
     end_unix: float,
     dollars_per_hour: float | None = None,
 ) -> Goodput | None:
-    """The parts of the time from the first launch to the end; None without an attempt."""
+    """Split the time from the first launch to the end into parts; None without an attempt."""
     if not attempts:
         return None
     parts = dict.fromkeys(PARTS, 0.0)
@@ -207,7 +207,7 @@ def goodput_of(
 def _stall_seconds(
     rows: Sequence[CheckpointRow], attempts: Sequence[ReportedAttempt], interruptions: Sequence[Interruption]
 ) -> float:
-    """Stalls of checkpoints that were saved while a job trained, without those in lost time."""
+    """Sum the stalls of checkpoints that were saved while a job trained, except in lost time."""
     trained = [
         (one.training_at_unix - _FIRST_STEP_SECONDS, one.stopped_at_unix)
         for one in attempts
@@ -231,9 +231,9 @@ def _stall_seconds(
 
 
 def _idle(attempts: Sequence[ReportedAttempt], end_unix: float) -> tuple[float, float]:
-    """Seconds of starts, and between runs."""
+    """Return the seconds of starts, and those between runs."""
     starting = between = 0.0
-    before: ReportedAttempt | None = None  # the last one that was not merely a failed way back
+    before: ReportedAttempt | None = None  # the last one that was not only a failed recovery
     is_back = False
     for attempt in attempts:
         if before is not None and before.ended_well:

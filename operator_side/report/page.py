@@ -1,4 +1,4 @@
-"""The report: report.html over the facts, with tiles and charts of them. One file that loads nothing."""
+"""Renders report.html from the facts, with tiles and charts, as one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from operator_side.report.sentences import look_at, what_happened
 
 _URL_CHARACTERS_MAX = 300
 _FILES_SHOWN = 20
-_BARS_MAX = 400  # of a lane, or points of a line, in a chart
+_BARS_MAX = 400  # in a lane of a chart, or points of a line
 _ROWS_MAX = 200  # of a table
 _DETAILED_MAX = 12  # checkpoints shown rank by rank
 _RANKS_MAX = 16
-_SECONDS_MIN = 1e-6  # in less nothing was copied
+_SECONDS_MIN = 1e-6  # a shorter time means that nothing was copied
 _Item = TypeVar("_Item")
 
 
 def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
-    """Make the whole file."""
     saved = [row for row in facts.rows if row.saved_at_unix is not None]
     timeline = timeline_chart(
         thinned(facts.attempts, _BARS_MAX),
@@ -78,7 +77,7 @@ def _sources(facts: RunFacts) -> str:
 
 
 def thinned(items: Sequence[_Item], most: int) -> list[_Item]:
-    """At most `most` of the items, in order: the first, the last, the newest that stand out, an even selection."""
+    """Select at most `most` items, in order: the first, the last, the newest that stand out, then evenly."""
     if len(items) <= most:
         return list(items)
     kept = {0, len(items) - 1} if most > 1 else {len(items) - 1}
@@ -113,13 +112,13 @@ def _rates(rows: Iterable[CheckpointRow], seconds: str) -> list[float]:
 
 
 def _worst_ranks(row: CheckpointRow) -> list[tuple[int, RankTimes]]:
-    """The ranks with the longest stalls, by number."""
+    """Return the ranks with the longest stalls, by number."""
     by_stall = sorted(row.ranks.items(), key=lambda one: one[1].seconds.get("cst_seconds", 0.0))
     return sorted(by_stall[-_RANKS_MAX:])
 
 
 def _worth_details(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:
-    """The newest, the slowest to durable, those with the longest stalls, and the newest bad ones."""
+    """Select the newest, the slowest to durable, those with the longest stalls, and the newest bad ones."""
     known, few = [row for row in rows if row.ranks], _DETAILED_MAX // 4
     chosen = [
         *known[-few:],

@@ -1,4 +1,4 @@
-"""The charts of a run, from its facts: attempts and phases over time, the use of the time, durations, losses."""
+"""Makes the charts of a run from its facts: attempts and phases over time, the use of the time, durations, losses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PART_COLOURS: dict[str, Colour] = {
 def timeline_chart(
     attempts: Sequence[ReportedAttempt], rows: Sequence[CheckpointRow] = (), missed: Sequence[NotTaken] = ()
 ) -> Chart:
-    """One lane of attempts, one for each phase of checkpoints, and one of skipped and bad checkpoints."""
+    """Chart the attempts in one lane, each phase of checkpoints in one, and skipped and bad checkpoints in one."""
     bad = [(row.read_at_unix or row.durable_at_unix, row) for row in rows if row.state == "bad"]
     lost = [Span("trouble", at, at, f"step {row.step} is bad") for at, row in bad if at is not None]
     skipped = [
@@ -93,7 +93,7 @@ def _phase(rows: Iterable[CheckpointRow], lane: str, begin: str, end: str) -> It
 
 
 def goodput_chart(goodput: Goodput) -> Chart:
-    """The parts of the time in one lane, one after the other."""
+    """Chart the parts of the time in one lane, one after the other."""
     series = []
     at = 0.0
     for name, value in goodput.parts.items():
@@ -112,7 +112,7 @@ def goodput_chart(goodput: Goodput) -> Chart:
 
 
 def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
-    """Seconds of checkpoints over their steps."""
+    """Chart the seconds of checkpoints over their steps."""
     series = []
     for name, colour, field in DURATIONS:
         said = [(row.step, getattr(row, field)) for row in rows]
@@ -125,6 +125,6 @@ def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
 
 
 def losses_chart(losses: Sequence[tuple[float, float]]) -> Chart:
-    """The training loss over the steps that logged one."""
+    """Chart the training loss over the steps that logged one."""
     series = [Series("loss", "training", points=losses)]
     return Chart("losses", "The loss over the steps.", "step", series, x_title="step", y_title="loss")

@@ -10,7 +10,7 @@ from operator_side.report.facts import RunFacts
 
 
 class Tile(NamedTuple):
-    """The figure of one fact, which a reader sees first; `colour` has the meaning that it has in the charts."""
+    """One figure at the top of the page; `colour` has the same meaning as in the charts."""
 
     name: str
     figure: str
@@ -19,7 +19,7 @@ class Tile(NamedTuple):
 
 
 def run_tiles(facts: RunFacts, last_good: Tile) -> list[Tile]:
-    """The tiles of the module's first line. An unknown figure is a dash, with the reason in the note."""
+    """Make all tiles. An unknown figure is a dash, with the reason in the note."""
     return [_goodput(facts), _lost_steps(facts), _cost(facts), last_good, _interruptions(facts)]
 
 
@@ -45,7 +45,7 @@ def _goodput(facts: RunFacts) -> Tile:
 def _lost_steps(facts: RunFacts) -> Tile:
     lost = [one.lost for one in facts.interruptions if one.lost is not None]
     if not facts.attempts or (facts.interruptions and not lost):
-        later = "known when training is back" if _is_coming_back(facts) else "no log says what was done twice"
+        later = "known once training resumes" if _is_coming_back(facts) else "no log says what was done twice"
         return Tile("steps lost", "-", later)
     if not lost:
         return Tile("steps lost", "0", "no work was done twice")
@@ -71,7 +71,7 @@ def _interruptions(facts: RunFacts) -> Tile:
     if not found:
         return Tile("interruptions", "0", plural(len(facts.attempts), "attempt"))
     if found[-1].back is None:
-        note = "on its way back" if _is_coming_back(facts) else "training did not resume"
+        note = "restarting" if _is_coming_back(facts) else "training did not resume"
     else:
         note = f"back after {brief(max(one.down_seconds for one in found if one.back is not None))} at most"
     return Tile("interruptions", str(len(found)), note, "lost")

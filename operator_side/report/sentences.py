@@ -26,13 +26,13 @@ _PHASE_NAMES = {
     "training": "to the first step",
 }
 _CAVEATS = {
-    "drifted": "put together what ranks held whose replicas were not the same",
-    "doubtful": "may be torn, as something else than the optimizer changed the state",
+    "drifted": "combined slices of ranks whose replicas differed",
+    "doubtful": "may be torn, because something other than the optimizer changed the state",
 }
 
 
 class Hint(NamedTuple):
-    """Something that needs attention, and the section of the page that shows it."""
+    """A problem that needs attention, and the section of the page that shows it."""
 
     text: str
     section: str
@@ -51,7 +51,7 @@ def _course(facts: RunFacts) -> Iterator[str]:
     assert facts.end_unix is not None
     span = f"from {moment(facts.begin_unix)} to {moment(facts.end_unix)}, {brief(facts.end_unix - facts.begin_unix)}"
     if not facts.attempts:
-        yield f"The record of the run reaches {span}; it does not say when the run trained and when it stood still."
+        yield f"The record of the run reaches {span}; it does not say when the run trained and when it was idle."
         return
     last = facts.attempts[-1]
     how = {
@@ -62,12 +62,12 @@ def _course(facts: RunFacts) -> Iterator[str]:
     if last.was_lost:
         how = f"It ended badly ({last.cause}): {cut(last.message, _REASON_CHARACTERS_MAX)}."
         if facts.over and facts.over not in last.message:
-            how += f" The supervisor's last word: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
+            how += f" The supervisor's last message: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
     yield f"The run went {span}, in {plural(len(facts.attempts), 'attempt')}."
     yield how or (
         f"Attempt {last.number} was still running when the logs end; later events are not known."
         if not facts.over
-        else f"The supervisor's last word: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
+        else f"The supervisor's last message: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
     )
 
 
@@ -103,7 +103,7 @@ def _resumes(facts: RunFacts) -> Iterator[str]:
         return
     counts = Counter(proof.verdict for proof in proofs)
     told = {
-        ProofVerdict.VERIFIED: "went on as before, as the first step shows",
+        ProofVerdict.VERIFIED: "continued as before, as the first step shows",
         ProofVerdict.DIFFERS: "differed",
         ProofVerdict.NOT_PROVEN: "not proven",
     }
@@ -154,11 +154,11 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
         causes = ", ".join(
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)
         )
-        yield f"{plural(len(facts.checkpoints.not_taken), 'step')} came to no checkpoint ({causes})."
+        yield f"{plural(len(facts.checkpoints.not_taken), 'step')} got no checkpoint ({causes})."
 
 
 def _shares(sealed: list[dict[str, float]]) -> Iterator[str]:
-    """`sealed`: of each checkpoint of several stagers, when each share was written."""
+    """`sealed`: for each checkpoint of several stagers, when each share was written."""
     if not sealed:
         return
     (last, times), *_ = Counter(max(one, key=one.__getitem__) for one in sealed).most_common(1)
@@ -197,7 +197,7 @@ def _time(facts: RunFacts) -> Iterator[str]:
 
 
 def look_at(facts: RunFacts) -> list[Hint]:
-    """Hints, the worst first."""
+    """Return hints, the worst first."""
     parts = (_bad, _not_good_yet, _losses, _not_taken, _store, _stalls)
     return [hint for part in parts for hint in part(facts)]
 
@@ -246,12 +246,12 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
     if worst.back is not None and worst.back.phases:
         phase, value = max(worst.back.phases.items(), key=lambda one: one[1])
         longest = f"{brief(value)} {_PHASE_NAMES.get(phase, phase)}"
-        text += f"; the longest phase until training went on was {longest}"
+        text += f"; the longest phase until training continued was {longest}"
     yield Hint(text + ".", "interruptions")
     crashed = [one for one in facts.interruptions if one.attempt.cause == "crashed"]
     if crashed:
         yield Hint(
-            f"Attempt {crashed[-1].attempt.number} crashed by itself, not because a machine was taken away: "
+            f"Attempt {crashed[-1].attempt.number} crashed by itself, not because of a preemption: "
             f"{cut(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. Its ranks' output is in the log directory.",
             "interruptions",
         )

@@ -1,7 +1,7 @@
-"""Measured costs of each way to checkpoint: a JSON file, or the figures that this tree's benchmarks left.
+"""Measured costs of each way to checkpoint, from a JSON file or from the figures of this tree's benchmarks.
 
-The code has no figures, only how each way works: how many checkpoints it has under way, whether a node keeps
-what is staged, whether it acts on a notice.
+The figures are data. The code only knows how each way works: how many checkpoints it has in flight, whether a node
+keeps staged checkpoints, whether it acts on a notice.
 
     {"source": "…", "iteration_seconds": 0.2, "restart_seconds": 17, "strategies": {"holdfast": {
         "stall_seconds": 0.014, "staged_seconds": 0.65, "durable_seconds": 1.1, "restore_seconds": 1.3,
@@ -21,14 +21,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from holdfast.errors import ConfigError
 from operator_side.simulate.strategy import IDEAL, Strategy, microseconds
 
-# Beside the source; an installed wheel has none.
+# Next to the source; an installed wheel has no figures.
 MEASURED = Path(__file__).resolve().parents[2] / "docs/figures/data"
 _SECONDS_MAX = 1e6
-_LOOKED_SECONDS = 0.01  # longer than a look takes whether the last checkpoint of a training is durable
+_LOOKED_SECONDS = 0.01  # longer than the check whether a training's last checkpoint is durable
 _Seconds = Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(ge=1e-6, le=_SECONDS_MAX, allow_inf_nan=False)]
 
-# How each works (docs/performance.md, "The peers"), and as what it was measured.
+# How each way works (docs/performance.md, "The peers"), under the name in the measurements.
 _WAYS: Mapping[str, Mapping[str, Any]] = {
     "torch.save+fsync": {},
     "dcp-thread": {},
@@ -40,17 +40,17 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Measured(BaseModel):
-    """One way to checkpoint."""
+    """Measured costs of one way to checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stall_seconds: _Seconds
-    staged_seconds: _Seconds | None = None  # from `save()` until the stager's node has it; None without one
+    staged_seconds: _Seconds | None = None  # from `save()` until the stager has it; None without a stager
     durable_seconds: _Seconds  # from `save()` until it is in the store
     restore_seconds: _Seconds  # from the store
-    restore_staged_seconds: _Seconds | None = None  # from the stager's node; None: as long as from the store
+    restore_staged_seconds: _Seconds | None = None  # from the stager's node; None: as from the store
     in_flight_max: Annotated[int, Field(ge=1, le=64)] = 1
-    stager: bool = False  # a node outside the training's machines keeps what is staged
+    stager: bool = False  # a node outside the training machines keeps staged checkpoints
     notice: bool = False  # a preemption notice leads to a checkpoint
 
     @model_validator(mode="after")
@@ -83,13 +83,13 @@ class TrainingProfile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: Annotated[str, Field(min_length=1, max_length=4096)]  # of the figures; beside every result
+    source: Annotated[str, Field(min_length=1, max_length=4096)]  # of the figures; shown with every result
     iteration_seconds: _Positive  # time of one iteration on all machines, without a checkpoint
     restart_seconds: _Seconds  # from a loss until the processes run again, before they restore
     strategies: Annotated[dict[str, Measured], Field(min_length=1, max_length=64)]
 
     def lanes(self, leads_seconds: Sequence[float]) -> list[Strategy]:
-        """All strategies, the ideal last. A strategy that uses notices comes once for each lead time."""
+        """Return all strategies, the ideal last. A strategy that uses notices appears once for each lead time."""
         found = []
         for name, measured in self.strategies.items():
             leads = leads_seconds if measured.notice else (0.0,)
@@ -114,9 +114,9 @@ def load_profile(path: Path) -> TrainingProfile:
 
 
 def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
-    """The medians of `make bench BENCH=makespan` that `make figures` left in the tree. `torch.load` stands for the
-    restore of every way but holdfast; none was measured from the stager's node: as long as from the store. Raises
-    `ConfigError`: figures are missing; the message asks for `--profile`.
+    """Return the medians of `make bench BENCH=makespan` that `make figures` left in the tree. `torch.load` stands for
+    the restore of every way but holdfast. Restores from the stager's node were not measured: they take as long as from
+    the store. Raises `ConfigError`: figures are missing; the message asks for `--profile`.
     """
     try:
         run = _json(folder / "makespan.json")
@@ -155,10 +155,10 @@ def _median(run: Mapping[str, Any], peer: str, figure: str) -> float:
 
 
 def _stall_seconds(run: Mapping[str, Any], peer: str) -> float:
-    """Time that training loses to one checkpoint: of one alone, or, if shorter, in the run with the longest interval.
+    """Return the time that training loses to one checkpoint, alone or in the run with the longest interval.
 
-    A checkpoint alone comes after those of all other peers, so it finds nothing in the processor's caches. In the run
-    with the longest interval no checkpoint waits for the one before.
+    The shorter one counts. A lone checkpoint comes after those of all other peers, so it starts with cold CPU caches.
+    In the run with the longest interval no checkpoint waits for the one before.
     """
     alone = _median(run, peer, "stall_seconds")
     plain = [of["makespan_seconds"] / of["iterations"] for of in run.get("runs", ()) if of["peer"] == "none"]
@@ -175,10 +175,10 @@ def _stall_seconds(run: Mapping[str, Any], peer: str) -> float:
 
 
 def _durable_seconds(run: Mapping[str, Any], peer: str, in_flight_max: int) -> float:
-    """From `save()` to durable: of a checkpoint alone, or, if longer, of those that follow each other most closely.
+    """Return the time from `save()` to durable, of a lone checkpoint or of those with the shortest interval.
 
-    Where the last checkpoint outlasts a training, one has become durable in each of the times counted here, and
-    `in_flight_max` were under way.
+    The longer one counts. If the last checkpoint outlasts a training, each of the times counted here is the time
+    between two durable checkpoints, with `in_flight_max` in flight.
     """
     alone = _median(run, peer, "done_seconds")
     runs = [of for of in run.get("runs", ()) if of["peer"] == peer]

@@ -1,21 +1,21 @@
-"""The replay: strategies and intervals × windows of a trace, all at once, event by event.
+"""The replay: all strategies and intervals × all windows of a trace at the same time, event by event.
 
     launched ──(restart + restore)──► training ──loss──► newest checkpoint that survives ──► enough machines? ─┐
        ▲                                                                                                       │
        └───────────────────────── at once, or when enough have come ───────────────────────────────────────────┘
 
-Between two events nothing is decided, so a stretch is one formula (timeline.py); the loop is over events alone.
+Nothing is decided between two events, so a stretch is one formula (timeline.py); the loop only runs over events.
 States are arrays of shape (lane, window); a lane is a strategy and an interval.
 
 Rules, which tests/unit/operator_side/simulate/reference.py walks through one by one:
- 1. A loss of any machine, or of the stager's node where there is one, ends the job. Checkpoints that
-    are not safe by then are lost.
- 2. With a stager, the newest staged checkpoint is what a relaunch continues from, and it goes on into the store by
-    itself; the stager's loss leaves what is durable by then.
+ 1. A loss of any machine, or of the stager's node if there is one, ends the job. Checkpoints that are not safe by then
+    are lost.
+ 2. With a stager, a relaunch continues from the newest staged checkpoint, which reaches the store without the job. A
+    loss of the stager leaves only the checkpoints that are durable by then.
  3. A notice makes one checkpoint, after the first iteration that ends at or after it. It counts if it is safe in time.
- 4. A relaunch takes `restart`, then restore: near while anything staged is in the stager, else from the store. It takes
-    the machines that are there, at most `nodes`, and an iteration takes nodes / machines as long. Machines that come
-    later join at the next relaunch.
+ 4. A relaunch takes `restart`, then restore: near while the stager holds a staged checkpoint, else from the store. It
+    uses the machines that are there, at most `nodes`, and an iteration takes nodes / machines times as long. Machines
+    that arrive later join at the next relaunch.
  5. With fewer than `nodes_min` machines the job waits.
 """
 
@@ -42,9 +42,7 @@ Booleans = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """The training."""
-
-    nodes: int  # number of machines that it uses when it can have them
+    nodes: int  # machines that it uses if it can have them
     nodes_min: int
     iteration_us: int  # time of one iteration on `nodes` machines; at least 1
     restart_us: int  # from a loss until the processes run again, before they restore; at least 0
@@ -69,7 +67,7 @@ class ReplayOutcome:
     interruptions: Integers
     training_us: Integers
     finished_us: Integers  # when the target was reached; -1: not within the window, or no target
-    event_steps: int  # number of rounds of the replay's loop; it does not depend on the number of lanes
+    event_steps: int  # rounds of the replay's loop, independent of the number of lanes
 
 
 def replay(job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindows) -> ReplayOutcome:
@@ -83,7 +81,7 @@ def replay(job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindow
 
 
 class _Replay:
-    """The state of all lanes. `start_us`: when training begins; `_NEVER_US` while it waits for machines."""
+    """The state of all lanes. `start_us`: when training begins; `_NEVER_US` while the lane waits for machines."""
 
     def __init__(self, job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindows) -> None:
         if not lanes:
@@ -103,14 +101,14 @@ class _Replay:
         self.shape = (len(lanes), len(windows.first_count))
         _check_span(self, job, windows)
 
-        self.step = self._zeros()  # of the launch, or to launch from
+        self.step = self._zeros()  # the step at the launch, or to launch from
         self.redone = self._zeros()
         self.interruptions = self._zeros()
         self.training_us = self._zeros()
         self.finished_us = self._zeros() - 1
         self.floor = self._zeros()  # the newest durable step
-        self.newest_us = self._zeros()  # when `step`, where it is newer than the floor, becomes durable
-        self.near = np.zeros(self.shape, dtype=np.bool_)  # something staged is in the stager
+        self.newest_us = self._zeros()  # when `step` becomes durable, if newer than the floor
+        self.near = np.zeros(self.shape, dtype=np.bool_)  # the stager holds a staged checkpoint
         self.iteration_us = self._zeros() + job.iteration_us
         self.start_us = self._zeros() + _NEVER_US
         self._launch(np.ones(self.shape, dtype=np.bool_), np.int64(0), windows.first_count, first=True)
@@ -129,7 +127,7 @@ class _Replay:
             self._launch(waiting, time, windows.count[number])
 
     def close(self) -> None:
-        """End the windows: count what each job has done, and end none."""
+        """End the windows: count the work of each running job, without an interruption."""
         end = np.int64(self.windows.length_us)
         trained = np.maximum(end - self.start_us, 0)
         done = np.where(self.start_us <= end, self._timeline().iterations(trained), 0)
@@ -141,7 +139,7 @@ class _Replay:
         return self.job.target is not None and bool((self.finished_us >= 0).all())
 
     def _end(self, ended: Booleans, stager_lost: Booleans, time: Integers) -> None:
-        """Apply losses at `time`: of the jobs in `ended`, and of the stagers in `stager_lost`."""
+        """Apply losses at `time` to the jobs in `ended` and the stagers in `stager_lost`."""
         timeline = self._timeline()
         trained = time - self.start_us
         training = ended & (trained >= 0)
@@ -151,7 +149,7 @@ class _Replay:
         kept, begun_us = self._kept(timeline, trained, training, self.safe_us)
         in_store, _ = self._kept(timeline, trained, training, self.durable_us)
 
-        # Checkpoints in flight from an earlier launch are in the store by now, or are overtaken.
+        # Checkpoints in flight from an earlier launch are in the store by now, or superseded.
         self.floor = np.where(ended & (self.newest_us <= time), self.step, self.floor)
         self.floor = np.where(in_store > 0, self.step + in_store, self.floor)
         at = self.step + done
@@ -173,7 +171,7 @@ class _Replay:
     def _kept(
         self, timeline: Timeline, trained: Integers, training: Booleans, takes_us: Integers
     ) -> tuple[Integers, Integers]:
-        """Iterations (0: none) and begin of the newest checkpoint that was begun at least `takes_us` ago."""
+        """Return iterations (0: none) and begin of the newest checkpoint that began at least `takes_us` ago."""
         saves = np.where(training, timeline.begun(trained - takes_us), 0)
         kept = saves * self.every
         begun_us = timeline.begin(saves)
@@ -188,7 +186,7 @@ class _Replay:
     def _launch(
         self, which: Booleans, time: Integers | np.int64, count: Integers, *, first: bool = False
     ) -> None:
-        """Launch those lanes of `which` that have enough machines."""
+        """Launch the lanes of `which` that have enough machines."""
         machines = np.minimum(count, self.job.nodes)
         ready = which & (machines >= self.job.nodes_min)
         restore = np.zeros_like(self.start_us) if first else np.where(self.near, self.near_us, self.store_us)
@@ -197,7 +195,7 @@ class _Replay:
         self.iteration_us = np.where(ready, slower, self.iteration_us)
 
     def _finish(self, done: Integers) -> None:
-        """Note when the target was reached, for lanes that have done `done` iterations since their launch."""
+        """Record when the target was reached, for lanes that have done `done` iterations since their launch."""
         if self.job.target is None:
             return
         missing = self.job.target - self.step
@@ -214,7 +212,7 @@ class _Replay:
 
 
 def _check_span(run: _Replay, job: TrainingJob, windows: TraceWindows) -> None:
-    """Refuse times whose products do not fit in 64 bits."""
+    """Raise `ConfigError` for times whose products do not fit in 64 bits."""
     cycle = int(run.every.max()) * job.iteration_us * job.nodes + int(run.stall_us.max())
     spans = {
         "the longest interval on one machine": cycle * int(run.places.max()),

@@ -1,10 +1,10 @@
-"""Costs of a checkpoint at a size too large to try: memory and network of the stager.
+"""Costs of a checkpoint at a size too large to test: memory and network of the stager.
 
-    Shape, rates in and out, memory ─► Ring: how large, and when all of it is staged
-    Machine                         ─► how often one stager can take a whole image
+    Shape, rates in and out, memory ─► RingSize: how large, and when the whole checkpoint is staged
+    Machine                         ─► how often one stager can receive a whole image
 
-Computed from the rules of docs/wire.md and docs/ring.md, not measured. A checkpoint comes into the stager whole and
-goes out whole. A network card does both at once, so the slower of card and store says how often there can be one.
+Computed from the rules of docs/wire.md and docs/ring.md, not measured. The stager receives and sends each checkpoint
+whole. A network card does both at the same time, so the slower of card and store limits the rate of checkpoints.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from holdfast.errors import ConfigError
 
 _GIB = 1 << 30
 _BITS = 8
-_BESIDE_RING_BYTES = _GIB  # docs/stager.md: the processes and the system
+_BESIDE_RING_BYTES = _GIB  # docs/stager.md: for processes and system
 _JOURNAL_HEADER_BYTES, _JOURNAL_RECORD_BYTES = 4096, 8192  # docs/ring.md
 _RING_CHUNKS_MIN = 8  # holdfast.config
-_PARTS_MAX = 10_000  # of a file in S3; a ring must hold one of them
+_PARTS_MAX = 10_000  # of a file in S3; a ring must hold one part
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Shape:
 
 
 def part_bytes_min(shape: Shape) -> int:
-    """Smallest size of a part in S3 for a file of this size, in whole chunks."""
+    """Return the smallest size of a part in S3 for a file of this size, in whole chunks."""
     return -(-shape.image_bytes // (_PARTS_MAX * shape.chunk_bytes)) * shape.chunk_bytes
 
 
@@ -50,23 +50,21 @@ def part_bytes_min(shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RingSize:
-    """The size of a ring."""
-
     ring_bytes: int  # in whole chunks
     staged_seconds: float  # from the first byte until a checkpoint is staged
-    images: int  # how many whole images it holds: 2, 1 or 0
+    images: int  # whole images that it holds: 2, 1 or 0
     journal_bytes: int  # size of its journal, in the same shared memory
 
 
 def staged_seconds(image_bytes: int, ring_bytes: int, in_rate: float, out_rate: float) -> float:
-    """Time until an image is staged, given bytes per second in and out; what finds no room waits."""
+    """Return the time until an image is staged, given bytes per second in and out; bytes that find no room wait."""
     return max(image_bytes / in_rate, (image_bytes - ring_bytes) / out_rate)
 
 
 def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: int) -> RingSize:
-    """Choose the ring for a stager with `memory_bytes`: two images where there is room (the next comes in while a slow
-    store takes the last, and a restart finds one whole), else one, else all the room. Raises `ConfigError`: a rate is
-    not more than 0, or the smallest ring does not fit.
+    """Choose the ring for a stager with `memory_bytes`: two images if they fit (the next arrives while a slow store
+    takes the last, and a restart finds one whole), else one, else all the memory. Raises `ConfigError`: a rate is not
+    positive, or the smallest ring does not fit.
     """
     for name, rate in (("into the stager", in_rate), ("into the store", out_rate)):
         if not 0 < rate < math.inf:
@@ -106,7 +104,7 @@ class Machine:
 
 
 STAGERS_SOURCE = (
-    "AWS, Specifications for Amazon EC2 compute optimized instances; not tried out here: compare with "
+    "AWS, Specifications for Amazon EC2 compute optimized instances; not tested here: compare with "
     "`aws ec2 describe-instance-types`"
 )
 # Only sizes whose bandwidth AWS states without "up to": that would be a burst (docs/stager.md).
@@ -119,7 +117,7 @@ STAGERS = (
 
 
 def machine(name: str) -> Machine:
-    """Look up a machine by name. Raises `ConfigError`: the table has none of this name."""
+    """Look up a machine by name. Raises `ConfigError`: the table does not have it."""
     for one in STAGERS:
         if one.name == name:
             return one
@@ -132,14 +130,14 @@ def machine(name: str) -> Machine:
 def stagers_needed(
     image_bytes: int, interval_seconds: float, one: Machine, store_rate: float = math.inf
 ) -> int:
-    """How many such machines take in an image each interval, where the store gives each `store_rate`. A run has one."""
+    """Return how many such machines receive an image per interval, at `store_rate` each. A run has one stager."""
     if not 0 < interval_seconds < math.inf:
         raise ConfigError(f"interval: expected more than 0 s, got {interval_seconds:g}")
     return math.ceil(image_bytes / (interval_seconds * min(one.rate, store_rate)))
 
 
 def least_machine(image_bytes: int, interval_seconds: float, store_rate: float = math.inf) -> Machine | None:
-    """The smallest machine that is fast enough, with room for one image if any has it; None if none is fast enough."""
+    """Return the smallest machine that is fast enough, preferably with memory for one image; None: none is."""
     fast = [one for one in STAGERS if stagers_needed(image_bytes, interval_seconds, one, store_rate) == 1]
     roomy = [one for one in fast if one.memory_bytes - _BESIDE_RING_BYTES >= image_bytes]
     return next(iter(roomy or fast), None)

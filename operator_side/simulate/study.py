@@ -1,8 +1,8 @@
 """Results of the replays: goodput by interval, total time by MTBF, and money.
 
-Goodput (PCcheck, figs. 2 and 9) is useful iterations in a window of a trace, as a share of what the ideal reaches in
-the same window. Total time (LightCheck, fig. 9 and table II) is from the begin until all iterations are done, under
-made-up losses. Each figure has its spread over windows: median, least, greatest.
+Goodput (PCcheck, figs. 2 and 9) is useful iterations in a window of a trace, as a share of the ideal's in the same
+window. Total time (LightCheck, fig. 9 and table II) is the time until all iterations are done, under random losses.
+Each figure has its spread over windows: median, least, greatest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from operator_side.simulate.strategy import HOUR_US, IDEAL, Strategy
 from operator_side.simulate.trace_windows import TraceWindows, poisson
 
 _HORIZON_FIRST = 4  # times the ideal's own time
-_HORIZON_LAST = 256  # whoever needs more is said not to come to an end
+_HORIZON_LAST = 256  # a strategy that needs more counts as unfinished
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, least and greatest of the windows."""
-
     median: float
     least: float
     greatest: float
@@ -38,7 +36,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """US dollars for an hour of one machine. `stager` is on demand, and paid only for strategies with a stager."""
+    """US dollars per hour of one machine. `stager` is on demand, and paid only for strategies with a stager."""
 
     spot: float
     on_demand: float
@@ -61,7 +59,7 @@ class StrategyGoodput:
     redone: Spread
     interruptions: Spread
     training: Spread  # share of the wall time; the rest are restarts, restores and waits for machines
-    dollars: Spread | None  # for a useful iteration on spot machines; None without prices, or without one
+    dollars: Spread | None  # per useful iteration on spot machines; None without prices or useful iterations
 
 
 def goodput(
@@ -71,7 +69,7 @@ def goodput(
     windows: TraceWindows,
     prices: Prices | None = None,
 ) -> tuple[list[StrategyGoodput], ReplayOutcome]:
-    """Replay every strategy at every interval, and the ideal once. Returns the rows and the replay itself."""
+    """Replay every strategy at every interval, and the ideal once. Return the rows and the replay itself."""
     lanes = lanes_of(strategies, intervals)
     outcome = replay(job, lanes, windows)
     ideal = np.maximum(outcome.useful[-1], 1)
@@ -100,13 +98,13 @@ def goodput(
 
 
 def lanes_of(strategies: Sequence[Strategy], intervals: Sequence[int]) -> list[StrategyLane]:
-    """Every strategy at every interval; at last the ideal, once."""
+    """Return every strategy at every interval, then the ideal once."""
     some = [strategy for strategy in strategies if strategy != IDEAL]
     return [StrategyLane(one, every) for one in some for every in intervals] + [StrategyLane(IDEAL, 1)]
 
 
 def on_demand_dollars(job: TrainingJob, prices: Prices) -> float:
-    """Price of an iteration on machines that are never taken away: no loss, no checkpoint, no stager."""
+    """Return the price of an iteration on machines that are never lost: no checkpoint, no stager."""
     return job.nodes * prices.on_demand * job.iteration_us / HOUR_US
 
 
@@ -117,9 +115,7 @@ class Total:
     strategy: Strategy
     every: int
     mtbf_hours: float
-    hours: (
-        Spread | None
-    )  # until all iterations were done; None: in some sample over 256 times the ideal's time
+    hours: Spread | None  # until all iterations are done; None: a sample took over 256 times the ideal's
 
 
 def total_times(
@@ -132,7 +128,7 @@ def total_times(
     provision_us: int = 0,
     stager_mtbf_us: int | None = None,
 ) -> list[Total]:
-    """Time until `job.target` is reached under random losses, for every lane."""
+    """Return the time until `job.target` is reached under random losses, for every lane."""
     if job.target is None:
         raise ConfigError("total training time: expected a number of iterations; give --iterations")
     if not 0 < mtbf_hours < math.inf:

@@ -1,4 +1,4 @@
-"""Pictures of a study, as SVG: the same figures give the same bytes. matplotlib is asked for only here."""
+"""Pictures of a study, as SVG: equal figures give equal bytes. Only this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZE_INCHES = (7.0, 4.0)
 
 
 def draw_goodput(rows: Sequence[StrategyGoodput], name: str, folder: Path) -> Path:
-    """Goodput by interval, a line per strategy with the windows' least and greatest. Raises `ConfigError`."""
+    """Draw goodput by interval, a line per strategy with the windows' least and greatest. Raises `ConfigError`."""
     series: dict[str, list[tuple[float, Spread]]] = {}
     for row in rows:
         series.setdefault(row.strategy.name, []).append((row.every, row.share))
@@ -24,7 +24,7 @@ def draw_goodput(rows: Sequence[StrategyGoodput], name: str, folder: Path) -> Pa
 
 
 def draw_totals(rows: Sequence[Total], folder: Path) -> Path:
-    """Total training time by MTBF, each strategy at its own best interval. Raises as `draw_goodput`."""
+    """Draw total training time by MTBF, each strategy at its own best interval. Raises as `draw_goodput`."""
     series: dict[str, list[tuple[float, Spread]]] = {}
     for row in rows:
         points = series.setdefault(row.strategy.name, [])

@@ -29,18 +29,16 @@ from operator_side.simulate.traces import Trace
 
 @dataclass(frozen=True)
 class Replayed:
-    """The results of one trace."""
-
     trace: Trace
     job: TrainingJob
     window_hours: float
     rows: list[StrategyGoodput]
     event_steps: int  # see `ReplayOutcome`
     on_demand_dollars: float | None  # price of an iteration on demand; None without prices
-    advice: list[tuple[str, Advice | ConfigError]]  # of a strategy, or why its bound cannot be kept
+    advice: list[tuple[str, Advice | ConfigError]]  # of each strategy, or why its bound cannot be kept
 
     def best(self) -> list[StrategyGoodput]:
-        """The best interval of each strategy; the longest where several are equal, since it costs least."""
+        """Return the best interval of each strategy; of equal ones the longest, which costs least."""
         found: dict[str, StrategyGoodput] = {}
         for row in self.rows:
             before = found.get(row.strategy.name)
@@ -51,26 +49,26 @@ class Replayed:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """The traces' replays that were asked for; the options of `holdfast simulate` say what each means."""
+    """The options of `holdfast simulate`, whose help explains each."""
 
     profile: TrainingProfile
     leads_seconds: Sequence[float]
     intervals: Sequence[int]
-    nodes: int | None  # None: as many as a trace ever has
+    nodes: int | None  # None: the largest number in the trace
     nodes_min: int
-    offsets: int  # windows of a trace, or made-up traces
+    offsets: int  # number of windows of a trace, or of random traces
     seed: int
     overhead_max: float
     window_hours: float | None = None  # None: half of the trace
     prices: Prices | None = None
-    stager_mtbf_hours: float | None = None  # None: it is never lost
+    stager_mtbf_hours: float | None = None  # None: the stager is never lost
     mtbf_hours: Sequence[float] = ()
     iterations: int | None = None
     provision_seconds: float = 0.0
 
     @property
     def strategies(self) -> list[Strategy]:
-        """All strategies that are compared, the ideal last."""
+        """Strategies to compare, the ideal last."""
         return self.profile.lanes(self.leads_seconds)
 
     def replay(self, trace: Trace) -> Replayed:
@@ -94,7 +92,7 @@ class StudyPlan:
         )
 
     def totals(self) -> list[Total]:
-        """The best interval of each strategy at each MTBF. Raises `ConfigError`: no job size, or too many losses."""
+        """Return each strategy's best interval at each MTBF. Raises `ConfigError`: no job size, or too many losses."""
         found: list[Total] = []
         for mtbf in self.mtbf_hours:
             if self.nodes is None or self.iterations is None:
@@ -140,7 +138,7 @@ class StudyPlan:
             hazard = Hazard(trace.losses_per_hour, price)
             try:
                 advice = advise(strategy.cost(job.iteration_us), hazard, overhead_max=self.overhead_max)
-            except ConfigError as error:  # this one cannot; the others may
+            except ConfigError as error:  # other strategies may still keep it
                 found.append((name, error))
             else:
                 found.append((name, advice))

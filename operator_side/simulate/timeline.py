@@ -1,10 +1,10 @@
-"""One stretch of undisturbed training in closed form, for many lanes at once; times from the stretch's begin.
+"""One stretch of undisturbed training in closed form, for many lanes at once; times count from its start.
 
     iterations 1…k   save 1  stall  iterations k+1…2k   save 2           save j+1 waits while all N places are taken,
     ├──────────────►│b1────────────├──────────────────►│b2─────►         each for `durable` after its save began
 
-With a = k × iteration + stall, saves come in groups of N, a apart, and groups come max(N × a, durable) apart: that is
-what the rule "begin when k iterations are done and a place is free" gives, written without a loop.
+With a = k × iteration + stall, saves come in groups of N, a apart, and groups come max(N × a, durable) apart. This is
+the rule "begin when k iterations are done and a place is free", written without a loop.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Timeline:
         self._group: Integers = np.maximum(places * self._apart, durable_us)
 
     def begin(self, number: Integers) -> Integers:
-        """When save `number` begins, counted from 1; the result for other numbers means nothing."""
+        """Return when save `number` begins, counted from 1; other numbers give no meaningful result."""
         groups = (number - 1) // self._places
         within = number - 1 - groups * self._places
         begin: Integers = self._work + groups * self._group + within * self._apart
         return begin
 
     def begun(self, time: Integers) -> Integers:
-        """How many saves have begun by `time`."""
+        """Return how many saves have begun by `time`."""
         since = time - self._work
         groups = since // self._group
         within = np.minimum((since - groups * self._group) // self._apart, self._places - 1)
@@ -47,7 +47,7 @@ class Timeline:
         return begun
 
     def iterations(self, time: Integers) -> Integers:
-        """How many iterations have ended by `time`; 0 before the begin."""
+        """Return how many iterations have ended by `time`; 0 before the start."""
         saves = self.begun(time)
         after = time - np.where(saves > 0, self.begin(saves) + self._stall, 0)
         more = np.minimum(np.maximum(after // self._iteration, 0), self._every)
@@ -55,14 +55,14 @@ class Timeline:
         return iterations
 
     def end_of(self, iteration: Integers) -> Integers:
-        """When `iteration`, counted from 1, ends."""
+        """Return when `iteration`, counted from 1, ends."""
         saves = (iteration - 1) // self._every
         begin = np.where(saves > 0, self.begin(saves) + self._stall, 0)
         end: Integers = begin + (iteration - saves * self._every) * self._iteration
         return end
 
     def save_after(self, iteration: Integers) -> Integers:
-        """When a save after `iteration`, counted from 1, can begin: fewer than N must be in flight."""
+        """Return when a save after `iteration`, counted from 1, can begin: fewer than N must be in flight."""
         oldest = (iteration - 1) // self._every + 1 - self._places
         free = np.where(oldest > 0, self.begin(oldest) + self._durable, 0)
         after: Integers = np.maximum(self.end_of(iteration), free)

@@ -1,7 +1,7 @@
-"""Events that the replay walks through, by place; one column for each window of a trace.
+"""Events for the replay, by position; one column for each window of a trace.
 
-Many windows of one trace, begun at seeded offsets, give the spread of a figure; nothing is wrapped around, so no loss
-is invented. Columns are of different length; short ones are filled up with events at the end at which nothing happens.
+Many windows of one trace, begun at seeded offsets, give the spread of a figure. Windows do not wrap around, so no loss
+is invented. Short columns are padded with events at the window's end at which nothing happens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from holdfast.errors import ConfigError
 from operator_side.simulate.traces import Integers, Trace
 
-_EVENTS_MAX = 1_000_000  # in a window; more is no training
+_EVENTS_MAX = 1_000_000  # in a window; training could not progress with more
 
 
 @dataclass(frozen=True)
 class Column:
-    """One window; the arrays have a value for each event."""
+    """One window; its arrays have one value per event."""
 
     first_count: int
     time_us: Integers
@@ -27,7 +27,7 @@ class Column:
     stager_lost: Integers  # 0 or 1
 
     def losing_the_stager(self, times_us: Integers) -> Column:
-        """The same window with losses of the stager's node at `times_us`; at equal times these come last."""
+        """Return the same window with losses of the stager's node at `times_us`; at equal times these come last."""
         if not len(times_us):
             return self
         counts = np.concatenate(([self.first_count], self.count))
@@ -56,7 +56,7 @@ class TraceWindows:
     stager_lost: Integers
 
     def node_microseconds(self, nodes: int) -> Integers:
-        """Machines × time of each window, with at most `nodes` machines: the time that is paid for."""
+        """Return machines × time of each window, with at most `nodes` machines: the time that is paid for."""
         times = np.concatenate(
             (np.zeros((1, len(self.first_count)), dtype=np.int64), self.time_us), axis=0
         ).clip(max=self.length_us)
@@ -90,7 +90,7 @@ def stack(columns: list[Column], length_us: int) -> TraceWindows:
 def cut(
     trace: Trace, *, length_us: int, offsets: int, rng: np.random.Generator, stager_mtbf_us: int | None = None
 ) -> TraceWindows:
-    """Cut windows out of a trace, at random places. Raises `ConfigError`: the trace is shorter than a window."""
+    """Cut windows from a trace at random offsets. Raises `ConfigError`: the trace is shorter than a window."""
     if not 0 < length_us <= trace.end_us:
         raise ConfigError(
             f"{trace.name}: expected a window of at most {trace.end_us / 3.6e9:.2f} h, which the trace has, "
@@ -122,7 +122,7 @@ def poisson(
     rng: np.random.Generator,
     stager_mtbf_us: int | None = None,
 ) -> TraceWindows:
-    """Make traces: a machine is lost every `mtbf_us` on average, and replaced after `provision_us`."""
+    """Make random traces: a machine is lost every `mtbf_us` on average, and replaced after `provision_us`."""
     columns = []
     for _ in range(samples):
         losses = _times(rng, mtbf_us, length_us)
@@ -131,9 +131,9 @@ def poisson(
         times = np.concatenate((losses, gains))
         change = np.concatenate((np.full(len(losses), -1), np.ones(len(gains), dtype=np.int64)))
         order = np.argsort(times, kind="stable")
-        # All nodes at once: the next loss has nothing to take.
+        # All nodes may be lost at the same time: the next loss then takes no machine.
         counts = np.maximum(0, nodes + np.cumsum(change[order]))
-        # Machines that come in the same moment count for a relaunch.
+        # Machines that arrive at the moment of a loss count for its relaunch.
         counts = counts[np.searchsorted(times[order], times[order], side="right") - 1]
         column = Column(
             nodes, times[order], (change[order] < 0).astype(np.int64), counts, np.zeros(len(times), np.int64)
@@ -143,7 +143,7 @@ def poisson(
 
 
 def _times(rng: np.random.Generator, mtbf_us: int | None, length_us: int) -> Integers:
-    """Times of a Poisson process within `length_us`; none where the mean is not known."""
+    """Draw times of a Poisson process within `length_us`; no times if there is no mean."""
     if mtbf_us is None:
         return np.zeros(0, dtype=np.int64)
     mean = length_us / mtbf_us

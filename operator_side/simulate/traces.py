@@ -1,11 +1,11 @@
-"""Traces of spot machines, as others have published them, read into one form.
+"""Published traces of spot machines, read into one form.
 
-    ,Time,GPUs                 count every so often (PCcheck):    0,1652434464.406314,56
+    ,Time,GPUs                 count at intervals (PCcheck):      0,1652434464.406314,56
     date, time, count          the same, irregular (Bamboo, GCP): 2021-12-11, 11:11:30, 55
     ms,add or remove,node      each machine (Bamboo, AWS):        480000,add,node1
 
-A count says how many machines are held, not which: a loss and a gain between two rows are hidden in it. A line that
-cannot be what it should be is named, never skipped: a trace that is read wrongly gives figures that look right.
+A count says how many machines are held, not which: it hides a loss and a gain between two rows. A malformed line is an
+error, never skipped: a trace that is read wrongly gives plausible figures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Integers = NDArray[np.int64]
 
 _TRACE_BYTES_MAX = 256 << 20
 _NODES_MAX = 1_000_000
-_SECONDS_MAX = 1e10  # a little more than three hundred years, since 1970 or since the begin
+_SECONDS_MAX = 1e10  # a little over 300 years, since 1970 or since the start
 _COUNTS_HEAD = re.compile(r"\s*,\s*Time\s*,\s*GPUs\s*")
 _COUNT_ROW = re.compile(r"\d+\s*,\s*[^,]+,\s*[^,]+")
 _DATED_ROW = re.compile(r"\d{4}-\d\d-\d\d\s*,\s*\d\d:\d\d:\d\d\s*,\s*[^,]+")
@@ -36,22 +36,22 @@ _NODE_ROW = re.compile(r"[^,]+,\s*(?:add|remove)\s*,\s*[^,\s]+\s*")
 
 @dataclass(frozen=True)
 class Trace:
-    """How many machines there were, and from when on; row 0 is the beginning."""
+    """Number of machines over time; row 0 is the beginning."""
 
     name: str
-    time_us: Integers  # time of each row since the first one, never less than that of the row before
+    time_us: Integers  # time of each row since the first one, never decreasing
     count: Integers
     lost: Integers  # number of machines that were lost at that moment
     end_us: int
 
     @property
     def losses(self) -> int:
-        """How many times machines were lost; several at one moment count once."""
+        """Number of moments at which machines were lost."""
         return int(np.count_nonzero(self.lost))
 
     @property
     def losses_per_hour(self) -> float:
-        """Interruptions per hour of a job that uses every machine there is."""
+        """Interruptions per hour of a job that uses every machine in the trace."""
         return self.losses * HOUR_US / self.end_us
 
     @property
@@ -60,7 +60,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace in any of the three forms. Raises `ConfigError`: unreadable or wrong; names file and line."""
+    """Read a trace in any of the three formats. Raises `ConfigError`: unreadable or wrong; names file and line."""
     try:
         if path.stat().st_size > _TRACE_BYTES_MAX:
             raise ConfigError(
@@ -105,7 +105,7 @@ class _TraceRow:
         return value
 
 
-# Seconds, machines held from then on, machines lost then (None: what the count fell by).
+# Seconds, machines held from then on, machines lost then (None: the decrease of the count).
 _Point = tuple[_TraceRow, float, int, int | None]
 
 
@@ -132,7 +132,7 @@ def _dated(rows: list[_TraceRow]) -> Iterator[_Point]:
     for row in rows:
         date, time, count = row.cells(_DATED_ROW, "date, time, count")
         try:
-            # Only differences count, so no zone is needed; a change of the clock would show as a row out of order.
+            # Only differences matter, so the zone does not; a clock change would show as a row out of order.
             moment = datetime.fromisoformat(f"{date}T{time}+00:00")
         except ValueError:
             raise row.error("a date and a time that exist") from None
@@ -178,7 +178,7 @@ def _trace(path: Path, head: _TraceRow, points: list[_Point]) -> Trace:
         before = seconds
         gone = max(0, counts[-1] - count) if lost is None else lost
         if not gone and count == counts[-1] and row is not points[-1][0]:
-            continue  # nothing happened
+            continue  # no change
         times.append(microseconds(seconds - begin_seconds))
         counts.append(count)
         losses.append(gone)

@@ -2,7 +2,7 @@
 
 Profile ─► places (N with the least time to durable / N) ─► Cost ─┐
 trace, MTBF or run, prices ───────────────────────────────► Hazard ┴─► Advice: the interval
-image, rates, the stager's memory ─► ring, machine                     trace ─► replay: what it would come to
+image, rates, the stager's memory ─► ring, machine                     trace ─► replay: the expected goodput
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _OFFSETS = 20
 
 @dataclass(frozen=True)
 class Question:
-    """The facts and wishes that settings are chosen from; the options of `holdfast tune` say what each means."""
+    """The facts and wishes behind the settings; the help of `holdfast tune` explains each."""
 
-    # measured figures. Strategies whose name begins with `strategy` count; where they were measured with different
-    # numbers of checkpoints in flight, the best number is taken.
+    # Measured figures. Strategies whose name begins with `strategy` count; of those measured with different numbers of
+    # checkpoints in flight, the best number is used.
     profile: TrainingProfile
-    trace: Trace | None = None  # trace, mtbf_hours, seen: how often machines are lost; one of the three
+    trace: Trace | None = None  # how often machines are lost: exactly one of trace, mtbf_hours, seen
     mtbf_hours: float | None = None
     seen: FailureCount | None = None
     strategy: str = "holdfast"
-    nodes: int | None = None  # None: as many as the trace ever has, or 1
+    nodes: int | None = None  # None: the largest number in the trace, or 1
     spot_dollars: float | None = None
     stager_dollars: float = 0.0
     cluster_dollars: float | None = None  # of all machines, by `holdfast cluster status`
@@ -58,7 +58,7 @@ class Question:
     lead_seconds: float = 0.0
     ranks: int | None = None
     image_bytes: int | None = None  # None: no ring is chosen
-    stager: Machine | None = None  # the stager's machine; None: one is chosen
+    stager: Machine | None = None  # None: choose one
     stager_memory_bytes: int | None = None
     store_rate: float | None = None  # bytes per second into the store; None: as measured
     store: str | None = None
@@ -66,7 +66,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of `holdfast.toml`. `table`: empty for the top, which holds for every role."""
+    """One line of `holdfast.toml`. `table`: "" for the top, which applies to every role."""
 
     table: str
     name: str
@@ -76,16 +76,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The chosen settings."""
-
     question: Question
-    every: int  # iterations between two checkpoints: an argument of `Checkpointer`, and no setting
+    every: int  # iterations between two checkpoints: an argument of `Checkpointer`, not a setting
     advice: Advice
     settings: list[Setting]
     notes: list[str]
 
     def to_toml(self) -> str:
-        """The text of the file; equal questions give equal bytes."""
+        """Return the text of the file; equal questions give equal bytes."""
         lines = [*_comment("Made by `holdfast tune`. Measured: " + self.question.profile.source), "#"]
         for note in self.notes:
             lines += _comment(note)
@@ -98,8 +96,8 @@ class Tuned:
 
 
 def tune(question: Question) -> Tuned:
-    """Choose the settings. Raises `ConfigError`: the strategy was not measured, it is not known how often machines are
-    lost, or the bound cannot be kept; the message says which bound can.
+    """Choose the settings. Raises `ConfigError`: the strategy was not measured, the rate of losses is unknown, or the
+    bound cannot be kept; the message then names the bound that can.
     """
     name, measured, why_places = _chosen(question)
     hazard, nodes = _hazard(question)
@@ -145,7 +143,7 @@ def tune(question: Question) -> Tuned:
 
 
 def _chosen(question: Question) -> tuple[str, Measured, str]:
-    """The strategy with the best number of checkpoints in flight."""
+    """Choose the strategy with the best number of checkpoints in flight."""
     found = {
         name: measured
         for name, measured in question.profile.strategies.items()
@@ -225,7 +223,7 @@ def _sized(question: Question, measured: Measured, cycle_seconds: float) -> tupl
     assert image is not None
     shape = Shape(question.ranks or 1, image)
     taken = measured.staged_seconds if measured.staged_seconds is not None else measured.durable_seconds
-    in_rate = image / max(taken, 1e-6)  # as measured, and no more than the machine's network
+    in_rate = image / max(taken, 1e-6)  # as measured, but limited by the machine's network
     out_rate = question.store_rate or image / max(measured.durable_seconds, 1e-6)
     notes: list[str] = []
     machine = question.stager
@@ -296,7 +294,7 @@ def _size(nbytes: int) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    """Lines of a comment. No text can become a setting."""
+    """Format the lines of a comment, so that no text can become a setting."""
     words = "".join(c if c.isprintable() else " " for c in text).split()
     return textwrap.wrap(
         " ".join(words),
@@ -309,5 +307,5 @@ def _comment(text: str) -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML: as JSON, but for one character that TOML wants escaped."""
+    """Format a value as TOML: JSON, except for one character that TOML wants escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -5,9 +5,9 @@
                      │                └── trainers killed: this work is done again
                      └── trainers and the stager's node killed: this, too
 
-Work since `save()` of the newest safe checkpoint is lost, or since the job began, if that was later: what was lost
-before it began is not lost once more. Seconds are wall time and exact. Ranks tell no step but those that they save, so
-the steps since are reckoned from the pace of the last saves; then they are estimates, and said to be.
+Lost is the work since `save()` of the newest safe checkpoint, or since the job began, if that was later: an earlier
+loss does not count again. Seconds are wall time and exact. Ranks only report the steps that they save, so the number of
+later steps is an estimate from the pace of the last saves, and marked as one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ _HOUR_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class SavedPoint:
-    """A checkpoint, and the time of its `save()`."""
-
     attempt: int
     step: int
     saved_at_unix: float
@@ -28,22 +26,20 @@ class SavedPoint:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The facts that the loss follows from."""
+    """The facts from which the loss is computed."""
 
     now_unix: float
-    running_since_unix: float | None  # when the job's stager was ready; None: no job runs
-    staged: SavedPoint | None = None  # the newest checkpoint that is whole in ring or store
+    running_since_unix: float | None  # when the job's stager was ready; None: no job is running
+    staged: SavedPoint | None = None  # the newest checkpoint that is complete in ring or store
     durable: SavedPoint | None = None  # the newest in the store
-    newest: SavedPoint | None = None  # the newest checkpoint that a rank has saved, also if it was lost
-    step_seconds: float | None = None  # wall time of a step, from the last saves; None: not known yet
+    newest: SavedPoint | None = None  # the newest checkpoint that a rank has saved, even if it was lost
+    step_seconds: float | None = None  # wall time of a step, from the last saves; None: unknown yet
     dollars_per_hour: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The loss."""
-
-    steps: int | None  # lost steps; None: not known
+    steps: int | None  # lost steps; None: unknown
     is_estimate: bool  # the steps since the newest save are estimated
     seconds: float
     dollars: float | None
@@ -51,15 +47,15 @@ class Lost:
 
 
 def lost_with_trainers(known: LossInputs) -> Lost:
-    """The loss if all training ranks are killed, and the stager's node stays."""
+    """Compute the loss if all training ranks are killed, but not the stager's node."""
     return _lost(known, known.staged, 0.0)
 
 
 def lost_with_node(known: LossInputs) -> Lost:
-    """The loss if all training ranks and the stager's node are killed, and the ring with them."""
+    """Compute the loss if all training ranks and the stager's node are killed, and the ring with them."""
     staged, durable, since = known.staged, known.durable, known.running_since_unix
     earlier_seconds = 0.0
-    # A checkpoint that an earlier job has staged and this one resumed from is in the ring alone until it is durable.
+    # A checkpoint that an earlier job staged and this one resumed from exists only in the ring until it is durable.
     if staged is not None and _is_newer(staged, durable) and (since is None or staged.saved_at_unix <= since):
         earlier_seconds = 0.0 if durable is None else max(0.0, staged.saved_at_unix - durable.saved_at_unix)
     return _lost(known, durable, earlier_seconds)

@@ -1,11 +1,11 @@
-"""A ring as its files show it, whether or not anybody lives: read, and nothing else.
+"""Reads a ring's files, even without a live owner, and changes nothing.
 
     journal ─► chunks by state, bytes of each checkpoint in the ring
     checkpoint-… ─► receiving or staged, times of the ranks      layout-… ─► bytes of the image
     flush-… ─► bytes that the store has
 
-The ring's bytes are not mapped, no lock is taken (one taken for a moment would look to the flusher like a stager that
-lives), and nothing is put right. Its owners go on meanwhile, so what is found half written is passed over.
+The reader does not map the ring's bytes, repairs nothing, and takes no lock: the flusher would take the holder of a
+lock for a live stager. The ring's owners keep writing meanwhile, so half-written records are skipped.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ _WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RingCheckpoint:
-    """One checkpoint in the ring."""
-
     attempt: int
     step: int
-    state: Literal["receiving", "staged"]  # `staged`: all of it is in the ring or the store
-    image_bytes: int | None  # size of the image; None: its layout cannot be read
-    ring_bytes: int  # its bytes in FULL chunks of the ring, which the store does not have yet
-    written_bytes: int | None  # its bytes in the store; None: there is no record of them
-    record: dict[str, Any]  # times of ranks and stager, once it is staged; input from outside
-    held: str = ""  # why it waits for the store, as the flusher says; empty if it does not wait
+    state: Literal["receiving", "staged"]  # `staged`: complete in the ring or the store
+    image_bytes: int | None  # size of the image; None: its layout is unreadable
+    ring_bytes: int  # its bytes in FULL chunks of the ring that the store does not have yet
+    written_bytes: int | None  # its bytes in the store; None: no record
+    record: dict[str, Any]  # times of ranks and stager, once staged; untrusted input
+    held: str = ""  # why it waits for the store, by the flusher; "" if it does not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +56,18 @@ class RingLook:
     chunks: dict[str, int]  # name of a state → number
     checkpoints: tuple[RingCheckpoint, ...]
     trouble: str = ""
-    writers: int = 1  # how many flushers write its oldest checkpoint
+    writers: int = 1  # number of flushers that write its oldest checkpoint
 
 
 class RingFiles:
-    """Reads a ring's files repeatedly; each layout once."""
+    """Reads a ring's files repeatedly, each layout once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._image_bytes: dict[str, int] = {}
 
     def look(self) -> RingLook | None:
-        """The state of the ring now; None if there is no ring.
+        """Return the state of the ring now; None if there is no ring.
 
         Raises:
             ConfigError: The directory belongs to others, or others may write to it.
@@ -83,7 +81,7 @@ class RingFiles:
         try:
             nbytes = os.fstat(fd).st_size
             if nbytes == 0:
-                return None  # it is just being made
+                return None  # its owner is just creating it
             memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
@@ -116,10 +114,10 @@ class RingFiles:
     ) -> RingCheckpoint | None:
         said = read_checkpoint(self._directory, attempt, step)
         if said is None:
-            return None  # durable, or given up, since the directory was listed
+            return None  # durable or given up since the directory was listed
         image_bytes = self._size(said.layout_digest)
         written_bytes, part_bytes, parts = self._written(attempt, step, image_bytes)
-        # A chunk whose part is written is freed a moment later.
+        # The ring still holds a chunk for a moment after its part was written.
         ring_bytes = sum(
             nbytes
             for chunk, nbytes in full.items()
@@ -135,7 +133,7 @@ class RingFiles:
         return self._image_bytes.get(digest)
 
     def _written(self, attempt: int, step: int, image_bytes: int | None) -> tuple[int | None, int, set[int]]:
-        """Bytes that the store has, bytes to a part, and which parts, from the record in docs/ring.md."""
+        """Return the bytes in the store, the bytes per part, and the written parts, from the record in docs/ring.md."""
         try:
             data = read_side_file(self._directory / f"flush-{attempt}-{step}")
         except FileNotFoundError:
@@ -158,9 +156,9 @@ def _is_whole(line: bytes) -> bool:
 def _count(
     journal: Journal, memory: mmap.mmap
 ) -> tuple[dict[str, int], dict[tuple[int, int], dict[int, int]]]:
-    """The number of chunks in each state, and for each checkpoint its FULL chunks and their bytes."""
+    """Return the number of chunks in each state, and for each checkpoint its FULL chunks and their bytes."""
     words_each = RECORD_BYTES // _WORD_BYTES
-    # Not those that the ring may grow by: to read them would take memory. A copy: a view would keep the map open.
+    # Skip the slots by which the ring may grow: reading them would allocate memory. Copy: a view keeps the map open.
     words = np.frombuffer(memory, "<u4", journal.ring_chunks * words_each, HEADER_BYTES)[::words_each].copy()
     counted = Counter(words.tolist())
     counts = {state.name.lower(): counted[state.value] for state in SlotState}

@@ -1,7 +1,7 @@
-"""One status of a run, put together from what stager, flusher, ring and store say. Pure.
+"""Combines what stager, flusher, ring and store report into one status of a run. Pure.
 
-Each checkpoint is known by (attempt, step) to all of them. If two sources disagree, the closer one wins: the
-ring for bytes, the stager for ranks, whoever says that `save()` was earlier for its time.
+All of them name a checkpoint by (attempt, step). If two sources disagree, the closer one wins: the ring for bytes, the
+stager for ranks, the earlier time for `save()`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _HISTORY = 32  # values of each timing
 class Peer:
     """Stager or flusher."""
 
-    state: Literal["here", "silent", "gone"]  # `silent`: it has a socket, and does not answer
+    state: Literal["here", "silent", "gone"]  # `silent`: its socket exists, but it does not answer
     pid: int | None = None
     since_unix: float | None = None
-    note: str = ""  # a sentence about it, for people
+    note: str = ""  # a sentence about it, for the user
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The newest checkpoint of a level, when it got there, and how many of its numbers are NaN or infinite."""
+    """The newest checkpoint of a level, when it reached the level, and how many of its numbers are NaN or infinite."""
 
     attempt: int
     step: int
@@ -76,7 +76,7 @@ class Interval:
 
     steps: int
     seconds: float
-    why: str = ""  # with `every="auto"` the reason for the current interval, as the stager states it
+    why: str = ""  # with `every="auto"` the stager's reason for the current interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,11 @@ class RunStatus:
     """All facts about a run. Lists have the newest last, but `ranks` has the worst first.
 
     Attributes:
-        waits_at: HOST:PORT of a standing stager that has no job; else empty.
-        failures: How often the run is interrupted: the line of `every="auto"`, else by the flusher's count; empty: not
-            known.
-        shares: For the newest of `flights`, where several stagers write one file.
-        resume: How the first step after the last resume compares with that of the run before: `verified resume`,
-            `differs` or `not proven`; empty where nothing was resumed. `resume_text`: the same as a sentence.
+        waits_at: HOST:PORT of a standing stager without a job; otherwise "".
+        failures: How often the run is interrupted, by `every="auto"` or else by the flusher's count; "": unknown.
+        shares: For the newest of `flights`, if several stagers write one file.
+        resume: How the first step after the last resume compares with the same step before: `verified resume`,
+            `differs` or `not proven`; "" if the run never resumed. `resume_text`: the same as a sentence.
     """
 
     run: str
@@ -124,7 +123,7 @@ class RunStatus:
 
     @property
     def newest_unix(self) -> float:
-        """When something was last heard of the run: a process began, or a checkpoint came to a level."""
+        """Time of the last sign of the run: a process began, or a checkpoint reached a level."""
         times = [
             self.stager.since_unix,
             self.flusher.since_unix,
@@ -133,7 +132,7 @@ class RunStatus:
         return max((at for at in times if at is not None), default=0.0)
 
     def document(self) -> dict[str, Any]:
-        """The document of `--json` (docs/status.md)."""
+        """Return the document of `--json` (docs/status.md)."""
         found = dataclasses.asdict(
             dataclasses.replace(
                 self, ranks=(), checkpoints=(), declined=(), notices=(), problems=(), ring=None
@@ -157,7 +156,7 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunEvidence:
-    """Everything that one look found out about a run. The stored checkpoints are those that were read."""
+    """Everything that one look found out about a run. `stored`: the checkpoints whose manifests were read."""
 
     flusher: Peer
     stager: Peer
@@ -172,7 +171,7 @@ class RunEvidence:
 def compose(
     run: str, now_unix: float, found: RunEvidence, *, dollars_per_hour: float | None = None
 ) -> RunStatus:
-    """Put the status together from what one look found. `run`: URL of the run, or another name for it."""
+    """Combine the findings of one look into a status. `run`: URL of the run, or another name for it."""
     flusher, stager, ring = found.flusher, found.stager, found.ring
     flusher_said, stager_said = found.flusher_said, found.stager_said
     rows = _rows(flusher_said, stager_said, ring, found.stored)
@@ -181,7 +180,7 @@ def compose(
     ranks, ranks_total = _ranks(flusher_said, stager_said, ring)
     there = [rank for rank in ranks if rank.state in {"coming", "here", "silent"}]
     is_running = stager.state != "gone" and (stager_said is None or bool(there))
-    # Ranks that are still coming have done no work that a kill could lose.
+    # Ranks that are still joining have done no work that a kill could lose.
     may_work = is_running and (not there or any(rank.state != "coming" for rank in there))
     since = stager.since_unix if stager.since_unix is not None else flusher.since_unix
     levels = {name: level for name in LEVELS if (level := _newest(rows, name)) is not None}
@@ -243,7 +242,7 @@ def _rows(
     ring: RingLook | None,
     stored: Iterable[StoredCheckpoint],
 ) -> dict[CheckpointId, CheckpointStatus]:
-    """Each checkpoint, with the facts from flusher, stager, ring and store together."""
+    """Merge the facts from flusher, stager, ring and store on each checkpoint."""
     rows: dict[CheckpointId, CheckpointStatus] = {}
     for one in stored:
         _merge(rows, _row_of_stored(one))
@@ -292,7 +291,7 @@ def _row_of_ring(here: RingCheckpoint) -> CheckpointStatus:
         here.step,
         image_bytes=here.image_bytes,
         saved_at_unix=saved,
-        # Without its time it is staged all the same.
+        # A staged checkpoint counts as staged even if its time is missing.
         staged_at_unix=(saved or 0.0 if staged is None else staged) if is_staged else None,
         pgt1_seconds=pgt1 if pgt1 is not None and pgt1 >= 0 else None,
         stall_seconds=max(record.stall_seconds.values(), default=None),
@@ -300,7 +299,7 @@ def _row_of_ring(here: RingCheckpoint) -> CheckpointStatus:
 
 
 def _newest(rows: Mapping[CheckpointId, CheckpointStatus], level: str) -> Level | None:
-    """The newest good checkpoint that has reached the level; a durable one counts as staged, too."""
+    """Return the newest good checkpoint that has reached the level; a durable one counts as staged, too."""
     for key, row in sorted(rows.items(), reverse=True):
         at = {
             "staged": row.staged_at_unix if row.staged_at_unix is not None else row.durable_at_unix,
@@ -324,7 +323,7 @@ def _point(rows: Mapping[CheckpointId, CheckpointStatus], level: Level | None) -
 
 
 def interval_of(saved: Sequence[tuple[CheckpointId, float]]) -> Interval | None:
-    """The distance between the last two saves, which come in order, if both are of one job."""
+    """Return the distance between the last two saves if one job made both. `saved`: in order."""
     if len(saved) < 2:
         return None
     (before, before_at), (last, last_at) = saved[-2:]
@@ -361,7 +360,7 @@ def _failures(flusher: StatusDocument | None, stager: StatusDocument | None) -> 
 def _ranks(
     flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingLook | None
 ) -> tuple[tuple[RankStatus, ...], int]:
-    """The stager's ranks, with the cost of each one's newest checkpoint; without a stager, from the steps."""
+    """Return the stager's ranks, with the stall of each one's newest checkpoint, and their number."""
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
     for here in ring.checkpoints if ring else ():  # newest last
         stalls.update(StepRecord.from_json(here.record).stall_seconds)

@@ -1,8 +1,8 @@
-"""One look at a run: asks stager and flusher, reads ring and store, and gives the status. All I/O of the command.
+"""One look at a run: asks stager and flusher, reads ring and store, returns the status. All I/O of the command.
 
 runtime directory ─► stager, flusher (telemetry/status_socket.py) ─┐
                    └► ring (ring_files.py) ────────────────────────┼─► compose ─► RunStatus
-store ─► newest manifests, when no flusher answers ────────────────┘
+store ─► newest manifests, if no flusher answers ──────────────────┘
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS_MAX = 2.0
 _STORE_AGAIN_SECONDS = 30.0
-_WRITER_AGAIN_SECONDS = 2.0  # a writer that is just ending
-_STORE_PAUSE_FACTOR = 10  # a run of thousands of checkpoints is a long list: not all the time
+_WRITER_AGAIN_SECONDS = 2.0  # the writer may be about to end
+_STORE_PAUSE_FACTOR = 10  # listing thousands of checkpoints takes long: do it rarely
 _CHECKPOINTS_MAX = 8
 _ANY_ATTEMPT = 2**62
 _PID_BYTES_MAX = 32
@@ -41,7 +41,7 @@ _RUN_FILES = ("journal", SOCKET_NAME, "flusher-status.sock", "stager-status.sock
 
 
 def runs_in(base: Path) -> list[Path]:
-    """The runtime directories of runs in `base`, or `base` itself if it is one."""
+    """Return the runtime directories of runs in `base`, or `base` itself if it is one."""
     with contextlib.suppress(OSError):
         if _is_run(base):
             return [base]
@@ -55,9 +55,7 @@ def _is_run(directory: Path) -> bool:
 
 
 class RunWatch:
-    """Looks at one run repeatedly. Its runtime directory need not exist. Without `url` it is the one that stager and
-    flusher name.
-    """
+    """Looks at one run repeatedly. Its runtime directory need not exist. Without `url`, stager and flusher name it."""
 
     def __init__(
         self,
@@ -70,14 +68,14 @@ class RunWatch:
         self.directory, self._url = directory, url
         self._dollars_per_hour, self._clock = dollars_per_hour, clock
         self._ring = RingFiles(directory)
-        self._rings: dict[Path, RingFiles] = {}  # of more stagers on this machine
+        self._rings: dict[Path, RingFiles] = {}  # of the run's other stagers on this machine
         self._stored: tuple[StoredCheckpoint, ...] = ()
         self._store_notes: tuple[str, ...] = ()
         self._store_again_at = 0.0
         self._has_looked = self._has_writer = False
 
     def look(self) -> RunStatus:
-        """The status of the run now.
+        """Return the status of the run now.
 
         Raises:
             StoreMissing: There is no ring, no process answers, and the store is empty.
@@ -122,7 +120,7 @@ class RunWatch:
             return Peer("silent", note="its answer does not fit this version of holdfast"), None
         if said is not None:
             return Peer("here", said.pid, said.since_unix), said
-        # One that has left its socket behind is dead, whoever has its number by now.
+        # A socket file without a listener means that the process is dead; another process may have its pid by now.
         never_had_one = not socket_path(directory, role).exists()
         pid = self._flusher_pid(directory) if role == "flusher" and never_had_one else None
         if pid is not None:
@@ -133,7 +131,7 @@ class RunWatch:
 
     @staticmethod
     def _flusher_pid(directory: Path) -> int | None:
-        """The process in the flusher's file, if it is alive."""
+        """Return the process in the flusher's pid file, if it is alive."""
         try:
             text = (directory / "flusher.pid").read_bytes()[:_PID_BYTES_MAX].decode("ascii", "replace")
             pid = int(text)
@@ -176,7 +174,7 @@ class RunWatch:
         begun = time.monotonic()
         if self._url is None or begun < self._store_again_at:
             return
-        from holdfast.store import open_store  # brings boto3 or fsspec: not for --help
+        from holdfast.store import open_store  # imports boto3 or fsspec: not for --help
 
         store: Store | None = None
         try:
@@ -219,12 +217,12 @@ class RunWatch:
 
 
 class RunWatches:
-    """Looks repeatedly at the named run, or at all runs of this machine. A run that has ended stays. `keys`: name of a
-    run, as its status has it → its run key.
+    """Looks repeatedly at the named run, or at all runs of this machine, and keeps runs that have ended. `keys`: name
+    of a run in its status → its run key.
     """
 
     def __init__(self, run: str | None, runtime_dir: Path | None, dollars_per_hour: float | None) -> None:
-        # Read the setting as the roles do; the class wants a store, which does not matter here if none is named.
+        # Read the setting as the roles do; their class requires a store, which does not matter here.
         self._base = FlusherConfig.from_sources(store=run or "none", runtime_dir=runtime_dir).runtime_dir
         self._dollars_per_hour = dollars_per_hour
         self._run = run

@@ -1,8 +1,8 @@
-"""How far each of several stagers is with its share of the checkpoint in flight. Pure.
+"""Progress of each of several stagers with its share of the checkpoint in flight. Pure.
 
-sealed       the store has all of it: the flusher that leads has seen its seal
-staged       the ring on this machine has all of it        receiving  … has begun it
-elsewhere    its ring is on another machine, and it is not sealed: ask there
+sealed       the store has the whole share: the leading flusher has seen its seal
+staged       the ring on this machine has the whole share        receiving  … a part of it
+elsewhere    the ring is on another machine, and the share is not sealed: ask there
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from operator_side.status.ring_files import RingLook
 
 @dataclass(frozen=True, slots=True)
 class ShareLook:
-    """The files that this machine has of one more stager of a run. `index`: of its share; 0 leads."""
+    """What this machine knows of a further stager of a run. `index`: of its share; 0 leads."""
 
     index: int
     ring: RingLook | None
@@ -28,7 +28,7 @@ class ShareLook:
 
 @dataclass(frozen=True, slots=True)
 class ShareProgress:
-    """One share, as K/S, of one checkpoint."""
+    """One share, written K/S, of one checkpoint."""
 
     attempt: int
     step: int
@@ -39,8 +39,8 @@ class ShareProgress:
 def share_progress(
     key: CheckpointId, ring: RingLook | None, said: StatusDocument | None, others: Iterable[ShareLook]
 ) -> tuple[ShareProgress, ...]:
-    """The shares of one checkpoint, in order; none where one stager receives all. `ring`, `said`: of the run's
-    directory, which is that of the first share, or of the only one on this machine.
+    """Return the shares of one checkpoint, in order; () with one stager. `ring`, `said`: of the run's directory, which
+    is the first share's, or that of the only share on this machine.
     """
     others = list(others)
     rows = [row for one in (said, *(other.flusher_said for other in others)) for row in _rows(one, key)]
@@ -64,7 +64,7 @@ def _rows(said: StatusDocument | None, key: CheckpointId) -> list[CheckpointStat
 def _number(share: str) -> ShareNumber | None:
     try:
         return ShareNumber.of_text(share)
-    except ValueError:  # empty, or from outside
+    except ValueError:  # empty, or malformed
         return None
 
 

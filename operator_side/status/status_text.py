@@ -1,4 +1,4 @@
-"""The words of a status, for the terminal and for the page: who is here, how far, what a kill loses. Not escaped."""
+"""The wording of a status, for the terminal and for the page: processes, progress, loss by a kill. Not escaped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 
 
 def head_lines(status: RunStatus) -> list[str]:
-    """The attempt, the time and the ranks; then stager and flusher."""
+    """Describe attempt, time and ranks, then stager and flusher."""
     where = f"{f'attempt {status.attempt}, ' if status.attempt else ''}{clock(status.now_unix)}"
     stager = f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}"
     return [f"{where}; {ranks_text(status)}", f"{stager}; {_peer('flusher', status.flusher, status)}"]
@@ -42,14 +42,14 @@ def ranks_text(status: RunStatus) -> str:
 
 
 def rank_counts(status: RunStatus) -> Counter[str]:
-    """How many ranks are in each state. The status names those in a worse state first; the others are here."""
+    """Count the ranks in each state. The status lists ranks in a worse state first; the unlisted ones are here."""
     counts: Counter[str] = Counter(rank.state for rank in status.ranks)
     counts["here"] += status.ranks_total - counts.total()
     return counts
 
 
 def lost_steps(lost: Lost) -> str:
-    """`4`; `~4` if estimated; `?` if not known."""
+    """Format as `4`; `~4` if estimated; `?` if unknown."""
     return "?" if lost.steps is None else f"{'~' if lost.is_estimate else ''}{lost.steps}"
 
 
@@ -63,12 +63,12 @@ def line_text(line: StatusLine, now_unix: float) -> str:
 
 
 def interval_lines(status: RunStatus) -> list[str]:
-    """The distance of the last saves, the reason for it, and how often the run is interrupted, as far as known."""
+    """Describe the last interval, its reason, and how often the run is interrupted, as far as known."""
     lines, interval = [], status.interval
     if interval is not None:
         every = f"every {plural(interval.steps, 'step')} or {seconds(interval.seconds)}"
         lines.append(f"interval: {every}, from the last two saves")
-        # The reason begins with the steps, which the first line has, and ends with the failures of the last one.
+        # `why` begins with the steps, shown in the first line, and ends with the failures, shown in the last line.
         why = interval.why.partition(FAILURES)[0].removeprefix(f"every {interval.steps} steps: ")
         lines += [f"  auto: {why}"] if why else []
     return [*lines, status.failures] if status.failures else lines

@@ -1,8 +1,8 @@
-"""One mpirun: started, read, and ended so that no process of it is left on this machine.
+"""One mpirun: starts it, reads its output, and ends it without leaving a process on this machine.
 
-mpirun and everything it starts here are one session, tied to this process: they end when it is killed. (The flusher has
-a session of its own.) mpirun makes a process group of each rank, so the whole session is swept, not a group. On other
-hosts the daemons of mpirun end their ranks when the connection to mpirun ends.
+mpirun and everything it starts here share one session and are tied to this process: killing this process ends them. The
+flusher has a session of its own. mpirun makes a process group of each rank, so `sweep` kills by session, not by group.
+On other hosts mpirun's daemons end their ranks when the connection to mpirun closes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READ_BYTES = 1 << 16
 
 
 class Attempt:
-    """A started mpirun. Main thread: the kernel ties processes to the thread that starts them."""
+    """Running mpirun. Only for the main thread: the kernel ties a process to the thread that started it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -38,11 +38,11 @@ class Attempt:
         self.output: IO[bytes] = self._process.stdout
         os.set_blocking(self.output.fileno(), False)
         self._end = os.pidfd_open(self._process.pid)
-        self._is_silent = False  # nobody has its output any more
+        self._is_silent = False  # output has reached end of file
 
     @property
     def descriptors(self) -> list[int]:
-        """One of them can be read when there is output, or when mpirun has ended."""
+        """Descriptors for poll: readable when mpirun has written output or has ended."""
         return [self._end] if self._is_silent else [self._end, self.output.fileno()]
 
     @property
@@ -50,7 +50,7 @@ class Attempt:
         return self._process.pid
 
     def read(self) -> bytes:
-        """New output of mpirun, or nothing."""
+        """Return new output of mpirun, or empty bytes if there is no output yet."""
         try:
             data = os.read(self.output.fileno(), _READ_BYTES)
         except BlockingIOError:
@@ -59,15 +59,15 @@ class Attempt:
         return data
 
     def poll(self) -> int | None:
-        """Exit status of mpirun; None while it runs."""
+        """Return mpirun's exit status; None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """Send mpirun a signal. It passes SIGURG, SIGUSR1 and SIGUSR2 on to every process of the job."""
+        """Send mpirun a signal. mpirun forwards SIGURG, SIGUSR1 and SIGUSR2 to every process of the job."""
         self._process.send_signal(number)
 
     def kill(self) -> list[int]:
-        """SIGKILL mpirun and every process of its session. Returns those that were there."""
+        """SIGKILL mpirun and every process of its session. Return their process ids."""
         self.send(signal.SIGKILL)
         found = processes_of_session(self.pid)
         for pid in found:
@@ -76,7 +76,7 @@ class Attempt:
         return found
 
     def sweep(self) -> list[int]:
-        """After mpirun has ended: kill what is left of its session. Returns processes that live after ten seconds."""
+        """After mpirun has ended: kill the rest of its session. Return those still alive after ten seconds."""
         deadline = time.monotonic() + _SWEEP_SECONDS_MAX
         while (left := self.kill()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -88,5 +88,5 @@ class Attempt:
 
 
 def processes_of_session(session: int) -> list[int]:
-    """Running processes of a session; zombies do not count."""
+    """Return the running processes of a session, without zombies."""
     return [pid for pid in running_processes() if (stat := process_stat(pid)) and stat.session == session]

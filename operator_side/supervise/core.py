@@ -1,4 +1,4 @@
-"""Decides what the supervisor does next: a pure state machine, events in, actions out, the clock handed in.
+"""Decides what the supervisor does next. A pure state machine: events in, actions out, the caller passes the time.
 
               ┌──────────────────────── enough hosts ◄────────────────────────────┐
               ▼                                                                   │
@@ -6,11 +6,11 @@
                   └────────────── mpirun has ended ──────────────────────────────▲│
                                                                                   └─► OVER
 
-    JUDGING      the hosts are looked at once more, unless one is known to be gone, to tell a preemption from a bug
-    PAUSING      not at all after an attempt that made progress; else for a random time, which doubles with each restart
+    JUDGING      ask the fleet once more, unless a host is known to be gone, to tell a preemption from a bug
+    PAUSING      no pause after an attempt that made progress; otherwise a random time, which doubles with each restart
                  in a row without a newer step (limits.py)
 
-An ended attempt is not held up until its staged steps are durable: the next attempt restores them from the ring, which
+The next attempt does not wait until the staged steps of the last one are durable: it restores them from the ring, which
 the supervisor keeps.
 """
 
@@ -68,7 +68,7 @@ class SupervisorPhase(StrEnum):
 
 class Core:
     """The state machine. Not thread-safe. `pause_seconds`: random pause before restart n (1, 2, …) in a row without
-    progress. `newest_step`: newest staged, durable or restored, at first the store's, -1 for none; not one set aside.
+    progress. `newest_step`: newest staged, durable or restored step, not set aside; starts as the store's, or -1.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Core:
         self._next_attempt = first_attempt
         self._attempt: RunRecord | None = None
         self._until = now + limits.hosts_seconds_max
-        self._asked = self._killed = False  # mpirun was asked to end the job; mpirun was killed
+        self._asked = self._killed = False  # asked mpirun to end the job; killed mpirun
         self._stopping = ""
         self._patience, self._suspicion = Patience(limits), Suspicion(limits)
         self._waiting_said = False
@@ -131,7 +131,7 @@ class Core:
                 return self._reached("joined", "all ranks and stagers have joined", {}, now)
             case RankRestored(rank, step, of_attempt, before) if attempt.is_last(attempt.restored, rank):
                 told = {"step": step}
-                self.newest_step = max(self.newest_step, step)  # from a ring it may not be durable
+                self.newest_step = max(self.newest_step, step)  # a step from a ring may not be durable
                 if step >= 0 and of_attempt > 0:
                     attempt.restored_from, attempt.before = CheckpointId(of_attempt, step), before
                     told["of_attempt"] = of_attempt
@@ -205,7 +205,7 @@ class Core:
             return []
         match self.phase:
             case SupervisorPhase.JUDGING:
-                return self._judge(now)  # the fleet does not answer: judge by what is known
+                return self._judge(now)  # the fleet does not answer: judge without it
             case SupervisorPhase.PAUSING:
                 self.phase, self._until = SupervisorPhase.FINDING, now + self._limits.hosts_seconds_max
                 self._waiting_said = False
@@ -217,7 +217,7 @@ class Core:
                 return self._over(Verdict(Cause.LOST, message, "no hosts", exit_code=9))
         return []
 
-    # -- ending it -------------------------------------------------------------------------------------------------
+    # -- ending an attempt -----------------------------------------------------------------------------------------
 
     def _end(self, reason: str, now: float) -> list[Action]:
         assert self._attempt is not None
@@ -226,7 +226,7 @@ class Core:
             if self._attempt.first_death_at is None:
                 self._resumption.lost(now)
         self.phase = SupervisorPhase.ENDING
-        # Ranks that have lost a peer cannot save any more. Ranks that are told to stop can, so they are asked gently.
+        # Ranks that have lost a peer cannot save again. Ranks told to stop still can, so ask them first.
         gently = bool(self._stopping)
         self._until = now + (self._limits.grace_seconds if gently else self._limits.kill_seconds)
         self._asked, self._killed = not gently, False
@@ -248,7 +248,7 @@ class Core:
     def _exited(self, status: int, now: float) -> list[Action]:
         assert self._attempt is not None
         self._attempt.mpirun_status = status
-        if self._attempt.gone:  # a host that is gone decides the verdict; another look would only wait for it
+        if self._attempt.gone:  # this decides the verdict; asking the fleet again would only delay it
             return self._judge(now)
         self.phase, self._until = SupervisorPhase.JUDGING, now + self._limits.look_seconds_max
         return [LookAtFleet()]
@@ -261,7 +261,7 @@ class Core:
         if self.phase is SupervisorPhase.RUNNING and attempt is not None and attempt.gone:
             return self._end(f"host {', '.join(sorted(attempt.gone))} is gone", now)
         if missed:
-            return [LookAtFleet()]  # look again at once: a host that is missing twice is gone
+            return [LookAtFleet()]  # look again now: a host missed twice in a row is gone
         if self.phase is SupervisorPhase.JUDGING:
             return self._judge(now)
         if self.phase is SupervisorPhase.FINDING:
@@ -277,7 +277,7 @@ class Core:
             ranks = sum(host.slots for host in placed)
         if ranks < limits.ranks_min:
             if self._waiting_said:
-                return []  # the watch goes on looking, and asking for more
+                return []  # the fleet watch keeps looking, and keeps requesting hosts
             self._waiting_said = True
             message = f"there are hosts for {ranks} ranks, and at least {limits.ranks_min} are needed; waiting for more"
             return [Note("waiting", message, {"ranks": ranks}, loud=True), LookAtFleet(limits.ranks - ranks)]
@@ -335,7 +335,7 @@ class Core:
             return []
         key, before, crashes = found
         self._suspicion.take(found, verdict.mark)
-        self.newest_step = before.step  # a step beyond it is progress again
+        self.newest_step = before.step  # any step beyond this one counts as progress again
         message = (
             f"{key} is set aside: {crashes} attempts that were restored from it crashed the same way "
             f"({verdict.message}); the next attempt goes back to {before}"

@@ -1,13 +1,13 @@
 """The exit code of `holdfast rank`: 75 for "run me again", 0 for done, and others for bugs. Pure.
 
-    how the command ended, reports of the ranks, the end of its stderr, signals ─► Seen ─► Evidence ─► judge ─► code
+    how the command ended, the ranks' reports, the end of its stderr, signals ─► Seen ─► Evidence ─► judge ─► code
 
-One wrapper does not see other hosts. The survivors report the loss of a peer: a rank with a bug ends with a code of its
-own, in its own wrapper, and that code is not 75.
+A wrapper does not see other hosts. If a rank fails by a bug, its own wrapper ends with that rank's code, while the
+surviving ranks report a lost peer, for which their wrappers end with 75.
 
-Failed starts of a run are not counted here, because this machine may be gone the next time. Each job that joins has an
-attempt number one above the one before, and the checkpoint that it has restored names the attempt that saved it. The
-difference is the number of attempts without a newer checkpoint.
+A wrapper cannot count a run's failed starts, because its machine may be gone at the next start. Each job that joins has
+an attempt number one higher than the job before, and the checkpoint that it restores names the attempt that saved it.
+The difference is the number of attempts without a newer checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from operator_side.supervise.verdict import Cause, Death, Evidence, Verdict, cla
 AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
 _RANKS_MAX = 1 << 30
 _SHELL_SIGNALED = 128
-# torchrun's summary, and what it has ended itself.
+# torchrun's summary of failed ranks, and its lines about ranks that it ended itself.
 _FAILURE = re.compile(r"^ *rank +: (\d+) .*\n *exitcode +: (-?\d+) \(pid: (\d+)\)", re.MULTILINE)
 _CLOSED = re.compile(r"Sending process (\d+) closing signal|Unable to shutdown process (\d+) via")
 _ROOT_CAUSE = "Root Cause (first observed failure):"
@@ -35,21 +35,21 @@ _ROOT_CAUSE = "Root Cause (first observed failure):"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that a wrapper knows when its command has ended."""
+    """Everything that a wrapper knows when its command has ended."""
 
     command: str
     host: str
-    rank: int  # this rank, as far as the launcher tells; else 0
+    rank: int  # this rank, if the launcher names it; otherwise 0
     pid: int
     status: int  # its exit code, or minus the number of the signal
-    told: frozenset[int] = frozenset()  # signals that this wrapper got, and passed on
+    told: frozenset[int] = frozenset()  # signals that this wrapper received and forwarded
     reports: Sequence[dict[str, Any]] = ()
     tail: str = ""  # the end of what the command wrote to stderr
-    out_of_memory: bool = False  # the kernel has killed a process of this cgroup to free memory
+    out_of_memory: bool = False  # the kernel killed a process of this cgroup to free memory
 
 
 class CodedEnd(NamedTuple):
-    """How the command ended, and what the wrapper ends with."""
+    """How the command ended, and the wrapper's exit code."""
 
     code: int
     message: str
@@ -57,7 +57,7 @@ class CodedEnd(NamedTuple):
 
 @dataclass(slots=True)
 class ReportedRank:
-    """One process of the job, by its reports. `joined`: its attempt; None: it has not met the stager."""
+    """One process of the job, from its reports. `joined`: its attempt; None until it has joined the stager."""
 
     pid: int
     rank: int
@@ -85,7 +85,7 @@ class _Job:
         return max((rank.ranks for rank in self.ranks.values()), default=1)
 
     @property
-    def vain(self) -> int:
+    def fruitless(self) -> int:
         """Attempts in a row without a newer checkpoint, this one included; 0 if this one has saved one."""
         if any(rank.staged for rank in self.ranks.values()):
             return 0
@@ -94,14 +94,14 @@ class _Job:
 
 
 def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
-    """Judge the end of the command. `restarts_max`: most attempts without a newer checkpoint that end with 75."""
+    """Judge the end of the command. `restarts_max`: how many attempts without a newer checkpoint still end with 75."""
     job = _job(seen.reports)
     noticed = signal.SIGTERM in seen.told or any(rank.noticed for rank in job.ranks.values())
     deaths = _deaths(seen, job)
     if seen.status == 0 and not noticed:
         return CodedEnd(0, "done")
     if seen.status == 0:
-        # Whether the script was done, or has left its loop because of the notice, only another start can tell.
+        # Only the next start can tell whether the script was done or left its loop because of the notice.
         why = f"{seen.command} ended with 0 after a preemption notice"
         verdict = Verdict(Cause.PREEMPTED, why, "preempted", exit_code=PeerLost.exit_code)
     else:
@@ -109,10 +109,10 @@ def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
     if verdict.cause not in {Cause.PREEMPTED, Cause.KILLED, Cause.LOST}:
         code = getattr(class_of(verdict.exception), "exit_code", verdict.exit_code)
         return CodedEnd(code, verdict.message)
-    if job.vain > restarts_max:
-        return CodedEnd(verdict.exit_code, f"{no_progress(verdict, job.vain)}: {verdict.message}")
-    # A preemption is reported by others, and so is the 75 of another wrapper. Otherwise only a job that has joined is
-    # started again: one that never joins must not be restarted for ever.
+    if job.fruitless > restarts_max:
+        return CodedEnd(verdict.exit_code, f"{no_progress(verdict, job.fruitless)}: {verdict.message}")
+    # 75 needs a preemption, which others report, or another wrapper's 75, or a job that has joined: a job that never
+    # joins must not be restarted forever.
     told = verdict.cause is Cause.PREEMPTED or any(death.status == AGAIN for death in deaths)
     if told or job.joined:
         return CodedEnd(AGAIN, verdict.message)
@@ -121,7 +121,7 @@ def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
 
 def _evidence(seen: Seen, deaths: tuple[Death, ...], *, noticed: bool) -> Evidence:
     return Evidence(
-        _RANKS_MAX,  # more than there are: each end that is seen here is a rank's, none the stager's
+        _RANKS_MAX,  # larger than any rank: every end seen here is a rank's, never the stager's
         0 if deaths else seen.status,
         {death.rank: seen.host for death in deaths},
         deaths,
@@ -141,9 +141,9 @@ def _deaths(seen: Seen, job: _Job) -> tuple[Death, ...]:
     if seen.pid in job.ranks or not job.ranks:
         return (_death(_Failure(seen.rank, status, seen.pid), job, seen),)
     if status < 0:
-        return ()  # the launcher itself was killed, whatever became of the ranks
+        return ()  # the launcher itself was killed; the fate of the ranks is unknown
     if status > _SHELL_SIGNALED:
-        # Exit codes of shells, srun and mpirun when a signal has killed their process.
+        # Shells, srun and mpirun exit with 128 + N when signal N has killed their process.
         status = _SHELL_SIGNALED - status
     ended = [one for one in job.ranks.values() if one.exception]
     if not ended:
@@ -155,11 +155,11 @@ class _Failure(NamedTuple):
     rank: int
     status: int
     pid: int
-    closed: bool = False  # by torchrun, after the failure of another rank
+    closed: bool = False  # ended by torchrun after another rank had failed
 
 
 def _torchrun_failures(tail: str) -> Iterator[_Failure]:
-    """Ranks that torchrun reports when it gives up, the one that failed first at the front."""
+    """Yield the ranks in torchrun's failure summary, the first to fail first."""
     others, found, root = tail.rpartition(_ROOT_CAUSE)
     closed = {int(one or other) for one, other in _CLOSED.findall(tail)}
     for text in (root, others) if found else ():
@@ -172,7 +172,7 @@ def _death(failure: _Failure, job: _Job, seen: Seen) -> Death:
     exception, text = (known.exception, known.text) if known is not None else ("", "")
     if not exception and failure.status > 0 and failure.pid == seen.pid:
         exception, text = exception_of(seen.tail.splitlines()), seen.tail
-    # NCCL's watchdog ends a rank whose peer is gone with SIGABRT.
+    # NCCL's watchdog ends a rank whose peer is lost with SIGABRT.
     if failure.status == -signal.SIGABRT and job.size > 1:
         lost_peer = says_lost_connection(seen.tail)
     else:
@@ -187,7 +187,7 @@ def _job(reports: Sequence[dict[str, Any]]) -> _Job:
         pid, rank, number = said.get("pid"), said.get("rank"), said.get("round")
         if not (isinstance(pid, int) and isinstance(rank, int) and isinstance(number, int)):
             continue
-        if number > newest:  # torchrun has started its ranks again
+        if number > newest:  # torchrun has restarted its ranks
             job, newest = _Job(), number
         if number == newest:
             _note(job.ranks.setdefault(pid, ReportedRank(pid, rank)), said)

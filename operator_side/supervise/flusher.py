@@ -1,4 +1,4 @@
-"""The flusher of a supervised run: kept with its ring while the supervisor lives, and waited for at the end."""
+"""The flusher of a supervised run: the supervisor keeps its ring open while it lives, and waits for it at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.05
 
 
 class KeptFlusher:
-    """The flusher that a stager started, by its pid file. Raises `ConfigError`: others may write to the directory."""
+    """The flusher that a stager started, found by pid file. Raises `ConfigError`: others may write to the directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -25,14 +25,14 @@ class KeptFlusher:
         self._pid, self._started = 0, start_ticks(0)
 
     def let_go(self) -> None:
-        """Let the flusher end when it has written everything."""
-        # Read the id first: the pid file goes some time before the process does.
+        """Let the flusher exit once it has written everything."""
+        # Read the process id first: the flusher removes its pid file before it exits.
         self._pid = self._written_pid()
         self._started = start_ticks(self._pid)
         self._keeper.close()
 
     def ends_within(self, seconds: float) -> bool:
-        """After `let_go`: wait for the end of the process, at most this long. Returns whether it has ended."""
+        """After `let_go`: wait up to `seconds` for the process to exit. Return whether it has."""
         deadline = time.monotonic() + seconds
         while self._started and start_ticks(self._pid) == self._started:
             if time.monotonic() >= deadline:
@@ -42,7 +42,7 @@ class KeptFlusher:
 
     @property
     def left_ring(self) -> bool:
-        """Whether there is a ring with checkpoints that are not in the store."""
+        """Whether the ring still holds checkpoints that are not in the store."""
         return (self._directory / "journal").exists()
 
     def _written_pid(self) -> int:
@@ -56,14 +56,14 @@ _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 
 
 class Segments:
-    """The folder, beside `ring`, for the shared-memory segments of one supervisor's MPI jobs; its pid names it."""
+    """Folder beside `ring`, named by the supervisor's pid, for the shared-memory segments of its MPI jobs."""
 
     def __init__(self, ring: Path) -> None:
         self._stem = f"{ring.name}-mpi-"
         self._folder = ring.with_name(f"{self._stem}{os.getpid()}")
 
     def make(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Make the folder and name it in a job's environment, unless one is named; remove those of dead supervisors."""
+        """Create the folder and add it to a job's environment, unless one is set; remove those of dead supervisors."""
         if _VARIABLE in environment:
             return dict(environment)
         for left in self._folder.parent.glob(f"{self._stem}*"):

@@ -1,9 +1,9 @@
-"""The hosts that a job may use now: this machine, those of a file, of Slurm, or of a cloud (cluster/fleet.py).
+"""The hosts that a job may use: this machine, or those of a file, of Slurm, or of a cloud (cluster/fleet.py).
 
     Fleet.look() ─► reachable hosts, each with its slots ─► place(hosts, wanted) ─► number of ranks on each host
 
-mpirun does not notice a host that has vanished, so the fleet looks for it: it asks the cloud, or tries to start `true`
-on the host, as mpirun would have to.
+mpirun does not notice a host that has vanished, so the fleet checks: it asks the cloud, or tries to start `true` on the
+host, as mpirun would.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
 
-# Starts a command on a host, as any other agent: `AGENT HOST COMMAND`.
+# Command that starts a command on a host; a replacement takes the same arguments: `AGENT HOST COMMAND`.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._:\-\[\]]+)(?P<rest>(\s+\S+)*)")
 _SLOTS = re.compile(r"(?:slots|max[-_]slots)=(\d{1,6})")
@@ -39,16 +39,16 @@ class Host(NamedTuple):
 
 
 class Fleet(Protocol):
-    """A source of hosts; `name` is for messages. `look` may take seconds and is called in a thread of its own."""
+    """A source of hosts; `name` is for messages. A thread of its own calls `look`, which may take seconds."""
 
     name: str
 
     def look(self) -> tuple[Host, ...] | None:
-        """The hosts usable now; None: this machine. Raises `HoldfastError`: not known now; the last look counts."""
+        """Return the usable hosts; None: this machine. Raises `HoldfastError`: unknown now; the last answer counts."""
 
     def replace(self, wanted: int) -> None:
-        """Ask the source for hosts for this many more ranks. Called in the thread of `look`."""
-        # A person changes the hostfile, and an allocation of Slurm does not grow.
+        """Request hosts for this many more ranks. Called in the thread of `look`."""
+        # Hostfiles and Slurm allocations do not grow: a hostfile is edited by a person.
         del wanted
 
 
@@ -62,7 +62,7 @@ class Here(Fleet):
 
 
 class HostFile(Fleet):
-    """The hosts of an mpirun hostfile, `name slots=8` on each line. The file is read again at each look."""
+    """The hosts of an mpirun hostfile, `name slots=8` on each line. Each look reads the file again."""
 
     def __init__(self, path: Path, *, agent: Sequence[str] | None = None) -> None:
         self._path, self._agent = path, agent or SSH
@@ -70,7 +70,7 @@ class HostFile(Fleet):
         self.read()
 
     def read(self) -> tuple[Host, ...]:
-        """The hosts in the file. Raises `ConfigError`: it cannot be read, or a line of it is not a host."""
+        """Return the hosts in the file. Raises `ConfigError`: the file is unreadable, or a line names no host."""
         try:
             text = self._path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +110,7 @@ class HostFile(Fleet):
 
 
 class Slurm(Fleet):
-    """The hosts of this Slurm job that are not down. Raises `ConfigError`: no Slurm job, or it cannot be read."""
+    """The hosts of this Slurm job that are not down. Raises `ConfigError`: outside a Slurm job, or unreadable."""
 
     name = "the Slurm allocation"
 
@@ -140,8 +140,8 @@ class Slurm(Fleet):
         self._hosts = tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
 
     def look(self) -> tuple[Host, ...]:
-        """The nodes of the job that Slurm does not call down, failing or powered off."""
-        # With --no-kill a failed node leaves the job; once repaired it may belong to another job.
+        """Return the nodes of the job that Slurm does not report as down, failing or powered off."""
+        # With --no-kill a failed node leaves the job; after its repair it may belong to another job.
         ours = _NODES_OF_JOB.search(self._scontrol(["show", "job", self._job, "--oneliner"]))
         if ours is None:
             return ()
@@ -176,7 +176,7 @@ def _states(text: str) -> dict[str, str]:
 
 
 def _tasks(text: str) -> list[int]:
-    """`2(x3),1` is [2, 2, 2, 1]."""
+    """Parse tasks per node: `2(x3),1` is [2, 2, 2, 1]."""
     found: list[int] = []
     for part in text.split(","):
         match = _SLURM_TASKS.fullmatch(part.strip())
@@ -187,7 +187,7 @@ def _tasks(text: str) -> list[int]:
 
 
 def is_here(name: str) -> bool:
-    """Whether `name` is this machine, as far as this can be told without a look-up."""
+    """Whether `name` is this machine, without a DNS look-up."""
     if name in {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}:
         return True
     try:
@@ -197,7 +197,7 @@ def is_here(name: str) -> bool:
 
 
 def place(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:
-    """Place `wanted` ranks, or as many as fit, on the hosts in order; the slots of the result are ranks."""
+    """Place `wanted` ranks, or as many as fit, on the hosts in order. In the result, `slots` is the number of ranks."""
     left, placed = wanted, []
     for host in hosts:
         taken = min(left, host.slots)

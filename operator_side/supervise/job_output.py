@@ -1,4 +1,4 @@
-"""The output of an attempt: split by mpirun's tags, written to a file for each process, searched for exceptions.
+"""The output of an attempt: split by mpirun's tags, written to one file per process, searched for exceptions.
 
 mpirun --output tag ─► [1,3]<stderr>: text ─► attempt-002/rank-3.log     and to stdout or stderr of this command
                        [1,3]<stderr>: <01>holdfast {"ended": …} ─► Began, Ended, Restored, Stepped
@@ -21,7 +21,7 @@ from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise import supervisor_messages as messages
 
 _TAG = re.compile(r"\[\d+,(\d+)\]<(stdout|stderr)>: ?")
-_LINE_BYTES_MAX = 1 << 20  # a progress bar that never ends its line
+_LINE_BYTES_MAX = 1 << 20  # a progress bar may never end its line
 _TAIL_LINES, _SHOWN_LINES = 60, 25
 _RANK_MAX = 1 << 24
 _TORCH_PREFIX = re.compile(r"\[rank\d+\]: ")  # torch.distributed puts it before each line of a traceback
@@ -29,7 +29,7 @@ _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::.*)?")
 
 
 class OutputLine(NamedTuple):
-    """One line of output of a process; `rank=None` stands for mpirun itself."""
+    """One line of output of a process; `rank=None` is mpirun itself."""
 
     rank: int | None
     stream: str
@@ -45,7 +45,7 @@ def parse_line(text: str) -> OutputLine:
 
 
 def parse_report(text: str) -> messages.Report | None:
-    """Parse a report of a rank or of the process around it (holdfast/supervised.py); None if the line is not one."""
+    """Parse a report of a rank or of its wrapper (holdfast/supervised.py); None if the line is not a report."""
     if not text.startswith(MARK):
         return None
     try:
@@ -73,7 +73,7 @@ def parse_report(text: str) -> messages.Report | None:
 
 
 def exception_of(lines: list[str]) -> str:
-    """The exception of the last traceback in these lines, such as `torch.OutOfMemoryError`, or an empty text."""
+    """Return the exception of the last traceback in these lines, such as `torch.OutOfMemoryError`, or ""."""
     found, inside = "", False
     for line in lines:
         line = _TORCH_PREFIX.sub("", line)
@@ -90,7 +90,7 @@ def exception_of(lines: list[str]) -> str:
 
 
 class Output:
-    """The log files of one attempt; after its `ranks` trainers come the stagers. `relay`: shows (stream, text)."""
+    """The log files of one attempt: of its `ranks` trainers, then of the stagers. `relay`: shows (stream, text)."""
 
     def __init__(
         self, directory: Path, ranks: int, relay: Callable[[str, str], None], *, stagers: int = 1
@@ -103,7 +103,7 @@ class Output:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[messages.Report]:
-        """Take output of mpirun; empty at its end. Returns the reports in it."""
+        """Process output of mpirun; empty bytes at its end. Return the reports in it."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._rest and (not data or len(self._rest) > _LINE_BYTES_MAX):
             lines.append(self._rest)
@@ -114,7 +114,7 @@ class Output:
             report = parse_report(line.text) if line.rank is not None else None
             if report is None:
                 self._keep(line)
-            elif report.rank == line.rank:  # a process may report on itself alone
+            elif report.rank == line.rank:  # a process may only report on itself
                 found.append(self._with_exception(report))
         return found
 
@@ -145,7 +145,7 @@ class Output:
             line = OutputLine(None, line.stream, line.text)
         tail = self._tails.setdefault(line.rank, deque(maxlen=_TAIL_LINES))
         if not line.text and not (tail and tail[-1]):
-            return  # holdfast's reports begin with an empty line
+            return  # each holdfast report is preceded by an empty line
         tail.append(line.text)
         file = self._files.get(line.rank)
         if file is None:
@@ -155,7 +155,7 @@ class Output:
 
 
 def _share(said: object) -> ShareNumber | None:
-    """The share of one of several stagers; None: it cannot be read."""
+    """Parse the share of one of several stagers; None if unreadable."""
     try:
         return WHOLE if said is None else ShareNumber.of_text(str(said))
     except ValueError:
@@ -163,7 +163,7 @@ def _share(said: object) -> ShareNumber | None:
 
 
 def meaning(said: dict[str, Any]) -> messages.Told | None:
-    """The event for the core in one line of an event log; None if it does not matter."""
+    """Translate one line of an event log into an event for the core; None if the core needs none."""
     step, role = said.get("step"), said.get("role")
     if type(step) is int:
         match said.get("event"), role:
@@ -183,5 +183,5 @@ def meaning(said: dict[str, Any]) -> messages.Told | None:
         case "stager_ready", "stager":
             return messages.Joined()
         case "notice", "stager" if type(told) is int and said.get("kind") == "terminate":
-            return messages.Noticed(told)  # after a rebalance recommendation a host mostly lives on
+            return messages.Noticed(told)  # after a rebalance recommendation most hosts stay alive
     return None

@@ -1,6 +1,6 @@
 """The processes of the job: one attempt at a time, its output, and the folder for MPI's shared memory.
 
-launch ─► mpirun ── output ─► a log file for each process, reports for the core ─► swept when it has ended
+launch ─► mpirun ── output ─► a log file for each process, reports for the core ─► swept after mpirun has ended
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _log = logging.getLogger("holdfast.run")
 
 
 class RunFiles(NamedTuple):
-    """Where a supervised run keeps its files, all on this machine, which is not taken away."""
+    """Where a supervised run keeps its files, all on this machine, which is not preempted."""
 
-    # Runtime directories of the run, one for each stager, the first one's first; kept for the next attempt.
+    # Runtime directories of the run, one per stager in their order; kept for the next attempt.
     rings: tuple[Path, ...]
     logs: Path  # `status.jsonl`, with a line for each decision, and a folder for each attempt
     events: Path  # the event log that stager and flusher write
 
 
 class JobProcesses:
-    """Starts an attempt, hears it, ends it. Main thread: the kernel ties processes to the thread that starts them."""
+    """Starts, reads and ends attempts. Main thread: the kernel ties a process to the thread that started it."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class JobProcesses:
         self._logs, self._relay, self._stagers = files.logs, relay, len(files.rings)
         self._segments = Segments(files.rings[0])
         self._attempt: Attempt | None = None
-        self._output: Output | None = None  # kept after the attempt, for its last words
+        self._output: Output | None = None  # kept after the attempt, for `last_words`
 
     def launch(self, launch: Launch) -> None:
         directory = self._logs / f"attempt-{launch.attempt:03d}"
@@ -59,15 +59,15 @@ class JobProcesses:
         self._attempt = Attempt(self._command(launch), environment)
 
     def wait(self, seconds: float, wakes: int) -> None:
-        """Until there is output, or its end; until the descriptor `wakes` can be read, or this time has passed."""
+        """Wait for output, the end of mpirun, or the descriptor `wakes`, but at most this long."""
         wait_readable([wakes, *(self._attempt.descriptors if self._attempt else [])], seconds)
 
     def hear(self) -> tuple[list[Report], int | None]:
-        """Reports of the processes, and the exit status of mpirun if it has just ended."""
+        """Return the processes' reports, and mpirun's exit status if it has just ended."""
         attempt, output = self._attempt, self._output
         if attempt is None or output is None:
             return [], None
-        status = attempt.poll()  # before the last read, so that its last words are read
+        status = attempt.poll()  # poll before the last read, so that no final output is missed
         reports = _read(attempt, output)
         if status is None:
             return reports, None
@@ -82,12 +82,12 @@ class JobProcesses:
         return reports, status
 
     def terminate(self, *, gently: bool) -> None:
-        """Ask the trainers to end, or else mpirun."""
+        """Ask the trainers to end if `gently`; otherwise ask mpirun."""
         # rank.py turns SIGURG into SIGTERM for the trainer.
         self.pass_on(signal.SIGURG if gently else signal.SIGTERM)
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to mpirun, and so SIGUSR1 to every rank. Ranks that do not watch it ignore it."""
+        """Send a signal to mpirun, which forwards SIGUSR1 to every rank. Ranks that do not watch for it ignore it."""
         if self._attempt is not None:
             self._attempt.send(number)
 
@@ -96,14 +96,14 @@ class JobProcesses:
             self._attempt.kill()
 
     def close(self) -> None:
-        """Kill what still runs, and remove the folder for shared memory."""
+        """Kill the remaining processes and remove the folder for shared memory."""
         if self._attempt is not None:
             self._attempt.sweep()
             self._attempt.close()
         self._segments.remove()
 
     def last_words(self, verdict: Verdict) -> list[str]:
-        """The end of the log that says most about this verdict, and the path of the whole log."""
+        """Return the end of the log that explains this verdict best, and the path of the whole log."""
         if self._output is None:
             return []
         return [*self._output.tail(verdict.rank), f"[the whole log: {self._output.path(verdict.rank)}]"]

@@ -1,10 +1,10 @@
-"""The standing stager of `holdfast run --launcher torchrun`: on loopback, started again where it was.
+"""The standing stager of `holdfast run --launcher torchrun`: listens on loopback, restarted at the same address.
 
 start ─► listens at a port that the system chose ─► dies ─► pause ─► start at the same port: ranks join it again
-                                                     └─ too often without a newer checkpoint ─► given up
+                                                     └─ too often without a newer checkpoint ─► give up
 
-Its ring outlives it, because this process keeps the ring and the flusher is a process of its own. The stager makes the
-key, and ranks of the same user find it (holdfast/stager_key.py); where a key is set, both have it.
+Its ring survives its death, because this process keeps the ring and the flusher is a separate process. The stager makes
+the key, and ranks of the same user find it (holdfast/stager_key.py); a key from the settings reaches both.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ASK_SECONDS_MAX = 2.0
 
 
 class KeptStager:
-    """Main thread: the kernel ties processes to the thread that starts them. `arguments`: of `holdfast stager`, without
-    its address. `pause_seconds`: before restart n (1, 2, …) in a row. `restarts`: the owner sets it to 0 at a newer
-    checkpoint. Raises `ConfigError`: others may write to the runtime directory.
+    """Only for the main thread: the kernel ties a process to the thread that started it. `arguments`: of `holdfast
+    stager`, without its address. `pause_seconds`: before restart n (1, 2, …) in a row. `restarts`: the owner resets it
+    at a newer checkpoint. Raises `ConfigError`: others may write to the runtime directory.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class KeptStager:
 
     def _start(self) -> subprocess.Popen[bytes]:
         line = [sys.executable, "-P", "-m", "holdfast", "stager", "--listen", self.address, *self._arguments]
-        # A session of its own: Ctrl-C on the terminal is for the ranks, whose last checkpoint it has to receive.
+        # A session of its own: Ctrl-C must only reach the ranks, whose last checkpoint the stager has to receive.
         return subprocess.Popen(
             tied(line), stdin=subprocess.DEVNULL, env=self._environment, start_new_session=True
         )
 
     def listens(self) -> bool:
-        """Whether the first one answers; its address is known from then on."""
+        """Whether the first stager answers; from then on `address` is known."""
         with contextlib.suppress(HoldfastError):
             said = ask(socket_path(self._ring, "stager"), seconds_max=_ASK_SECONDS_MAX)
             if said is not None and said.pid == self._process.pid and said.waits_at:
@@ -66,11 +66,11 @@ class KeptStager:
         return False
 
     def ended(self) -> int | None:
-        """Its exit code, or minus the number of the signal; None while it runs, or is about to be started again."""
+        """Exit code, or minus the number of the signal; None while the stager runs or a restart is pending."""
         return self._process.poll() if self._again_at is None else None
 
     def again(self) -> float | None:
-        """After its end: start it again, after a pause. Returns the pause in seconds; None: it has ended too often."""
+        """Schedule a restart after the stager's end. Return the pause in seconds; None if it has ended too often."""
         if self.restarts >= RESTARTS_MAX:
             return None
         self.restarts += 1
@@ -79,19 +79,19 @@ class KeptStager:
         return pause_seconds
 
     def tick(self) -> None:
-        """Start it again if its pause is over."""
+        """Start the stager if its pause is over."""
         if self._again_at is not None and time.monotonic() >= self._again_at:
             self._again_at, self._process = None, self._start()
 
     def stop(self) -> None:
-        """Have it take no further job and end; the flusher ends when all that is staged is in the store."""
+        """Ask the stager to accept no further job and exit; the flusher exits once everything staged is stored."""
         self._again_at = None
         self._flusher.let_go()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def stopped_within(self, seconds: float) -> bool:
-        """After `stop`: wait for both to end, at most this long."""
+        """After `stop`: wait up to `seconds` for stager and flusher to exit. Return whether both have."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
@@ -100,11 +100,11 @@ class KeptStager:
 
     @property
     def left_ring(self) -> bool:
-        """After that: whether checkpoints are in the ring that are not in the store."""
+        """After `stopped_within`: whether the ring still holds checkpoints that are not in the store."""
         return self._flusher.left_ring
 
     def close(self) -> None:
-        """Kill the stager if it still runs; the flusher goes on."""
+        """Kill the stager if it still runs; the flusher keeps running."""
         self._flusher.let_go()
         if self._process.poll() is None:
             self._process.kill()

@@ -9,27 +9,25 @@ from operator_side.supervise.verdict import Cause, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings of a supervised run, units in the names."""
-
     ranks: int
     ranks_min: int
     stagers: int = 1
     crashes_max: int = 2  # the run ends after this many equal crashes in a row without progress
-    set_aside_max: int = 2  # checkpoints in a row to set aside first, if crashes came after their restore
-    restarts_max: int = 8  # the run ends after this many in a row without progress, whatever the cause
-    # Without a sign of life, beyond the stager's own deadline, until a rank is lost.
+    set_aside_max: int = 2  # checkpoints in a row to set aside first, if the crashes followed their restore
+    restarts_max: int = 8  # the run ends after this many in a row without progress, for any cause
+    # A rank is lost after this time without a sign of life, in addition to the stager's own deadline.
     silent_seconds_max: float = 30.0
-    # That the others may go on after a death; none if it was a kill before all had joined.
+    # How long the others may continue after a death; 0 if a process was killed before all had joined.
     lost_seconds_max: float = 30.0
-    stall_seconds_max: float | None = None  # without a newly staged step until the attempt is ended
-    grace_seconds: float = 30.0  # from asking the ranks to end until mpirun is asked to end them
+    stall_seconds_max: float | None = None  # end the attempt after this time without a newly staged step
+    grace_seconds: float = 30.0  # between asking the ranks to end and asking mpirun
     kill_seconds: float = 5.0
     hosts_seconds_max: float = 1800.0
     look_seconds_max: float = 30.0  # to wait for the fleet's answer before a verdict
 
 
 class Patience:
-    """Counts attempts without progress. `restarts`: those in a row, and the one before them with progress."""
+    """Counts attempts without progress. `restarts`: those in a row, plus the last attempt with progress."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -37,8 +35,8 @@ class Patience:
         self._mark = ""
 
     def last_word(self, verdict: Verdict, *, progressed: bool, may_go_back: bool = False) -> Verdict | None:
-        """Count an attempt; returns the verdict to end the run with, or None to restart. `may_go_back`: the checkpoint
-        may be to blame, so that an equal crash is not the end yet.
+        """Count an attempt; return the verdict that ends the run, or None to restart. `may_go_back`: the checkpoint may
+        be to blame, so an equal crash does not end the run yet.
         """
         if progressed:
             self.restarts = self._same = 0
@@ -59,8 +57,8 @@ class Patience:
 
 
 def no_progress(verdict: Verdict, attempts: int) -> str:
-    """Why the run ends after this number of attempts in a row."""
+    """Explain why the run ends after this number of attempts in a row."""
     why = f"{attempts} attempts in a row without a newer checkpoint"
     if verdict.cause is Cause.KILLED:
-        why += "; if no host was taken away, look for the kernel's out-of-memory killer"
+        why += "; if no host was preempted, look for the kernel's out-of-memory killer"
     return why

@@ -1,13 +1,13 @@
-"""`python -m operator_side.supervise.rank ROLE COMMAND …`: runs one process of the job, reports its beginning and end.
+"""`python -m operator_side.supervise.rank ROLE COMMAND …`: wraps one process of the job, reports its start and its end.
 
     mpirun ── daemon ── this ── COMMAND        a line on stderr, which mpirun passes to the supervisor (job_output)
 
-With ULFM mpirun ends with 0 although a rank was killed, and never says which; without ULFM it names only the first.
-Therefore each process of the job has this program around it. SIGURG, which mpirun passes on to all processes of the
-job and which has no other effect, asks the job to end: a trainer then gets SIGTERM, the stager goes on until the
-trainers have left.
+With ULFM, mpirun exits with 0 although a rank was killed, and never says which; without ULFM it names only the first.
+So this program wraps each process of the job. SIGURG, which has no other effect and which mpirun forwards to all
+processes of the job, asks the job to end: a trainer then gets SIGTERM, and the stager continues until the trainers have
+left.
 
-It imports only the standard library, because it runs before every rank.
+Imports only the standard library, because it runs before every rank.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from holdfast.process import memory_kills, tie
 from holdfast.supervised import own_rank, say
 
 TRAINER, STAGER = "trainer", "stager"
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell has them
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
 
 
 def _prepare() -> None:
     tie()
-    # A notice may come before the rank listens, or though it never does: it must not kill it.
+    # A notice may arrive before the rank handles it, or the rank may never do so: it must not kill the rank.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes] | int:
-    """The process; or, if it cannot be started, the exit code that a shell would give."""
+    """Start the command; if that fails, return the exit code that a shell would give."""
     try:
         # Safe: this process has one thread, and the function only makes two system calls.
         return subprocess.Popen(command, preexec_fn=_prepare)  # noqa: PLW1509
@@ -47,7 +47,7 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes] | int:
 
 
 def main() -> None:
-    """Run the command, and end with its status."""
+    """Run the command and end with its status."""
     role, command = sys.argv[1], sys.argv[2:]
     rank = own_rank()
     tie()

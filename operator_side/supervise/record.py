@@ -16,7 +16,7 @@ from operator_side.supervise.verdict import Death, Evidence, process_name
 
 @dataclass(slots=True)
 class RunRecord:
-    """The running attempt."""
+    """Facts about the running attempt."""
 
     number: int
     ranks: int  # number of trainers; the first stager has this number as its rank
@@ -24,17 +24,17 @@ class RunRecord:
     begun_at: float
     stagers: int = 1
     began: dict[int, str] = field(default_factory=dict)
-    ready: int = 0  # stagers that say that all processes have met
+    ready: int = 0  # stagers that report that all processes have joined
     restored: set[int] = field(default_factory=set)
     restored_from: CheckpointId | None = None  # by every rank; None before that, and in a new run
-    before: CheckpointId | None = None  # they would restore it if that one were set aside
+    before: CheckpointId | None = None  # what the ranks would restore if `restored_from` were set aside
     staged_step: int = -1  # the highest step that this attempt has staged; -1: none
-    shares_staged: dict[int, set[int]] = field(default_factory=dict)  # of each step
+    shares_staged: dict[int, set[int]] = field(default_factory=dict)  # step → shares that are staged
     stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
-    # By the stager, before any process had reported a failure of its own.
+    # Ranks that the stager lost before any process had reported a failure of its own.
     lost_first: list[int] = field(default_factory=list)
-    silent_since: dict[int, float] = field(default_factory=dict)  # ranks that the stager does not hear
+    silent_since: dict[int, float] = field(default_factory=dict)  # rank → when the stager reported it
     noticed: set[str] = field(default_factory=set)
     missed: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)  # hosts that two looks in a row missed
@@ -53,17 +53,17 @@ class RunRecord:
         return self.ready >= self.stagers
 
     def is_last_to_join(self) -> bool:
-        """Note that a stager says that all processes have met. Returns whether it was the last one."""
+        """Count a stager's report that all processes have joined. Return whether it was the last one."""
         self.ready += 1
         return self.ready == self.stagers
 
     def stagers_ended(self, *, well: bool = False) -> bool:
-        """Whether every stager has ended; `well`: by itself, with status 0."""
+        """Whether every stager has ended; `well`: on its own, with status 0."""
         ended = {death.rank for death in self.deaths if death.status == 0 or not well}
         return ended.issuperset(range(self.ranks, self.ranks + self.stagers))
 
     def staged(self, step: int, share: ShareNumber) -> bool:
-        """Note that a share of a step is staged. Returns whether all of the step is."""
+        """Record that a share of a step is staged. Return whether the whole step is."""
         shares = self.shares_staged.setdefault(step, set())
         shares.add(share.index)
         if len(shares) < share.writers:
@@ -73,14 +73,14 @@ class RunRecord:
         return True
 
     def is_last(self, reached: set[int], rank: int) -> bool:
-        """Add a trainer to `reached`. Returns whether it was the last one."""
+        """Add a trainer to `reached`. Return whether it was the last one."""
         if rank in reached or not 0 <= rank < self.ranks:
             return False
         reached.add(rank)
         return len(reached) == self.ranks
 
     def looked(self, hosts: tuple[Host, ...] | None) -> bool:
-        """Note a look at the fleet. Returns whether it missed a host of this attempt that is not known to be gone."""
+        """Record the fleet's answer. Return whether it lacks a host of this attempt that is not known to be gone."""
         if hosts is None or self.hosts is None:
             return False
         ours = {host.name for host in self.hosts}
@@ -90,7 +90,7 @@ class RunRecord:
         return not missed <= self.gone
 
     def lost(self, rank: int, now: float) -> None:
-        """Note that MPI calls a rank dead. After a failure of its own of any process, others die of that."""
+        """Record that MPI reports a rank dead; ignore it if it may have died of another process's own failure."""
         if any(death.own_fault for death in self.deaths):
             return
         self.lost_first.append(rank)
@@ -98,16 +98,16 @@ class RunRecord:
             self.first_death_at = now
 
     def waits_for_the_lost(self) -> bool:
-        """Whether mpirun, which was asked to end, only waits for hosts that do not answer."""
-        # Stagers end last, and are here. After that mpirun passes on nothing more from the hosts that are left.
+        """Whether mpirun, asked to end, is only waiting for hosts that do not answer."""
+        # Stagers end last, and run on this machine. After them mpirun forwards nothing more from the surviving hosts.
         ended = {death.rank for death in self.deaths}
         lost = {rank for rank, host in self.began.items() if rank in self.silent_since or host in self.gone}
         return self.stagers_ended() and not lost <= ended
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
-        """Why the attempt cannot go on; empty if it can."""
-        # If a rank was killed before all had joined, the others wait for it in MPI for ever, and have nothing to save.
-        # If the stagers have ended by themselves, all ranks have left them, or are lost: they save nothing more.
+        """Return why the attempt cannot continue, or "" if it can."""
+        # If a rank was killed before all had joined, the others wait for it in MPI forever, and have nothing to save.
+        # If the stagers have exited by themselves, all ranks have left or are lost: nothing more is saved.
         hopeless = (self.stagers_ended(well=True) or not self.met) and any(
             death.from_outside for death in self.deaths
         )
@@ -115,7 +115,7 @@ class RunRecord:
         if self.first_death_at is not None and now >= self.first_death_at + patience:
             ended = [d.rank for d in self.deaths if d.status or d.rank >= self.ranks]
             rank = (ended or self.lost_first)[0]
-            return f"{self.name(rank)} has ended, and the other processes cannot go on without it; they are ended"
+            return f"{self.name(rank)} has ended, and the other processes cannot continue without it: ending them"
         for rank, since in self.silent_since.items():
             if now >= since + limits.silent_seconds_max:
                 where = self.began.get(rank, "a host")

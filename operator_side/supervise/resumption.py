@@ -1,11 +1,11 @@
-"""The time from a loss until training goes on, phase by phase. Pure: the times are handed in.
+"""Phases of the time from a loss until training continues. Pure: the caller passes the time.
 
 lost ─► ended ─► launched ─► joined ─► restored ─► training
  │        │         │           │         │           └ every rank has done its first step
  │        │         │           │         └ every rank has restored its state
  │        │         │           └ all ranks and the stager have joined
- │        │         └ mpirun was started, on hosts that were there
- │        └ mpirun had ended, no process of it was left here, and the verdict was known
+ │        │         └ the supervisor has found hosts and started mpirun
+ │        └ mpirun and all its processes here have ended, and the verdict is known
  └ the first sign: a process has ended, a rank is silent for too long, a host is gone
 """
 
@@ -23,16 +23,16 @@ class Resumption:
         self._at: dict[str, float] = {}
 
     def lost(self, now: float) -> None:
-        """Note the first sign of a loss. A further loss before training goes on belongs to it."""
+        """Record the first sign of a loss. A further loss before training continues belongs to the same resumption."""
         self._at = {"lost": self._at.get("lost", now)}
 
     def reached(self, mark: str, now: float) -> None:
-        """Note a mark. A second attempt after the same loss reaches it again and voids later marks."""
+        """Record a mark. A second attempt after the same loss reaches it again and clears later marks."""
         before = MARKS[: MARKS.index(mark)]
         self._at = {**{name: at for name, at in self._at.items() if name in before}, mark: now}
 
     def trained(self, now: float) -> dict[str, float]:
-        """Note that training goes on. Returns the seconds between marks, named by the later one, and in all."""
+        """Record that training continues. Return the seconds between marks, named by the later mark, and their sum."""
         self.reached("training", now)
         seen = [mark for mark in MARKS if mark in self._at]
         phases = {

@@ -1,4 +1,4 @@
-"""The loop around the core: tells it what happened, and carries out its actions. One thread, and one for the fleet.
+"""The loop around the core: passes events to it and executes its actions. One thread, and one more for the fleet.
 
 signals, the job's reports, event log, fleet, clock ─► Core ─► start, ask, terminate, kill the job; notes; the end
 """
@@ -34,38 +34,38 @@ from operator_side.supervise.verdict import Verdict
 _log = logging.getLogger("holdfast.run")
 
 _TURN_SECONDS = 0.1
-_DRAIN_SECONDS_MAX = 600.0  # at the end, until the flusher has made everything durable
+_DRAIN_SECONDS_MAX = 600.0  # to wait for the flusher at the end
 
 
 class FleetWatch(threading.Thread):
-    """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to."""
+    """Asks the fleet for its hosts in a thread of its own, at intervals and on request."""
 
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
         super().__init__(name="fleet", daemon=True)
         self._fleet, self._poll_seconds = fleet, poll_seconds
         self._wake, self._over = threading.Event(), False
-        self.replace = 0  # number of further slots to ask for at each look
+        self.replace = 0  # slots to request at each look
         self._seen: queue.SimpleQueue[tuple[Host, ...] | None] = queue.SimpleQueue()
         self._answers = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def ask(self, replace: int) -> None:
-        """Look now; ask the fleet for this many more slots, now and at each later look."""
+        """Look now; request this many more slots from the fleet, now and at each later look."""
         self.replace = replace
         self._wake.set()
 
     def fileno(self) -> int:
-        """Readable when there is something to `take`."""
+        """Readable when `take` has something to return."""
         return self._answers
 
     def take(self) -> Iterator[tuple[Host, ...] | None]:
-        """Events since the last call."""
+        """Yield the answers since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._answers)
         while not self._seen.empty():
             yield self._seen.get()
 
     def stop(self) -> None:
-        # The look under way is not waited for: a network may take long to give up.
+        # Do not join: a look in progress may block for a long network timeout.
         self._over = True
         self._wake.set()
 
@@ -82,13 +82,13 @@ class FleetWatch(threading.Thread):
                 os.eventfd_write(self._answers, 1)
             except HoldfastError as error:
                 _log.warning("%s: %s; the hosts of the last look still count", self._fleet.name, error)
-            except Exception:  # noqa: BLE001 - whatever it is, the job must go on
-                _log.exception("%s: its hosts could not be looked at", self._fleet.name)
+            except Exception:  # noqa: BLE001 - any error: the job must keep running
+                _log.exception("%s: listing its hosts failed", self._fleet.name)
 
 
 class Supervisor:
-    """Runs a job until it is done, stopped, or not worth another attempt. Main thread: it handles signals. `watch`:
-    asks the fleet for hosts; started here. `last_look`: gives the verdict once the flusher has ended. `tell`: called
+    """Runs a job until it is done, stopped, or not worth another attempt. Only for the main thread, because it handles
+    signals. `watch`: started here. `last_look`: returns the final verdict once the flusher has ended. `tell`: called
     with each event of the run; must return at once.
     """
 
@@ -108,11 +108,11 @@ class Supervisor:
         self._last_look, self._tell = last_look, tell
         self._status = EventLog(files.logs / "status.jsonl", role="supervisor")
         self._signals: list[int] = []
-        self._is_told = False  # to end
+        self._is_stopping = False  # a signal asked the run to end
         self._verdict: Verdict | None = None
 
     def run(self) -> Verdict:
-        """Supervise to the end; no process of the job is left. Raises `ConfigError`: the folder is not safely ours."""
+        """Supervise until no process of the job is left. Raises `ConfigError`: the ring's folder is not safely ours."""
         flushers = [KeptFlusher(ring) for ring in self._rings]
         before = {
             number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
@@ -143,14 +143,14 @@ class Supervisor:
         self._job.wait(_TURN_SECONDS, self._watch.fileno())
         while self._signals:
             number = self._signals.pop(0)
-            if number == signal.SIGUSR1:  # a notice, for the ranks that watch it
+            if number == signal.SIGUSR1:  # a notice, for the ranks that watch for it
                 self._job.pass_on(number)
                 continue
-            self._take(messages.Stop(f"this command was told to end by {signal.Signals(number).name}"))
+            self._take(messages.Stop(f"this command received {signal.Signals(number).name}"))
         reports, status = self._job.hear()
         for report in reports:
             self._take(report)
-        # Before the end of mpirun: what became durable until then counts as progress of this attempt.
+        # Before handling mpirun's end: steps that became durable until then count as progress of this attempt.
         self._follow()
         if status is not None:
             self._take(messages.Exited(status))
@@ -192,7 +192,7 @@ class Supervisor:
 
     def _keep_evidence(self, key: CheckpointId) -> None:
         try:
-            note_set_aside(self._rings[0], key)  # retention is the first flusher's
+            note_set_aside(self._rings[0], key)  # only the first share's flusher does retention
         except HoldfastError as error:
             _log.warning("retention is not told to keep %s, and may remove it: %s", key, error)
 
@@ -203,7 +203,7 @@ class Supervisor:
 
     def _wait_for(self, flushers: Sequence[KeptFlusher]) -> None:
         """Wait until everything staged is durable and the rings are removed."""
-        for flusher in flushers:  # all of them first: they wait for each other
+        for flusher in flushers:  # release all of them first: they wait for each other
             flusher.let_go()
         deadline = time.monotonic() + _DRAIN_SECONDS_MAX
         for flusher, ring in zip(flushers, self._rings, strict=True):
@@ -218,34 +218,34 @@ class Supervisor:
                 self._note("ring_left", message, {"directory": str(ring)}, loud=True)
 
     def _has_ended(self, flusher: KeptFlusher, ring: Path, deadline: float) -> bool:
-        """Wait for its end; False at the deadline, or at a signal."""
+        """Wait for the flusher to exit; False at the deadline or at a signal."""
         if not flusher.ends_within(_TURN_SECONDS):
             message = "waiting until the flusher has made every staged checkpoint durable"
             self._note("draining", message, {}, loud=False)
         while not flusher.ends_within(_TURN_SECONDS):
             if self._signals or time.monotonic() > deadline:
                 message = (
-                    f"the flusher is still writing, and goes on without this command; its ring is {ring}"
+                    f"the flusher is still writing, and continues without this command; its ring is {ring}"
                 )
                 self._note("flusher_left", message, {}, loud=True)
                 return False
         return True
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
-        # A second signal does not wait. But a shell hands on the SIGHUP that the kernel has sent to all, too.
-        if number == signal.SIGHUP and self._is_told:
+        # A second signal ends the wait. SIGHUP does not count: the shell repeats the one that the kernel sends to all.
+        if number == signal.SIGHUP and self._is_stopping:
             return
-        self._is_told = self._is_told or number != signal.SIGUSR1
+        self._is_stopping = self._is_stopping or number != signal.SIGUSR1
         self._signals.append(number)
 
 
 def next_attempt(logs: Path) -> int:
-    """The number after the highest attempt in this directory, so that no log of an earlier one is overwritten."""
+    """Return the number after the highest attempt in this directory, so that no earlier log is overwritten."""
     numbers = [int(path.name[8:]) for path in logs.glob("attempt-*") if path.name[8:].isdigit()]
     return max(numbers, default=0) + 1
 
 
 def environment_of_job() -> dict[str, str]:
-    """This process's environment without the variables of another MPI launcher, such as Slurm's PMI."""
+    """Return this process's environment without the variables of another MPI launcher, such as Slurm's PMI."""
     prefixes = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "PRTE_")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}

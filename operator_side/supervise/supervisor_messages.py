@@ -1,4 +1,4 @@
-"""Events for the core, from clock, fleet, mpirun's output, event log and signals, and the actions that it returns."""
+"""Events for the core, from clock, fleet, mpirun's output, event log and signals; and the actions that it returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ClockTick(NamedTuple):
 
 
 class HostsSeen(NamedTuple):
-    """The fleet was looked at. None: no hosts to choose from; everything runs here."""
+    """The fleet's answer. None: there are no hosts to choose from, everything runs here."""
 
     hosts: tuple[Host, ...] | None
 
@@ -28,25 +28,25 @@ class ProcessBegan(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """All processes of the job have met, as one of the stagers says."""
+    """A stager reports that all processes of the job have joined."""
 
 
 class RankRestored(NamedTuple):
     rank: int
-    step: int  # -1: there was none, the run begins
-    attempt: int = 0  # that wrote the checkpoint; 0: not known
-    before: CheckpointId | None = None  # would be restored if this one were set aside
+    step: int  # -1: no checkpoint, a new run begins
+    attempt: int = 0  # the attempt that wrote the checkpoint; 0: unknown
+    before: CheckpointId | None = None  # what would be restored if this one were set aside
 
 
 class Stepped(NamedTuple):
-    """A rank has taken its first step of this attempt."""
+    """A rank has done its first step of this attempt."""
 
     rank: int
     step: int
 
 
 class ResumeCompared(NamedTuple):
-    """The first step after a resume was compared with that of the run before."""
+    """The first step after a resume was compared with the same step of the earlier attempt."""
 
     rank: int
     step: int
@@ -60,11 +60,11 @@ class Ended(NamedTuple):
     out_of_memory: bool = False  # see `Death`
 
 
-Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared  # of a process of the job, on itself
+Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared  # from a process, about itself
 
 
 class Exited(NamedTuple):
-    """mpirun has ended, and no process of the attempt is left here."""
+    """mpirun has ended, and the attempt has no process left here."""
 
     status: int
 
@@ -76,11 +76,11 @@ class StepStaged(NamedTuple):
 
 class StepDurable(NamedTuple):
     step: int
-    attempt: int = 0  # that saved it; 0: not known
+    attempt: int = 0  # the attempt that saved it; 0: unknown
 
 
 class RankSilence(NamedTuple):
-    """The stager no longer hears a rank, or hears it again."""
+    """The stager no longer hears from a rank; `over`: it does again."""
 
     rank: int
     over: bool = False
@@ -98,20 +98,18 @@ class Stop(NamedTuple):
     reason: str
 
 
-Told = (
-    Joined | StepStaged | StepDurable | RankSilence | RankDead | Noticed
-)  # by stager and flusher, in the event log
+Told = Joined | StepStaged | StepDurable | RankSilence | RankDead | Noticed  # in the event log
 Event = ClockTick | HostsSeen | Exited | Stop | Report | Told
 
 
 class LookAtFleet(NamedTuple):
-    """Look at the fleet, now and at intervals. `replace`: number of slots to ask it for each time."""
+    """Ask the fleet now and at intervals. `replace`: number of slots to request each time."""
 
     replace: int = 0
 
 
 class Launch(NamedTuple):
-    """Start mpirun with this number of trainers. `set_aside`: checkpoints that they do not restore."""
+    """Start mpirun with this number of trainers. `set_aside`: checkpoints that they must not restore."""
 
     attempt: int
     ranks: int
@@ -120,23 +118,23 @@ class Launch(NamedTuple):
 
 
 class Terminate(NamedTuple):
-    """Ask the attempt to end: gently the trainers alone, else mpirun itself."""
+    """Ask the attempt to end: `gently` asks only the trainers, otherwise mpirun."""
 
     gently: bool
 
 
 class KillAttempt(NamedTuple):
-    """SIGKILL whatever is left of the attempt."""
+    """SIGKILL all processes that are left of the attempt."""
 
 
 class KeepEvidence(NamedTuple):
-    """Have retention keep a checkpoint that is set aside."""
+    """Make retention keep a checkpoint that is set aside."""
 
     key: CheckpointId
 
 
 class Note(NamedTuple):
-    """Something for people and for the status file."""
+    """A message for the user and for the status file."""
 
     event: str
     message: str

@@ -1,13 +1,13 @@
-"""Whether a checkpoint is to blame for the crashes after its restore: the one before it is then restored. Pure.
+"""Decides whether a checkpoint is to blame for crashes after its restore; if so, the one before it is restored. Pure.
 
     restored from C, crashed    --crashes-max times, the same way, nothing newer staged    C is set aside
     restored from B, …                                                                     B is set aside
     …                           --set-aside-max in a row                                   the run ends, as without this
 
 A loss from outside (a kill, a lost host, no memory) says nothing about a checkpoint, and does not count. Nor does a
-crash before every rank had its state back, or one after which the next attempt has a newer checkpoint to begin with. A
-job that has trained the step again from an older checkpoint, and crashes the same way again, has a bug: nothing more is
-set aside.
+crash before every rank had its state back, or one after which the next attempt has a newer checkpoint to begin with. If
+a job trains the step again from an older checkpoint, and crashes the same way again, it has a bug: no further
+checkpoint is set aside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from operator_side.supervise.verdict import OUT_OF_MEMORY, Cause, Verdict
 
 
 class SetAside(NamedTuple):
-    """A checkpoint to set aside: the next attempt is to be restored from the one before."""
+    """A checkpoint to set aside; the next attempt restores `before`."""
 
     key: CheckpointId
     before: CheckpointId
@@ -30,36 +30,36 @@ class SetAside(NamedTuple):
 
 
 class Suspicion:
-    """Counts the crashes after the restore of one checkpoint. `set_aside`: all of this supervisor, oldest first;
-    restore passes them over. `is_open`: another attempt will show whether the checkpoint is to blame.
+    """Counts the crashes after the restore of one checkpoint. `set_aside`: all checkpoints that this supervisor has set
+    aside, oldest first; restore skips them. `is_open`: the next attempt will show whether the checkpoint is to blame.
     """
 
     def __init__(self, limits: Limits) -> None:
-        # With --crashes-max 1 the first crash ends the run: nothing is ever seen to happen twice.
+        # With --crashes-max 1 the first crash ends the run, so no crash is ever seen twice.
         self._crashes_max = limits.crashes_max
         self._row_max = limits.set_aside_max if limits.crashes_max > 1 else 0
         self.set_aside: tuple[CheckpointId, ...] = ()
         self.is_open = False
         self._suspect: tuple[CheckpointId, str] | None = None  # and how the job crashed after its restore
         self._crashes = 0
-        self._row = 0  # set aside since the run last went beyond them
-        self._beyond = -1  # their highest step
+        self._row = 0  # set aside in a row since the run last passed them
+        self._beyond = -1  # the highest step set aside in this row
         self._mark = ""  # how the job had crashed when the last one was set aside
-        self._is_anew = False  # a step as high was staged again since then
+        self._is_reached = False  # a step as high was staged again since then
 
     def weigh(self, verdict: Verdict, attempt: RunRecord) -> SetAside | None:
-        """Count an attempt that has ended. Returns the checkpoint that is to blame, or None."""
+        """Count an attempt that has ended. Return the checkpoint that is to blame, or None."""
         self.is_open = False
         if self._row and attempt.staged_step > self._beyond:
-            self._row, self._beyond, self._is_anew = 0, -1, False
-        self._is_anew |= self._row > 0 and attempt.staged_step == self._beyond
+            self._row, self._beyond, self._is_reached = 0, -1, False
+        self._is_reached |= self._row > 0 and attempt.staged_step == self._beyond
         if verdict.cause is not Cause.CRASHED or verdict.mark == OUT_OF_MEMORY:
             return None
         key, before = attempt.restored_from, attempt.before
         if key is None or before is None or attempt.staged_step >= 0:
             self._suspect, self._crashes = None, 0
             return None
-        if self._row >= self._row_max or (self._is_anew and verdict.mark == self._mark):
+        if self._row >= self._row_max or (self._is_reached and verdict.mark == self._mark):
             return None
         suspect = (key, verdict.mark)
         self._crashes = self._crashes + 1 if suspect == self._suspect else 1
@@ -68,14 +68,14 @@ class Suspicion:
         return SetAside(key, before, self._crashes) if self._crashes >= self._crashes_max else None
 
     def take(self, found: SetAside, mark: str) -> None:
-        """Set it aside, for crashes of this mark."""
+        """Set the checkpoint aside, for crashes with this mark."""
         self.set_aside += (found.key,)
         self._suspect, self._crashes = None, 0
         self._row += 1
-        self._beyond, self._mark, self._is_anew = max(self._beyond, found.key.step), mark, False
+        self._beyond, self._mark, self._is_reached = max(self._beyond, found.key.step), mark, False
 
     def told(self, last_word: Verdict) -> Verdict:
-        """The verdict that ends the run; its message also names the checkpoints that were set aside without success."""
+        """Return the run's last verdict, with the checkpoints that were set aside without success."""
         if not self._row:
             return last_word
         names = ", ".join(str(key) for key in self.set_aside[-self._row :])

@@ -1,8 +1,7 @@
-"""Commands tied to the process that starts them: a supervisor that is killed must not leave a job behind, which would
-collide with the next one.
+"""Commands tied to the process that starts them: a killed supervisor must not leave a job that collides with the next.
 
-`python -m operator_side.supervise.tied SIGNAL PID COMMAND …` becomes COMMAND, which gets that signal when process PID,
-its parent, dies; PID 0 stands for any parent.
+`python -m operator_side.supervise.tied SIGNAL PID COMMAND …` becomes COMMAND, which gets SIGNAL when its parent PID
+dies; PID 0 is any parent.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ _ANY = 0
 
 
 def tied(command: Sequence[str], *, by: signal.Signals = signal.SIGTERM) -> list[str]:
-    """The line of a command for the main thread of this process to start. `by`: the signal it gets at our end."""
+    """Command line for this process's main thread to start. `by`: the signal that the command gets when we die."""
     return _line(command, by, os.getpid())
 
 
 def tied_to_any(command: Sequence[str]) -> list[str]:
-    """The line of a command for another program to start, with whose end it is killed."""
+    """Command line for another program to start; the command is killed when that program dies."""
     return _line(command, signal.SIGKILL, _ANY)
 
 

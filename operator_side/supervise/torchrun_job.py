@@ -2,12 +2,12 @@
 
     stager listens ─► holdfast rank -- torchrun … ─► its end ─► stager stopped, everything durable ─► exit code
                            ▲        └─ a rank dies: torchrun starts all ranks again; they join the running stager
-    first SIGTERM, Ctrl-C ─┘ SIGTERM: the ranks save once more, and have `grace_seconds`      second: SIGKILL
+    first SIGTERM, Ctrl-C ─┘ SIGTERM: the ranks save once more, within `grace_seconds`      second: SIGKILL
 
-The stager dies: it is started again at the same address, and ranks join it. It dies too often: the ranks are ended.
-`holdfast rank` around torchrun finds out why the ranks ended, and has the exit code. Each process is tied to the one
-that started it, so nothing is left when this one is killed but the stager and its flusher, which end by themselves once
-what is staged is in the store.
+If the stager dies, this process restarts it at the same address, and the ranks join it; if it dies too often, the ranks
+are ended. `holdfast rank` around torchrun finds out why the ranks ended and sets the exit code. Each process is tied to
+its parent: if this process is killed, only the stager and its flusher stay, and exit once everything staged is in the
+store.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _log = logging.getLogger("holdfast.run")
 _TURN_SECONDS = 0.1
 _LISTENS_SECONDS_MAX = 300.0
 _DRAIN_SECONDS_MAX = 600.0
-_SLACK_SECONDS = 15.0  # torchrun kills its ranks when their grace is over, and then ends itself
+_SLACK_SECONDS = 15.0  # torchrun kills its ranks at the end of their grace period, and then ends itself
 
 
 class TorchrunEnd(NamedTuple):
-    """How the job ended. `message`: what this process knows of it; empty where `holdfast rank` has said all."""
+    """How the job ended. `message`: why, as far as this process knows; empty if `holdfast rank` has said it."""
 
     exit_code: int
     message: str = ""
 
 
 def torchrun_arguments(command: Sequence[str]) -> list[str]:
-    """A script, a module after `-m`, or a program: as the last arguments of torchrun."""
+    """Arguments that make torchrun run a script, a module after `-m`, or a program."""
     starts_python = command[0] == "-m" or command[0].endswith(".py")
     return [*command] if starts_python else ["--no-python", *command]
 
@@ -58,7 +58,7 @@ def torchrun_arguments(command: Sequence[str]) -> list[str]:
 def torchrun_line(
     command: Sequence[str], *, ranks: int, restarts_max: int, grace_seconds: float
 ) -> list[str]:
-    """The torchrun of one machine for this command, with each rank tied to it from the rank's first moment on."""
+    """Command line of a single-machine torchrun, with each rank tied to it from the rank's start."""
     python = [sys.executable, "-u"] if torchrun_arguments(command)[0] != "--no-python" else []
     line = [
         sys.executable,
@@ -74,7 +74,7 @@ def torchrun_line(
 
 
 def as_supervisor(said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An event of the stager as the supervisor of an mpirun job words it, which torchrun's job does not have."""
+    """Reword a stager's event as the supervisor of an mpirun job would; torchrun's job has no supervisor."""
     match said.get("role"), said.get("event"):
         case "stager", "resume_proof":
             return {**said, "role": "supervisor", "message": said.get("text")}
@@ -87,9 +87,9 @@ def as_supervisor(said: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class TorchrunJob:
-    """Main thread: it handles signals. `line`: torchrun's; `environment` gets the stager's address. `events`: log of
-    stager and flusher. `grace_seconds`: for ranks told to end. `tell`: called with each event; must return at once.
-    `newest_step`: the newest staged or durable; at first the store's, or -1.
+    """Runs stager and torchrun. Only for the main thread, because it handles signals. `environment`: gets the stager's
+    address. `events`: log of stager and flusher. `grace_seconds`: for ranks told to end. `tell`: called with each
+    event; must return at once. `newest_step`: the newest staged or durable; starts as the store's, or -1.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class TorchrunJob:
         grace_seconds: float,
         tell: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
-        self._tell_people = tell
+        self._notify = tell
         self._stager, self._line, self._environment = stager, list(line), dict(environment)
         self._follower, self._grace_seconds = Follower(events), grace_seconds
         self.newest_step = newest_step
         self._signals: list[int] = []
-        self._told = 0  # the first signal to end
+        self._stop_signal = 0  # the first signal that asked the job to end; 0: none
         self._kill_at = math.inf
         self._given_up: TorchrunEnd | None = None
         self._ranks: subprocess.Popen[bytes] | None = None
 
     def run(self) -> TorchrunEnd:
-        """Run the job to its end, and wait until all that is staged is durable. No process of it is left then."""
+        """Run the job until none of its processes is left and everything staged is durable."""
         before = {
             number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
         }
@@ -132,14 +132,15 @@ class TorchrunJob:
         return end
 
     def _begin(self) -> TorchrunEnd | None:
-        """Start torchrun as soon as the stager listens; the end if it does not."""
+        """Start torchrun once the stager listens. Return the job's end if that fails."""
         deadline = time.monotonic() + _LISTENS_SECONDS_MAX
         while not self._stager.listens():
-            self._heed_signals()
+            self._handle_signals()
             status = self._stager.ended()
-            if self._told:
+            if self._stop_signal:
                 return TorchrunEnd(
-                    self._told_code(), f"ended by {signal_name(self._told)} before any rank was started"
+                    self._signal_code(),
+                    f"ended by {signal_name(self._stop_signal)} before any rank was started",
                 )
             if status is not None:
                 return TorchrunEnd(_code(status), "the stager has ended before any rank was started")
@@ -150,7 +151,7 @@ class TorchrunJob:
             time.sleep(_TURN_SECONDS)
         _log.info("the stager listens at %s; torchrun starts the ranks", self._stager.address)
         around = [sys.executable, "-P", "-m", "holdfast", "rank", "--", *self._line]
-        # No terminal as stdin: `holdfast rank` would stay in its foreground group, and Ctrl-C reach torchrun twice.
+        # No terminal as stdin: `holdfast rank` would join its foreground group, and Ctrl-C would reach torchrun twice.
         self._ranks = subprocess.Popen(
             tied(around, by=signal.SIGKILL),
             stdin=subprocess.DEVNULL,
@@ -165,28 +166,28 @@ class TorchrunJob:
         try:
             while (status := self._ranks.poll()) is None:
                 wait_readable([end], _TURN_SECONDS)
-                self._heed_signals()
+                self._handle_signals()
                 self._follow()
                 self._look_at_stager()
                 if time.monotonic() >= self._kill_at:
                     self._kill_at = math.inf
-                    _log.warning("the ranks have not ended within their grace; they are killed")
+                    _log.warning("the ranks have not ended within their grace period; they are killed")
                     self._ranks.kill()
         finally:
             os.close(end)
         self._follow()
         if self._given_up is not None:
             return self._given_up
-        if self._told == signal.SIGINT:
+        if self._stop_signal == signal.SIGINT:
             return TorchrunEnd(INTERRUPTED, "ended by SIGINT")
-        if status < 0 and self._told:
-            return TorchrunEnd(128 + self._told, f"ended by {signal_name(self._told)}")
+        if status < 0 and self._stop_signal:
+            return TorchrunEnd(128 + self._stop_signal, f"ended by {signal_name(self._stop_signal)}")
         return TorchrunEnd(_code(status))
 
     def _look_at_stager(self) -> None:
         self._stager.tick()
         status = self._stager.ended()
-        if status is None or self._told or self._given_up is not None:
+        if status is None or self._stop_signal or self._given_up is not None:
             return
         how = (
             f"the stager was killed by {signal_name(-status)}"
@@ -199,25 +200,23 @@ class TorchrunJob:
             message = f"{how}, {times} times in a row without a newer checkpoint; the ranks are ended"
             _log.error("%s", message)
             self._given_up = TorchrunEnd(PeerLost.exit_code if status <= 0 else status, message)
-            self._tell()
+            self._ask_to_end()
             return
         when = f"in {pause_seconds:.1f} s" if pause_seconds else "now"
         _log.warning(
             "%s; it is started again %s at %s, and the ranks join it", how, when, self._stager.address
         )
-        self._tell_people(
-            {"role": "trainer", "event": "stager_lost", "message": f"{how}; it is started again"}
-        )
+        self._notify({"role": "trainer", "event": "stager_lost", "message": f"{how}; it is started again"})
 
     def _follow(self) -> None:
         for said in self._follower.read():
-            self._tell_people(as_supervisor(said))
+            self._notify(as_supervisor(said))
             match meaning(said):
                 case StepStaged(step) | StepDurable(step) if step > self.newest_step:
                     self.newest_step, self._stager.restarts = step, 0
 
     def _drain(self) -> None:
-        """Stop the stager, and wait until all that is staged is durable; a signal ends the wait."""
+        """Stop the stager and wait until everything staged is durable; a signal ends the wait."""
         self._signals.clear()
         self._stager.stop()
         deadline, is_said = time.monotonic() + _DRAIN_SECONDS_MAX, False
@@ -226,7 +225,7 @@ class TorchrunJob:
                 is_said = True
                 _log.info("waiting until every staged checkpoint is durable")
             if set(self._signals) & set(ENDING_SIGNALS) or time.monotonic() > deadline:
-                _log.warning("the flusher is still writing, and goes on without this command")
+                _log.warning("the flusher is still writing, and continues without this command")
                 return
         self._follow()
         if self._stager.left_ring:
@@ -237,24 +236,24 @@ class TorchrunJob:
 
     # -- signals ---------------------------------------------------------------------------------------------------
 
-    def _heed_signals(self) -> None:
+    def _handle_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            if number == signal.SIGUSR1:  # a notice, for the ranks that watch it
+            if number == signal.SIGUSR1:  # a notice, for the ranks that watch for it
                 self._send(number)
-            elif not self._told:
-                self._told = number
+            elif not self._stop_signal:
+                self._stop_signal = number
                 _log.warning(
-                    "told to end by %s: the ranks may save once more, and have %g s; again: at once",
+                    "received %s: the ranks have %g s to save once more; a second signal kills them",
                     signal_name(number),
                     self._grace_seconds,
                 )
-                self._tell()
+                self._ask_to_end()
             elif number != signal.SIGHUP and self._ranks is not None and self._ranks.poll() is None:
-                _log.warning("told again: the ranks are killed")
+                _log.warning("second signal: the ranks are killed")
                 self._ranks.kill()
 
-    def _tell(self) -> None:
+    def _ask_to_end(self) -> None:
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._grace_seconds + _SLACK_SECONDS
 
@@ -263,8 +262,8 @@ class TorchrunJob:
             with contextlib.suppress(ProcessLookupError):
                 self._ranks.send_signal(number)
 
-    def _told_code(self) -> int:
-        return INTERRUPTED if self._told == signal.SIGINT else 128 + self._told
+    def _signal_code(self) -> int:
+        return INTERRUPTED if self._stop_signal == signal.SIGINT else 128 + self._stop_signal
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)

@@ -1,23 +1,23 @@
-"""Why an attempt ended, by the evidence: a preemption leads to a restart, a bug to a message.
+"""Why an attempt ended, judged by the evidence: a preemption leads to a restart, a bug to a message.
 
     evidence                                                verdict
     every trainer ended with 0                              done
     a host of the attempt is gone, or had a notice          preempted
-    the kernel has killed a process for memory              crashed      by the counters of its control group
+    the kernel killed a process for memory                  crashed      by the counters of its control group
     a process was killed by a signal from outside           killed       (an unannounced preemption)
     the stager lost a rank that never reported its end      killed       (a whole container or pod)
     the stager, or mpirun itself, was killed                killed
     silent, or no step for too long, and ended by us        lost
-    all that ended complain of a peer, which is out of      lost         (only `holdfast rank`; the supervisor sees
-    sight                                                                 the end of every rank)
+    all that ended report a lost peer, and the peer is      lost         (only `holdfast rank`; the supervisor sees
+    out of sight                                                          the end of every rank)
     ended by itself, and its last checkpoint is not         lost
     durable
     a process ended with a code or a fault of its own       crashed      exit code, exception, tail of its log
     no process ever began                                   unlaunched
 
-The order matters. When one rank is killed, the others end with exceptions about broken connections; and a host that
-vanished reports nothing, while the ranks of the other hosts crash. Causes from outside therefore come before crashes,
-and an unreported death comes before the errors of the processes that survived it.
+The order matters. When one rank is killed, the others end with exceptions about broken connections; when a host
+vanishes, it reports nothing and the ranks on other hosts crash. Causes from outside therefore come before crashes, and
+an unreported death comes before the errors of surviving processes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _OWN_FAULTS = frozenset(
 _SETTLED = frozenset({"ConfigError", "StateError", "ResumeDiffers"})
 _USAGE_EXIT_CODE = 2
 INTERRUPTED = 130
-OUT_OF_MEMORY = "out of memory"  # mark of such verdicts
+OUT_OF_MEMORY = "out of memory"  # mark of these verdicts
 MEMORY_KILL = "the kernel has killed a process of its control group, because the memory was used up"
-_SIGKILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # itself; a child of the shell that it is
+_SIGKILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the process itself; a child of a shell
 
 
 class Cause(StrEnum):
@@ -55,22 +55,22 @@ class Cause(StrEnum):
 class Death:
     """How one process of the job ended."""
 
-    rank: int  # the stager's is the number of trainers
+    rank: int  # the stager's rank is the number of trainers
     status: int  # exit code, or minus the number of the signal
-    exception: str = ""  # at the end of its log, such as `ValueError`, or an empty text
+    exception: str = ""  # exception at the end of its log, such as `ValueError`, or ""
     by_us: bool = False  # the supervisor had already begun to end the attempt
-    lost_peer: bool = False  # the loss of another process ended it, by its own words
-    # The kernel has killed a process of its control group to free memory while it ran.
+    lost_peer: bool = False  # its output says that it ended because another process was lost
+    # The kernel killed a process of its control group to free memory while this process ran.
     out_of_memory: bool = False
 
     @property
     def starved(self) -> bool:
-        """Whether the kernel killed it, or the process that it stands for, to free memory."""
+        """Whether the kernel killed this process, or the child whose status it has, to free memory."""
         return self.out_of_memory and self.status in _SIGKILLED and not self.by_us
 
     @property
     def from_outside(self) -> bool:
-        """Whether a signal killed it that a program does not cause by itself."""
+        """Whether it was killed by a signal that a program does not raise by itself."""
         return self.status < 0 and -self.status not in _OWN_FAULTS and not self.by_us
 
     @property
@@ -80,7 +80,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known when the launcher has ended."""
+    """Everything that is known when the launcher has ended."""
 
     ranks: int
     mpirun_status: int  # exit code of the launcher, or minus the number of the signal
@@ -103,10 +103,10 @@ class Verdict:
     cause: Cause
     message: str
     mark: str  # equal for two attempts that ended in the same way
-    rank: int | None = None  # the process whose log says more, or None
+    rank: int | None = None  # the process whose log explains the end, or None
     exit_code: int = 1  # exit code of the command if this was the last attempt
     exception: str = ""  # the exception of that process; empty if none is known
-    hopeless: bool = False  # a restart cannot help before a person has changed something
+    hopeless: bool = False  # a restart cannot help until the user changes something
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -114,7 +114,7 @@ def judge(evidence: Evidence) -> Verdict:
     if all(rank in ended and ended[rank].status == 0 for rank in range(evidence.ranks)):
         return Verdict(Cause.DONE, "every rank has ended with exit code 0", "done", exit_code=0)
     if evidence.stopping:
-        how = "the job was ended because this command was told to end"
+        how = "the job was ended because this command received a signal"
         return Verdict(Cause.STOPPED, how, "stopped", exit_code=INTERRUPTED)
     for reason, hosts in (
         ("is gone", evidence.gone),
@@ -134,7 +134,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def class_of(exception: str) -> type[HoldfastError] | None:
-    """The class of holdfast's own that an exception such as `holdfast.errors.PeerLost` names; None if it is not one."""
+    """Return the class named by an exception such as `holdfast.errors.PeerLost`; None if it is not holdfast's own."""
     name = exception.removeprefix("holdfast.errors.")
     return getattr(errors, name, None) if name in errors.__all__ and name != exception else None
 
@@ -167,7 +167,7 @@ def _given_up(evidence: Evidence) -> Verdict | None:
     if not evidence.given_up:
         return None
     lost = Verdict(Cause.LOST, evidence.given_up, f"lost {evidence.given_up.split(':')[0]}", None, 9)
-    return _crashed(evidence) or lost  # it may have crashed before the supervisor ended the other processes
+    return _crashed(evidence) or lost  # a process may have crashed before the supervisor ended the others
 
 
 def _crashed(evidence: Evidence) -> Verdict | None:
@@ -178,7 +178,7 @@ def _crashed(evidence: Evidence) -> Verdict | None:
     ]
     if not crashed:
         return None
-    # A rank that names an exception says more than one that lost its connection to it a moment before.
+    # Prefer a rank that names an exception to one that had lost its connection to it a moment earlier.
     first = next((death for death in crashed if death.exception), crashed[0])
     who = _who(first.rank, evidence)
     if first.status < 0:
@@ -202,7 +202,7 @@ def _crashed(evidence: Evidence) -> Verdict | None:
 
 
 def _is_not_durable(death: Death, evidence: Evidence) -> bool:
-    """Whether it was the end of a training that has done its work. One of the ranks that end so reports it."""
+    """Whether a rank finished its training but not its last checkpoint. Only one of those ranks reports it."""
     said = any(class_of(one.exception) is errors.NotDurable for one in evidence.deaths)
     return said and death.status == errors.NotDurable.exit_code
 
@@ -242,14 +242,14 @@ def _who(rank: int, evidence: Evidence) -> str:
 
 
 def process_name(rank: int, ranks: int, stagers: int) -> str:
-    """The name of a process of the job in messages; the stagers come after the `ranks` trainers."""
+    """Name a process of the job in messages; the stagers follow the `ranks` trainers."""
     if rank < ranks:
         return f"rank {rank}"
     return "the stager" if stagers == 1 else f"stager {rank - ranks + 1}/{stagers}"
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, also of one that Python does not know."""
+    """Name a signal, even one that Python does not know."""
     try:
         return signal.Signals(number).name
     except ValueError:

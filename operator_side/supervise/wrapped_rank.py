@@ -1,16 +1,16 @@
-"""One rank, or one torchrun, under `holdfast rank`: started, passed signals on to, and looked at when it has ended.
+"""One rank, or one torchrun, under `holdfast rank`: starts it, forwards signals, and reads its reports at the end.
 
     signals ─► the command ─► its stderr: passed through, and its end kept      reports of the ranks: a file
                                                          └────────► Seen ◄───────────┘
 
-The command has a process group of its own, so a signal to this process's group comes to the command once, through this
-process. The command dies with this process, and inside torchrun this process with torchrun's agent.
+The command has its own process group, so it gets a signal sent to this process's group once, through this process. The
+command dies with this process, and inside torchrun this process dies with torchrun's agent.
 
-SIGHUP, which a terminal that closes sends, is passed on as SIGTERM: ranks take that for a notice. On a terminal the
-command itself ignores it, so that it comes once, and from here; under `nohup` everybody does.
+SIGHUP, which a closing terminal sends, is forwarded as SIGTERM: ranks treat that as a notice. On a terminal the command
+ignores SIGHUP, so that it gets only the SIGTERM; under `nohup` every process ignores it.
 
-SIGUSR1 and SIGUSR2 kill a process that does not listen, and torchrun does not. They go to the command if it handles
-them, else to the ranks that have reported and handle them, and until there is one they are kept.
+SIGUSR1 and SIGUSR2 kill a process that does not handle them, such as torchrun. This process sends them to the command
+if that handles them, otherwise to the ranks that have reported and handle them, and keeps them until one does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from holdfast.telemetry.event_follower import json_objects
 from operator_side.supervise.exit_codes import Seen
 
-_PASSED_ON = (*ENDING_SIGNALS, signal.SIGQUIT)
+_FORWARDED = (*ENDING_SIGNALS, signal.SIGQUIT)
 _KEPT = (signal.SIGUSR1, signal.SIGUSR2)
 _TAIL_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
@@ -42,34 +42,34 @@ _STDIN, _STDERR = 0, 2
 
 
 class WrappedRank:
-    """Runs the command. Main thread: it handles signals, and is the thread to which the kernel ties the process."""
+    """Runs the command. Only for the main thread: it handles signals, and the kernel ties the command to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
-        self._told: set[int] = set()
-        self._kept: set[int] = set()  # for processes that handle them
-        self._is_kept_said = False
-        self._pending: list[int] = []  # came before there was anybody to pass them on to
+        self._received: set[int] = set()
+        self._kept: set[int] = set()  # signals kept until a process handles them
+        self._has_reported_kept = False
+        self._pending: list[int] = []  # received before the command was started
         self._tail = b""
         self._process: subprocess.Popen[bytes] | None = None
-        # On a terminal Ctrl-C comes to the whole foreground group, and only that group may read.
+        # On a terminal Ctrl-C reaches the whole foreground group, and only that group may read.
         self._own_group = not os.isatty(_STDIN)
 
     def run(self) -> Seen:
-        """Run the command to its end; then passed-on signals are ignored. Raises `ConfigError`: it cannot start."""
+        """Run the command to its end; ignore signals from then on. Raises `ConfigError`: the command cannot start."""
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            tie()  # the rank below asks for the same, and its parent is this process
+            tie()  # the rank below does the same, and this process is its parent
         killed_before = memory_kills()
-        for number in (*_PASSED_ON, *_KEPT):
-            signal.signal(number, self._pass_on)
+        for number in (*_FORWARDED, *_KEPT):
+            signal.signal(number, self._forward)
         try:
             with _reports_file() as path:
                 process = self._start(path)
                 status = self._relay(process, path)
                 reports = list(_read_reports(path))
         finally:
-            # A signal that is too late for the command must not take the place of the code that this process ends with.
-            for number in (*_PASSED_ON, *_KEPT):
+            # A signal that comes too late for the command must not replace this process's exit code.
+            for number in (*_FORWARDED, *_KEPT):
                 signal.signal(number, signal.SIG_IGN)
         return Seen(
             Path(self._command[0]).name,
@@ -77,7 +77,7 @@ class WrappedRank:
             own_rank(),
             process.pid,
             status,
-            frozenset(self._told),
+            frozenset(self._received),
             reports,
             self._tail.decode(errors="replace"),
             memory_kills() > killed_before,
@@ -104,7 +104,7 @@ class WrappedRank:
 
     def _environment(self, reports: Path) -> dict[str, str]:
         env = {**os.environ, REPORTS_VARIABLE: str(reports)}
-        if not self._own_group:  # of all launchers torchrun alone takes SIGHUP though it is ignored
+        if not self._own_group:  # torchrun is the only launcher that handles SIGHUP even if it is ignored
             env.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
         return env
 
@@ -114,7 +114,7 @@ class WrappedRank:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _relay(self, process: subprocess.Popen[bytes], reports: Path) -> int:
-        """Pass stderr through until the command has ended. Its children may hold the pipe open for ever."""
+        """Pass stderr through until the command has ended. Its children may hold the pipe open after that."""
         assert process.stderr is not None
         with process.stderr:
             descriptor = process.stderr.fileno()
@@ -135,24 +135,24 @@ class WrappedRank:
         return status
 
     def _copy(self, descriptor: int, *, more: bool = False) -> bool:
-        """Pass on what is there. Returns whether there may come more; with `more`: whether something was there."""
+        """Copy the available stderr. Return whether the pipe is still open; with `more`: whether there was data."""
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
             return not more
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
-        with contextlib.suppress(OSError):  # nobody reads this process's stderr any more
+        with contextlib.suppress(OSError):  # the reader of this process's stderr is gone
             view = memoryview(data)
             while view:
                 view = view[os.write(_STDERR, view) :]
         return bool(data)
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
+    def _forward(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            if signal.SIGTERM in self._told:  # a shell hands on what the kernel has sent to all, too
+            if signal.SIGTERM in self._received:  # the shell repeats the kernel's SIGHUP to all
                 return
             number = signal.SIGTERM
-        self._told.add(number)
+        self._received.add(number)
         if number == signal.SIGINT and not self._own_group:
             return
         if number in _KEPT:
@@ -163,7 +163,7 @@ class WrappedRank:
             self._process.send_signal(number)
 
     def _send_kept(self, command: int, reports: Path) -> None:
-        """Send SIGUSR1 and SIGUSR2 to whom they do not kill, if anybody is there by now."""
+        """Send SIGUSR1 and SIGUSR2 to processes that survive them, if there are any by now."""
         ranks = {said["pid"] for said in _read_reports(reports) if isinstance(said.get("pid"), int)}
         for number in list(self._kept):
             below = [rank for rank in ranks if _descends(rank, command) and _handles(rank, number)]
@@ -173,8 +173,8 @@ class WrappedRank:
                     os.kill(pid, number)
             if targets:
                 self._kept.discard(number)
-        if self._kept and not self._is_kept_said:
-            self._is_kept_said = True
+        if self._kept and not self._has_reported_kept:
+            self._has_reported_kept = True
             names = ", ".join(sorted(signal.Signals(number).name for number in self._kept))
             sys.stderr.write(
                 f"holdfast rank: {names} is kept: no process of this job handles it yet; ranks do where the setting "
@@ -184,7 +184,7 @@ class WrappedRank:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether the process catches or ignores the signal, so that it does not kill it."""
+    """Whether the process catches or ignores the signal, and so survives it."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, mask = line.partition(":")
@@ -194,7 +194,7 @@ def _handles(pid: int, number: int) -> bool:
 
 
 def _descends(pid: int, ancestor: int) -> bool:
-    """Whether `ancestor`, or a process that it has started, has started `pid`."""
+    """Whether `pid` is `ancestor` or one of its descendants."""
     while pid > 1 and pid != ancestor:
         pid = parent_of(pid)
     return pid == ancestor

@@ -72,6 +72,6 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / NAME).write_bytes(b"theirs")
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(StoreError, match="no file of uid"):
+    with pytest.raises(StoreError, match="regular file of uid"):
         fetch(tmp_path / "step.pt")
     assert (tmp_path / NAME).read_bytes() == b"theirs"

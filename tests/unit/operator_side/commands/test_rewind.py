@@ -109,7 +109,7 @@ def test_a_second_rewind_goes_back_to_the_older_branch_by_attempt(run: Path) -> 
     publish(run, 240, attempt=3)
     with pytest.raises(StoreMissing, match="step 400 is on an older branch only; name it 400-a1"):
         typed(run, "--to", "400")
-    assert "has left out steps 250..260 after this step" in typed(run, "--to", "200", "--dry-run").stdout
+    assert "left out steps 250..260 after this step" in typed(run, "--to", "200", "--dry-run").stdout
     undone = said(run, "--to", "400-a1")["rewound"]
     assert (undone["to_step"], undone["from_step"], undone["branch"]) == (400, 240, 3)
     assert newest(run) == (400, 1)
@@ -135,7 +135,7 @@ def test_a_branch_without_a_checkpoint_is_rewound_as_well(run: Path) -> None:
         (["--to", "x"], "expected a step such as 10000"),
         (["--to", "200", "--skip-batches", "250"], "expected two steps N..M"),
         (["--to", "200", "--skip-batches", "260..250"], "N not above M"),
-        (["--to", "200", "--skip-batches", "200..250"], "training goes on with step 201"),
+        (["--to", "200", "--skip-batches", "200..250"], "training continues with step 201"),
         (["--to", "200", "--skip-batches", "250..260", "--skip-batches", "260..270"], "overlap"),
         ([], "expected --to"),
         (["--list", "--to", "200"], "--list changes nothing"),
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_near_it(run: Path) -> No
     ):
         typed(run, "--to", "211")
     with pytest.raises(
-        DamageError, match=r"restore would not go on from step 210 .*found bad.*good ones near it"
+        DamageError, match=r"restore would not continue from step 210 .*found bad.*good ones near it"
     ):
         typed(run, "--to", "210")
     assert newest(run) == (400, 1)

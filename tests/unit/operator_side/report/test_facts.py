@@ -337,7 +337,7 @@ def test_manifests_alone_tell_of_checkpoints(tmp_path: Path) -> None:
     assert facts.rows[0].stall_seconds == 0.5
     said = " ".join(what_happened(facts))
     assert "newest good one is step 10" in said
-    assert "it does not say when the run trained and when it stood still" in said
+    assert "it does not say when the run trained and when it was idle" in said
     assert look_at(facts)[0].text.startswith("Step 20 (attempt 1) was read back and is bad: chunk 3 differs")
     assert any("No event log was given" in text for text in facts.unknown)
 

@@ -266,7 +266,7 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path: Path) -> None:
     for words in ("of 10,000 checkpoints are shown", "of 2,500 steps are shown", "of 2,525 lines are shown"):
         assert words in found.text
     assert "16 of 24 ranks are shown" in found.text
-    assert "2,500 steps came to no checkpoint" in found.text, "what is counted is counted over all"
+    assert "2,500 steps got no checkpoint" in found.text, "what is counted is counted over all"
 
 
 def test_thinning_keeps_what_stands_out() -> None:
