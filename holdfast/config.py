@@ -261,7 +261,7 @@ class TrainerConfig(RoleConfig):
             raise ValueError("each tier only once")
         if "store" in value:
             raise ValueError(
-                "local tiers; ranks do not write to the store by themselves any more: instead of the tier store set "
+                "local tiers; ranks no longer write to the store themselves: instead of the tier store set "
                 "HOLDFAST_STAGER=own, and rank 0 starts a stager that does"
             )
         return value
@@ -359,7 +359,7 @@ class _RingConfig(RoleConfig):
     def _keeping_needs_a_metric(cls, value: int, info: ValidationInfo) -> int:
         if value and info.data.get("best_metric", "") is None:
             raise ValueError(
-                "0 where best_metric is not set: it and best_mode say which checkpoints are best"
+                "0 unless best_metric and best_mode are set: they define which checkpoints are best"
             )
         return value
 
@@ -367,7 +367,7 @@ class _RingConfig(RoleConfig):
     @classmethod
     def _refusing_needs_reading(cls, value: str, info: ValidationInfo) -> str:
         if value == "refuse" and info.data.get("verify") is False:
-            raise ValueError("warn where verify is off: numbers are counted as a checkpoint is read back")
+            raise ValueError("warn if verify is off: numbers are counted when a checkpoint is read back")
         return value
 
     @property
@@ -455,7 +455,7 @@ class StagerConfig(_RingConfig):
         share = info.data.get("share", WHOLE)
         if value is None and share != WHOLE:
             raise ValueError(
-                f"HOST:PORT where share is {share}: under mpirun a stager has the share of its place in the job, so "
+                f"HOST:PORT if share is {share}: under mpirun a stager's share follows from its place in the job, so "
                 "leave the setting share out"
             )
         return value

@@ -51,7 +51,7 @@ def utf8_value(value: Any) -> Any:
 def url_value(value: str) -> str:
     if _STEP_AT_END.search(value):
         raise ValueError(
-            "another name: after @ the commands take `latest` or a number for a step of the run before it"
+            "another name: commands read `@latest` or `@` and a number as a step of the run before it"
         )
     return value
 

@@ -39,8 +39,8 @@ class StagerKey:
                 os.close(file)
         except OSError as error:
             raise ConfigError(
-                f"stager setting key: none is given, and none can be made in {self._path.parent} "
-                f"({error.strerror or error}); give one to stager and ranks in HOLDFAST_KEY_FILE (`holdfast stager "
+                f"stager setting key: not set, and a key file cannot be created in {self._path.parent} "
+                f"({error.strerror or error}); set one for stager and ranks in HOLDFAST_KEY_FILE (`holdfast stager "
                 "--new-key`)"
             ) from error
 

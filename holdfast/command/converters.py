@@ -102,7 +102,7 @@ def converter(name: str) -> Any:
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:
         raise ConfigError(
-            f"this installation of holdfast has no {name!r}; install holdfast again, as you have installed it"
+            f"this installation of holdfast has no {name!r}; install holdfast again, in the same way as before"
         )
     try:
         return point.load()

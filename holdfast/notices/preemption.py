@@ -106,7 +106,7 @@ class PreemptionCoordinator:
         if self._served is not None:
             step, at, kind = self._served
             if now - at <= _JOIN_SECONDS and notice.kind in {kind, NoticeKind.REBALANCE}:
-                text = f"{said.text}; step {step}, {self._safe} {now - at:.1f} s ago, is that of this notice, too"
+                text = f"{said.text}; step {step}, {self._safe} {now - at:.1f} s ago, serves this notice, too"
                 return [replace(said, text=text)]
         self._notice, self._name, self._deadline = replace(notice, rank=rank), name, deadline
         self._saves, self._again_at, self._since_step = 0, None, -1
@@ -146,7 +146,7 @@ class PreemptionCoordinator:
             when = f", {-left:.1f} s after the deadline"
         said = EventLine(
             "emergency_staged",
-            f"the checkpoint of step {step}, saved because {self._name} was told of {self._kind()}, "
+            f"the checkpoint of step {step}, saved because {self._name} received a {self._kind()} notice, "
             f"is {self._safe}{when}",
             {"saved_step": step, "seconds_left": left, "seconds": seconds, "told": self._name},
         )
@@ -204,12 +204,12 @@ class PreemptionCoordinator:
         terms = Terms(take, decision.reason, self._notice, factor, until_step)
         does = {
             Choice.TAKE: f"step {step} is to be saved, as soon as all ranks have finished it",
-            Choice.FINISH: "no new checkpoint is begun",
+            Choice.FINISH: "no new checkpoint is started",
             Choice.SKIP: "nothing can be saved",
         }
         said = EventLine(
             "emergency",
-            f"because {self._name} was told of {self._kind()}: {does[decision.choice]} ({decision.reason})",
+            f"because {self._name} received a {self._kind()} notice: {does[decision.choice]} ({decision.reason})",
             {
                 "choice": decision.choice.value,
                 "at_step": step,
@@ -229,7 +229,7 @@ class PreemptionCoordinator:
         step = f"step {self._staged_step}" if self._staged_step >= 0 else "nothing"
         kept = f"{step} is {self._safe}"
         other = "no further checkpoint" if self._since_step >= 0 else "no checkpoint"
-        text = f"{other} was taken after {self._name} was told of {self._kind()}: {why}; {kept}"
+        text = f"{other} was taken after {self._name} received a {self._kind()} notice: {why}; {kept}"
         fields = {"reason": why, "seconds_left": self._left(now), "told": self._name}
         said = EventLine("emergency_failed", text, fields, loud=self._since_step < 0)
         # An appointed step stays appointed: if some ranks have saved it, the others must not skip it.
@@ -251,4 +251,4 @@ class PreemptionCoordinator:
 
     def _kind(self) -> str:
         assert self._notice is not None
-        return "its end" if self._notice.kind is NoticeKind.TERMINATE else "a rebalance"
+        return "termination" if self._notice.kind is NoticeKind.TERMINATE else "rebalance"

@@ -71,7 +71,7 @@ class _Sender(threading.Thread):
         try:
             self._queue.put_nowait((alert, about))
         except queue.Full:
-            self._failed(f"{_QUEUED_MAX} messages wait already")
+            self._failed(f"{_QUEUED_MAX} messages are already queued")
 
     def close(self) -> None:
         """Send the queued messages without retries, and end."""
@@ -79,7 +79,7 @@ class _Sender(threading.Thread):
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            self._failed("too many messages wait at the end")
+            self._failed("too many messages are queued at the end")
 
     def run(self) -> None:
         while (taken := self._queue.get()) is not None:

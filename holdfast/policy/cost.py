@@ -45,7 +45,7 @@ class Cost:
         if self.staged_seconds > self.durable_seconds:
             raise ConfigError(
                 f"staged_seconds {self.staged_seconds}: expected at most durable_seconds {self.durable_seconds}; "
-                "a checkpoint in the store survives the training's machines as well"
+                "a checkpoint in the store also survives the loss of the training's machines"
             )
         if self.in_flight_max < 1:
             raise ConfigError(f"in_flight_max: expected at least 1, got {self.in_flight_max}")

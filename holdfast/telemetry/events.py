@@ -62,7 +62,7 @@ class EventLog:
                 raise ConfigError(
                     f"events: {path} cannot be written: {error.strerror}; name another file, or none"
                 ) from error
-            _log.warning("no events are written until there is room: %s", error)
+            _log.warning("no events are written until the disk takes them: %s", error)
 
     def emit(self, event: str, fields: Mapping[str, Any] | None = None, *, step: int | None = None) -> None:
         """Append one event. Never raises, because a full disk must not stop training: each lost line logs a warning."""

@@ -113,9 +113,7 @@ class _Desk:
         try:
             messages = channel.poll()
             if any(message.kind != "status" for message in messages):
-                raise ProtocolError(
-                    f"process {channel.peer_pid} sent another message than a request for the status"
-                )
+                raise ProtocolError(f"process {channel.peer_pid} sent something other than a status request")
             # A client that does not read its answers gets no more, and is disconnected.
             if messages and not channel.unsent:
                 self._channels[channel] = self._channels.pop(channel)
