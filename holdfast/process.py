@@ -19,7 +19,7 @@ from typing import NamedTuple
 def yield_to_training(niceness: int) -> None:
     """Raise the niceness of this process and later children to `niceness` (0 to 19; 0: unchanged). Any thread."""
     nicer: set[int] = set()
-    # Niceness is per thread, and a thread that is not done yet may start another meanwhile: repeat until none is left.
+    # Niceness is per thread, and a thread with the old value may start another meanwhile: repeat until all have it.
     while left := {int(task.name) for task in Path("/proc/self/task").iterdir()} - nicer:
         for thread in left:
             with suppress(ProcessLookupError):  # the thread has ended

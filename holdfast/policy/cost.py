@@ -1,7 +1,7 @@
 """Cost of one checkpoint for a training, and the overhead of an interval.
 
 k iterations          stall                 with N places, each taken for `durable_seconds`, N checkpoints
-├────────────────────┼──────┤               start in at least that time: a faster loop waits
+├────────────────────┼──────┤               need at least that time: a faster loop waits
 └── cycle: max(k × iteration + stall, durable / N) ──┘
 """
 

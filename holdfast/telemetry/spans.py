@@ -213,7 +213,7 @@ class Spans:
 
     def _begin_phase(self, name: str, key: CheckpointId, began: float, said: Mapping[str, Any]) -> Span:
         trace_id, span_id = root_ids(self._run, *key)
-        # Another process may send the span `checkpoint`, or later: its trace id tells whether it will be sampled.
+        # The span `checkpoint` may come later or from another process; its trace id tells whether it is sampled.
         decision = self._provider.sampler.should_sample(Context(), trace_id, _ROOT).decision
         is_kept = decision is Decision.RECORD_AND_SAMPLE
         flags = TraceFlags(TraceFlags.SAMPLED if is_kept else TraceFlags.DEFAULT)
