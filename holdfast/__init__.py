@@ -1,11 +1,11 @@
-"""The one import for people, and the contract leaf: everything that two roles must agree on, defined once.
+"""The import for scripts, and the contract: everything that two roles must agree on, defined once.
 
     from holdfast import Checkpointer
 
-A script takes its names from here; each module is imported when the script first uses a name of it. This file is the
-only one of the leaf that names a role. The leaf's modules import no torch, no MPI, and none of the four packages above
-it (`trainer_side`, `stager`, `flusher`, `operator_side`). Each role can therefore crash, be upgraded and be tested
-alone, and the command-line tools work without torch and MPI.
+Scripts import their names from this file, which loads each module on first use. Apart from it and `integrations`, this
+package imports no torch, no MPI, and none of the four packages above it (`trainer_side`, `stager`, `flusher`,
+`operator_side`). Each role can therefore crash, be upgraded and be tested alone, and the command-line tools work
+without torch and MPI.
 
 image/         where every byte of a checkpoint is, and which rank sends it: layout, chunks, slices, manifest, replicas
 ring/          the shared memory between stager and flusher: ring, journal, directory, doorbell, remains
@@ -14,22 +14,22 @@ net/           a TCP connection between a rank and its stager, without sockets: 
 notices/       preemption notices: whether a step is worth saving, and how all ranks save the same one
 store/         where checkpoints go: POSIX, S3 and fsspec behind one interface, with retries
 checkpoints/   which checkpoints a store has: publishing, the claim of the one writer, catalog, images
-telemetry/     what a running process tells: events, metrics, spans, status
+telemetry/     what a running process reports: events, metrics, spans, status
 notify/        messages to people about a run: webhooks, commands
 policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, interval, governor, advice
-command/       the frame of the `holdfast` command: entry point, output, help, places of files
-integrations/  the names of trainer_side/frameworks for scripts: Lightning, Trainer, Accelerate, torchtitan, trackers
+command/       the frame of the `holdfast` command: entry point, output, help, arguments that name a checkpoint
+integrations/  trainer_side/frameworks under public names: Lightning, Trainer, Accelerate, torchtitan, trackers
 
 errors, config           the public errors and settings
-setting_values, config_sources    the values of settings, and the places where they are read
-crc, sealed              checksums, and JSON documents with one
-parse_cost, pickle_cost  the cost of parsing a document or a pickle, known before it is parsed
+setting_values, config_sources    parsing of setting values; the sources of settings and their order
+crc, sealed              checksums, and JSON documents with a checksum
+parse_cost, pickle_cost  the memory that parsing a document or a pickle takes, estimated before parsing
 supervised, mpirun       lines from a job to its supervisor, and the mpirun command line
-lost_peer                exceptions by which a rank says that another process is gone
-stager_key, own_stager   the key that a stager outside MPI shares with its ranks; the note of one that a job starts
-log_files                logs of processes that nobody watches
-process, faultpoint      CPU priority, and the named points at which tests kill a process
-lazy, extras             names that are imported on first use, and what to install where a package is missing
+lost_peer                recognizes exceptions that mean a lost process of the job
+stager_key, own_stager   the key that a stager outside MPI shares with its ranks; the note of a job's own stager
+log_files                log files of background processes
+process, faultpoint      this process's priority, memory and exit; named points at which tests kill a process
+lazy, extras             names imported on first use, and what to install if a package is missing
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`python -m holdfast`: the command, where the script of that name is not on PATH."""
+"""`python -m holdfast`: the `holdfast` command, for use when that script is not on PATH."""
 
 from holdfast.command.cli import main
 

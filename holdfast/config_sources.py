@@ -1,4 +1,4 @@
-"""Where settings come from: arguments, environment and holdfast.toml; and what is said of a setting that is wrong."""
+"""Sources of settings: arguments, environment and holdfast.toml; and the messages about wrong settings."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _ENVIRONMENT_PREFIX = "HOLDFAST_"
 _SECRETS = frozenset({"key"})  # settings whose values no message shows
 _CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 _DEFAULT_FILE = Path("holdfast.toml")
-_ROLES: dict[str, type[RoleConfig]] = {}  # in holdfast/config.py; a key for another role is no slip
+_ROLES: dict[
+    str, type[RoleConfig]
+] = {}  # filled by holdfast/config.py; each role accepts keys of other roles
 
 _log = logging.getLogger("holdfast.config")
 
 
 class RoleConfig(BaseSettings):
-    """The sources of settings, their order, and errors that say where a value came from.
+    """Base of a role's settings: their sources, the order of sources, and errors that say where a value came from.
 
     Attributes:
-        events: File to which events are appended, one JSON object per line. At 32 MiB it is renamed, and a
-            new one begun. Without a file, events go to the log alone.
+        events: File to which events are appended, one JSON object per line. At 32 MiB the file is renamed and a new
+            one is started. Without a file, events go only to the log.
     """
 
     role: ClassVar[str] = ""
@@ -41,7 +43,7 @@ class RoleConfig(BaseSettings):
         env_prefix=_ENVIRONMENT_PREFIX,
         env_ignore_empty=True,
         validate_default=True,
-        defer_build=True,  # a process has one role, and builds what checks its settings when it makes them
+        defer_build=True,  # a process has one role, so build only that role's validators, on first use
     )
 
     events: Path | None = None
@@ -53,7 +55,7 @@ class RoleConfig(BaseSettings):
 
     @classmethod
     def from_sources(cls, **arguments: Any) -> Self:
-        """Build the settings; None is not given. Raises `ConfigError`: names each wrong one, and where it was set."""
+        """Build the settings, ignoring arguments of None. Raises `ConfigError`: names each wrong one and its source."""
         return cls(**{name: value for name, value in arguments.items() if value is not None})
 
     @classmethod
@@ -62,7 +64,7 @@ class RoleConfig(BaseSettings):
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - neither .env nor secret files are read
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - .env and secret files are not read
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Order the sources: arguments, environment, holdfast.toml. The signature is pydantic-settings'."""
@@ -76,7 +78,7 @@ class RoleConfig(BaseSettings):
             return handler(data)
         except ValidationError as error:
             lines = [_explanation(cls, detail) for detail in error.errors(include_url=False)]
-            # `from None`, because pydantic's own text would only repeat the message.
+            # `from None`: pydantic's text would repeat the message.
             raise ConfigError("\n".join(lines)) from None
 
 
@@ -84,10 +86,10 @@ class RoleConfig(BaseSettings):
 
 
 class _TomlSource(PydanticBaseSettingsSource):
-    """holdfast.toml, the last source. Every role refuses keys that no role has, so that a slip shows at once."""
+    """holdfast.toml, the last source. Every role refuses keys that no role has, so that a typo shows at once."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
-        return None, field_name, False  # all at once, in __call__
+        return None, field_name, False  # __call__ returns all fields
 
     def __call__(self) -> dict[str, Any]:
         assert issubclass(self.settings_cls, RoleConfig)
@@ -113,7 +115,7 @@ def _settings_in_file(cls: type[RoleConfig]) -> dict[str, Any]:
             f"{path}: cannot be read ({error.strerror}); make it readable, or let {_CONFIG_VARIABLE} name another file"
         ) from error
     except (ValueError, RecursionError) as error:
-        # no TOML, no UTF-8, a number without end, nesting without end
+        # not TOML, not UTF-8, a number that is too long, nesting that is too deep
         raise ConfigError(
             f"{path}: expected TOML: {error}; correct it, or let {_CONFIG_VARIABLE} name another file"
         ) from error
@@ -149,7 +151,7 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def _warn_of_misspelt_environment() -> None:
-    """Warn only of variables that resemble a setting: other tools may use the prefix, too."""
+    """Warn only of variables that resemble a setting: other tools may use the same prefix."""
     names = {_ENVIRONMENT_PREFIX + name.upper() for name in _all_settings()} | {_CONFIG_VARIABLE}
     for variable in sorted(os.environ):
         if variable.startswith(_ENVIRONMENT_PREFIX) and variable not in names:

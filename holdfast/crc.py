@@ -1,6 +1,6 @@
 """CRC-32 (the zip polynomial) over pieces, combined without reading the bytes twice.
 
-`isal` computes it with the carry-less multiply of the CPU, at memory speed, and gives the GIL back while it does.
+`isal` uses the CPU's carry-less multiply, runs at memory speed, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ combine = isal_zlib.crc32_combine
 
 
 def combine_all(pieces: Iterable[tuple[int, int]]) -> int:
-    """CRC-32 of a sequence from the `(crc, nbytes)` of its pieces, in order; 0 without a piece."""
+    """Return the CRC-32 of a sequence from the `(crc, nbytes)` of its pieces, in order; 0 without pieces."""
     total = 0
     for crc, nbytes in pieces:
         total = combine(total, crc, nbytes)
@@ -28,5 +28,5 @@ def combine_all(pieces: Iterable[tuple[int, int]]) -> int:
 
 
 def crc32_of_each(pieces: Iterable[Buffer]) -> tuple[int, ...]:
-    """CRC-32 of each of these, by a loop that runs in C: many of them are small."""
+    """Return the CRC-32 of each piece, in a loop that runs in C: many pieces are small."""
     return tuple(map(crc32, pieces))

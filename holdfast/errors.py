@@ -3,7 +3,7 @@
     HoldfastError
     ├── ConfigError        a person must fix a setting                        exit 2
     ├── StateError         the user must fix the state that is to be saved    exit 3
-    │   └── ResumeDiffers  the first step after a resume is not as before     exit 12
+    │   └── ResumeDiffers  the first step after a resume differs              exit 12
     ├── StoreError         the operator fixes the store, or holdfast retries  exit 4
     │   └── StoreMissing   there is no such object, step or run               exit 5
     ├── DamageError        bytes have changed; take another copy              exit 6
@@ -14,8 +14,8 @@
     └── NotDurable         the job ends, and its newest checkpoint is not safe  exit 11
 
 Each class has a stable `code` (for logs and `--json`) and the exit code of the command line; a StoreError also says
-whether a retry may help. Messages name what failed, where, what was expected, what was found, and what to do. The code
-is also the name of a section of docs/troubleshooting.md, which is named wherever an error ends a command or a script.
+whether a retry may help. Messages name what failed, where, what was expected, what was found, and what to do. `code` is
+also a section of docs/troubleshooting.md; every error that ends a command or a script points there.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _PAGE = "docs/troubleshooting.md"
 
 
 def help_for(topic: str) -> str:
-    """The command that explains an error on any machine, and the section of docs/troubleshooting.md about it.
+    """Name the command that explains an error, and its section of docs/troubleshooting.md.
 
     Args:
-        topic: Name of a section of that page: the `code` of an error class, or `run`.
+        topic: Name of that section: the `code` of an error class, or `run`.
     """
     return f"holdfast explain {topic} ({_PAGE}#{topic})"
 
@@ -53,7 +53,7 @@ def help_for(topic: str) -> str:
 class HoldfastError(Exception):
     """Base class of all errors that holdfast raises on purpose; only its subclasses are raised.
 
-    A traceback ends with a line that says where to read about causes and fixes; `str()` is the message alone.
+    A traceback ends with a note that says where to read about causes and fixes; `str()` is the message alone.
     """
 
     code: ClassVar[str] = "holdfast"
@@ -65,7 +65,7 @@ class HoldfastError(Exception):
 
     @property
     def help(self) -> str:
-        """Where to read about causes and fixes of errors of this class, as `help_for` tells it."""
+        """Where to read about causes and fixes of errors of this class, see `help_for`."""
         return help_for(self.code)
 
 
@@ -84,7 +84,7 @@ class StateError(HoldfastError):
 
 
 class ResumeDiffers(StateError):
-    """The first step after a resume used something else than the run before, and `on_unproven` is `stop`."""
+    """The first step after a resume differs from the same step of the run before, and `on_unproven` is `stop`."""
 
     code = "resume_differs"
     exit_code = 12
@@ -97,9 +97,9 @@ class StoreError(HoldfastError):
         message: The call that failed, with the URL and the cause.
         retriable: Whether the same call may succeed later. False for a missing permission, a missing bucket or a full
             disk: waiting does not fix these.
-        begin_anew: Whether a new upload of the same bytes may succeed although no further call on this upload can: the
-            bytes that it wrote are lost or cannot be trusted (a failed sync, a temporary file that was removed,
-            another writer's file at the name). If `retriable` is set too, retry the same call first.
+        begin_anew: Whether a new upload of the same bytes may succeed although this upload cannot: the bytes written so
+            far are lost or cannot be trusted (a failed sync, a temporary file that was removed, another writer's file
+            at the name). If `retriable` is set too, retry the same call first.
         retry_after_seconds: Seconds for which the store asked not to be called again; 0 if it did not ask.
         no_room: Whether the store is full or a quota is exhausted, so that removing objects helps.
     """
@@ -145,7 +145,7 @@ class ProtocolError(HoldfastError):
 
 
 class FencedError(HoldfastError):
-    """Another writer holds this run or has taken it over, so this process must not write to it any more."""
+    """Another writer holds this run or has taken it over, so this process must stop writing to the run."""
 
     code = "fenced"
     exit_code = 8
@@ -159,14 +159,14 @@ class PeerLost(HoldfastError):
 
 
 class BusyError(HoldfastError):
-    """There is no room, or the step before is still in flight; this step is declined, and training goes on."""
+    """There is no room, or the previous step is still in flight; this step is declined, and training continues."""
 
     code = "busy"
     exit_code = 10
 
 
 class NotDurable(HoldfastError):
-    """The training has ended by itself, and the newest step that was to be saved is not durable; start it again."""
+    """The training script ended, but its newest step to be saved is not durable; start the job again."""
 
     code = "not_durable"
     exit_code = 11

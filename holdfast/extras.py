@@ -1,7 +1,7 @@
 """The packages of holdfast's extras, for messages that say what to install.
 
-They name those packages and not this one: the package index has none of this name that is ours, so `pip install` of it
-by its bare name could bring a stranger's.
+The messages do not name holdfast itself: it is not on the package index, so `pip install holdfast` could install a
+stranger's package.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def install_line(*extras: str) -> str:
-    """The pip command for the requirements of these extras, as this installation states them."""
+    """Return the pip command for the requirements of these extras, as this installation states them."""
     try:
         stated = requires("holdfast") or []
-    except PackageNotFoundError:  # run from its source, by the path
+    except PackageNotFoundError:  # run from a checkout that is not installed
         return f"in its checkout: pip install '.[{','.join(extras)}]'"
     found = [
         one.partition(";")[0].strip()

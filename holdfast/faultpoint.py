@@ -1,14 +1,14 @@
-"""Named points in a checkpoint's life at which this process can be made to die, or to stand still, from outside.
+"""Named points in a checkpoint's life at which the environment can make this process die or stop.
 
     HOLDFAST_FAULT="rank:1@frame_sent#3=kill, flusher@part_written=stop"
 
-Every process reaches its points in every run; what happens there is decided by the environment alone, so the code that
-is killed is the code that people run. `kill` is SIGKILL to this process, `stop` is SIGSTOP: then whoever drives the
-experiment kills any set of processes while this one stands exactly there. `#n` is the n-th time (default 1). Without
-the variable a point costs one comparison.
+Processes reach their points in every run, and only the environment decides what happens there, so tests kill the same
+code that users run. `kill` sends SIGKILL to this process, `stop` SIGSTOP: the test can then kill any set of processes
+while this one is stopped at the point. `#n` is the n-th time (default 1). Without the variable a point costs one
+comparison.
 
-A process that is started again inherits the variable. With `HOLDFAST_FAULT_FIRED=DIRECTORY` each fault strikes once, in
-whichever process comes there first, and leaves a file there that says so: `flusher@part_written#1`, with its pid.
+A restarted process inherits the variable. With `HOLDFAST_FAULT_FIRED=DIRECTORY` each fault fires once, in the first
+process that reaches it, which leaves a file there with its pid: `flusher@part_written#1`.
 """
 
 from __future__ import annotations
@@ -35,56 +35,52 @@ class Point(StrEnum):
 
     SAVE_BEGUN = "save_begun"  # rank: in save(), nothing is captured or offered yet
     TENSOR_COPIED = "tensor_copied"  # rank: one tensor is in the staging buffer, others are not
-    FRAME_SENT = "frame_sent"  # rank: a payload was given to MPI, SENT was not
-    SLICE_SENT = "slice_sent"  # rank: its whole slice has left, DONE has not
+    FRAME_SENT = "frame_sent"  # rank: a payload was handed to MPI, SENT was not
+    SLICE_SENT = "slice_sent"  # rank: its whole slice was sent, DONE was not
     CHUNK_RECEIVED = "chunk_received"  # stager: a chunk is complete in its slot, the journal says FILLING
-    CHUNK_FULL = "chunk_full"  # stager: the journal says FULL, the flusher was not told
-    SEALED = "sealed"  # stager: every slice is in the ring, nothing says so
-    STAGED = "staged"  # stager: written down as staged, neither flusher nor ranks were told
-    DOUBT_HEARD = "doubt_heard"  # stager: a rank doubts steps, nothing says so
-    DOUBT_WRITTEN = "doubt_written"  # stager: that is beside the ring, neither flusher nor ranks were told
-    # stager: the step after a checkpoint is beside the ring, the flusher was not told
-    PROOF_WRITTEN = "proof_written"
-    STAGED_HEARD = "staged_heard"  # flusher: was told that it is staged
-    # flusher: an older whole checkpoint is to make room, nothing names it any more, its slots are FULL
+    CHUNK_FULL = "chunk_full"  # stager: the journal says FULL, the flusher is not told yet
+    SEALED = "sealed"  # stager: every slice is in the ring, no record says so
+    STAGED = "staged"  # stager: recorded as staged, neither flusher nor ranks are told yet
+    DOUBT_HEARD = "doubt_heard"  # stager: a rank doubts steps, no record says so
+    DOUBT_WRITTEN = "doubt_written"  # stager: the doubt is recorded, neither flusher nor ranks are told yet
+    PROOF_WRITTEN = "proof_written"  # stager: the proof is beside the ring, the flusher is not told yet
+    STAGED_HEARD = "staged_heard"  # flusher: was told that a checkpoint is staged
+    # flusher: a full ring drops an older whole checkpoint: its file is gone, its slots are still FULL
     SUPERSEDED = "superseded"
-    PART_BEGUN = "part_begun"  # flusher: a part is about to go to the store
-    PART_WRITTEN = "part_written"  # flusher: the store has it, the ring's own record does not say so
-    PART_RECORDED = "part_recorded"  # flusher: that is recorded, its slots are not free yet
-    SHARES_BEGUN = "shares_begun"  # flusher that leads: the others may join its upload
-    CRCS_PUT = "crcs_put"  # flusher of several: the others know its entries' CRCs
-    SHARE_SEALED = "share_sealed"  # flusher of several: its share is written and sealed, and nobody was told
-    ALL_SEALED = "all_sealed"  # flusher that leads: has seen all seals, and published nothing
-    PARTS_DONE = "parts_done"  # flusher: all parts written, nothing published
-    # flusher: the run is its own; now it names, lists, marks or removes something in it
+    PART_BEGUN = "part_begun"  # flusher: is about to write a part to the store
+    PART_WRITTEN = "part_written"  # flusher: the store has the part, the ring's record does not say so
+    PART_RECORDED = "part_recorded"  # flusher: the part is recorded, its slots are not free yet
+    SHARES_BEGUN = "shares_begun"  # leading flusher: the others may join its upload
+    CRCS_PUT = "crcs_put"  # flusher of several: the others know the CRCs of its entries
+    SHARE_SEALED = "share_sealed"  # flusher of several: its share is written and sealed, nobody is told yet
+    ALL_SEALED = "all_sealed"  # leading flusher: has seen all seals, published nothing
+    PARTS_DONE = "parts_done"  # flusher: all parts are written, nothing is published
+    # flusher: has checked its claim, and is about to name, list, mark or remove something in the run
     CLAIM_SEEN = "claim_seen"
-    FILE_NAMED = "file_named"  # flusher: the file has its name, which is not yet known to be durable
+    FILE_NAMED = "file_named"  # flusher: the file has its name, which may not be durable yet
     FILE_PUBLISHED = "file_published"  # flusher: the file is in place, its manifest is not
-    MANIFEST_WRITTEN = "manifest_written"  # flusher: durable, and nobody was told
+    MANIFEST_WRITTEN = "manifest_written"  # flusher: the manifest is durable, nobody is told yet
     PROOF_HEARD = "proof_heard"  # flusher: the checkpoint is published, its proof is not
-    # flusher: one manifest says that its checkpoint is doubtful, others may not
-    DOUBT_MARKED = "doubt_marked"
+    DOUBT_MARKED = "doubt_marked"  # flusher: one manifest is marked as doubtful, others may not be
     VERIFYING = "verifying"  # flusher: in the middle of a read-back
     MANIFEST_DELETED = "manifest_deleted"  # flusher: retention has removed a manifest, not yet its file
-    # flusher: a file that is no longer kept has lost its name; its room is kept
-    FILE_RETIRED = "file_retired"
-    ROOM_TAKEN = "room_taken"  # flusher: the next upload has that room, nothing is written over it
-    RECOVERING = "recovering"  # flusher: has found a dead one's ring, and done nothing yet
+    FILE_RETIRED = "file_retired"  # flusher: a file that is no longer kept is renamed to be reused
+    ROOM_TAKEN = "room_taken"  # flusher: the next upload has that file, and has written nothing
+    RECOVERING = "recovering"  # flusher: has found a dead flusher's ring, done nothing yet
     RING_TAKEN = "ring_taken"  # flusher: the ring's file is longer, its journal does not say so
-    RING_ADDED = "ring_added"  # flusher: the journal has the new slots, the stager was not told
-    GROWTH_HEARD = "growth_heard"  # stager: was told so, and has mapped none of them
+    RING_ADDED = "ring_added"  # flusher: the journal has the new slots, the stager is not told yet
+    GROWTH_HEARD = "growth_heard"  # stager: knows of the new slots, has mapped none
     IMAGE_NAMED = "image_named"  # tool: the file of an image is in place, its manifest is not
-    REJOINED = "rejoined"  # rank: a stager has welcomed it again, and was told nothing yet
+    REJOINED = "rejoined"  # rank: a stager has welcomed it again, the rank has sent nothing yet
     RESTORE_READ = "restore_read"  # rank: has read a part of the checkpoint to restore
-    RING_SEEN = "ring_seen"  # rank: has seen what a slot of the stager's ring holds, and copied nothing of it
-    # rank: a slot with an older slice is to be used again, the record names it still
-    SLOT_RECYCLED = "slot_recycled"
-    SLOT_UNSEALED = "slot_unsealed"  # rank: the record names it no more, nothing of it is overwritten
+    RING_SEEN = "ring_seen"  # rank: has checked which chunk a ring slot holds, copied nothing
+    SLOT_RECYCLED = "slot_recycled"  # rank: is about to reuse a slot, the record still names the old slice
+    SLOT_UNSEALED = "slot_unsealed"  # rank: the record no longer names the old slice, nothing is overwritten
     SLOT_WRITTEN = "slot_written"  # rank: one frame is in its slot, others are not
     SLOT_SEALED = "slot_sealed"  # rank: the seal is behind its slice, neither is durable
-    SLOT_FLUSHED = "slot_flushed"  # rank: both are durable, no record names them
+    SLOT_FLUSHED = "slot_flushed"  # rank: seal and slice are durable, no record names them
     SLOT_RECORDED = "slot_recorded"  # rank: a commit sector is written, and not durable
-    SLOT_COMMITTED = "slot_committed"  # rank: it is durable, and nobody was told
+    SLOT_COMMITTED = "slot_committed"  # rank: the commit sector is durable, nobody is told yet
     PROOF_DUE = "proof_due"  # rank: a slice is sealed, its proof is not written
 
 
@@ -102,7 +98,7 @@ class Fault(NamedTuple):
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Read `VICTIM@POINT[#N]=kill|stop`, by commas. Raises `ConfigError`: names the wrong part, and what is allowed."""
+    """Parse comma-separated `VICTIM@POINT[#N]=kill|stop`. Raises `ConfigError`: the wrong part, and what is allowed."""
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _FAULT.fullmatch(part)
@@ -116,12 +112,12 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 _armed: dict[Point, list[Fault]] = {}
-# Counts are atomic under the GIL: points lie in several threads.
+# Counters that are atomic under the GIL: several threads reach points.
 _reached: dict[Point, itertools.count[int]] = {}
 
 
 def identify(victim: str) -> None:
-    """Say who this process is (`rank:1`, `stager`, `flusher`), and read `HOLDFAST_FAULT` for it. Once, at its start."""
+    """Name this process (`rank:1`, `stager`, `flusher`) and read its faults from `HOLDFAST_FAULT`. Once, at start."""
     _armed.clear()
     for fault in parse_faults(os.environ.get(VARIABLE, "")):
         if fault.victim in {victim, victim.partition(":")[0]}:
@@ -138,7 +134,7 @@ def reach(point: Point, times: int = 1) -> None:
         number = next(_reached[point])
         for fault in _armed[point]:
             if fault.number == number and _is_first(fault):
-                # To this thread: sent to the process, another thread may take it, and this one runs on for a while.
+                # To this thread: another thread might receive a process signal, and this one would run on for a while.
                 signal.pthread_kill(threading.get_ident(), _SIGNALS[fault.action])
 
 

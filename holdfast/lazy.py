@@ -6,15 +6,15 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
-# Package that is not installed -> the extras that bring it.
+# Package that may be missing -> the extras that install it.
 _EXTRAS = {"torch": ("torchrun", "trainer"), "mpi4py": ("trainer", "stager")}
 
 
 def lazy_names(
     package: str, modules: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose names are in expensive modules. `modules`: full name, with the
-    names taken from it. `submodules`: modules that are names of the package themselves.
+    """Return `__getattr__` and `__dir__` for a package whose names are in expensive modules. `modules`: full name of
+    each, with the names to take from it. `submodules`: modules of the package that are public names themselves.
     """
     homes = {name: module for module, names in modules.items() for name in names}
 
@@ -26,7 +26,7 @@ def lazy_names(
             # `obj` lets Python add "Did you mean" from `dir` of the package.
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=this)
         value: object = getattr(_imported(homes[name], name), name)
-        setattr(this, name, value)  # Python finds it there next time
+        setattr(this, name, value)  # so that Python calls `load` once per name
         return value
 
     def names() -> list[str]:

@@ -1,4 +1,4 @@
-"""The logs of processes that nobody watches: the flusher, and the stager that a job has started for itself."""
+"""Log files of background processes: the flusher, and the stager that a job starts for itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAST_BYTES = 2000
 
 
 def log_path(role: str, store_url: str) -> Path:
-    """The log file of the processes of this role and run. Raises `ConfigError`: its folder cannot be made."""
+    """Return the log file for processes of this role and run. Raises `ConfigError`: its folder cannot be created."""
     folder = Path(platformdirs.user_state_dir("holdfast", appauthor=False))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

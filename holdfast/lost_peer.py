@@ -1,4 +1,4 @@
-"""Exceptions by which a rank says that another process of its job is gone: of holdfast, gloo, NCCL and torchrun."""
+"""Recognizes exceptions of holdfast, gloo, NCCL and torchrun that mean another process of the job is gone."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CONNECTION = re.compile(
 
 
 def says_lost_connection(text: str) -> bool:
-    """Whether gloo, NCCL or its watchdog speaks of a lost connection to another process."""
+    """Whether this is a message of gloo, NCCL or its watchdog about a lost connection to another process."""
     return bool(_CONNECTION.search(text))
 
 
 def says_lost_peer(name: str, text: str) -> bool:
-    """Whether the exception of this class, such as `RuntimeError`, with this text is about a lost process."""
+    """Whether an exception with this class name, such as `RuntimeError`, and this text is about a lost process."""
     return name in _NAMES or (name in _OF_COLLECTIVES and says_lost_connection(text))

@@ -1,6 +1,6 @@
-"""The mpirun line: which mpirun, and the options that this machine needs.
+"""The mpirun command line: which mpirun, and the options that this machine needs.
 
-Used wherever holdfast itself starts an MPI job (demo, tests, benchmarks). By hand the line is the README's.
+Used wherever holdfast itself starts an MPI job (demo, tests, benchmarks). Users take the command from the README.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 
 def is_under_mpirun() -> bool:
-    """Whether this process was started as one of an MPI job; those of torchrun are not, whatever started torchrun."""
+    """Whether this process is part of an MPI job. Processes of torchrun are not, even if mpirun started torchrun."""
     return _TORCHRUN_VARIABLE not in os.environ and any(name in os.environ for name in _MPI_VARIABLES)
 
 
 def find_mpirun() -> str:
-    """The mpirun beside this Python, else the one on PATH. Raises `ConfigError`: mpirun is not installed."""
+    """Return the mpirun beside this Python, else the one on PATH. Raises `ConfigError`: mpirun is not installed."""
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
@@ -44,7 +44,7 @@ def find_mpirun() -> str:
 
 
 class Stagers(NamedTuple):
-    """Number of stagers of a job; with `hosts` also the host of all of them, as mpirun knows it."""
+    """Number of stagers in a job, and the host (as mpirun names it) that runs them if the job has `hosts`."""
 
     number: int = 1
     host: str = ""
@@ -60,19 +60,19 @@ def mpirun_command(
     hosts: Mapping[str, int] | None = None,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Build the command line of one MPI job: `ranks` trainers, and one stager or several if asked for.
+    """Build the command line of one MPI job: `ranks` trainers, and optionally one or several stagers.
 
-    Leftovers of a killed mpirun in the temporary directory are removed: the next one that gets its process id would not
-    start ("The PMIx server's listener thread failed to start"). In a container that starts again that is the very next
-    one. Raises `ConfigError`: no mpirun beside this Python nor on PATH.
+    Also remove leftovers of a killed mpirun from the temporary directory: an mpirun with the same process id would not
+    start ("The PMIx server's listener thread failed to start"), and in a restarted container process ids repeat.
+    Raises `ConfigError`: no mpirun beside this Python nor on PATH.
 
     Args:
         ranks: Number of training ranks.
         trainer: Their command, such as `[sys.executable, "train.py"]`.
         stager: The stager's command, such as `["holdfast", "stager", "--store", url]`, or None.
-        stagers: How many of them, and where; None: one.
+        stagers: Number and host of the stagers; None: one.
         ulfm: Ask for fault tolerance, so that the job survives a rank's death.
-        hosts: How many trainers on which host; None: all on this machine.
+        hosts: Number of trainers per host; None: all on this machine.
         options: More options for mpirun.
     """
     command = [find_mpirun()]
@@ -82,14 +82,14 @@ def mpirun_command(
     number, host = stagers or Stagers()
     processes = ranks + (number if stager is not None else 0)
     if hosts is not None or processes > (os.cpu_count() or 1):
-        command.append("--oversubscribe")  # with hosts: their slots say how many; mpirun would count cores
+        command.append("--oversubscribe")  # with hosts: use their slot counts; mpirun would count cores
     if ulfm:
         command += ["--with-ft", "ulfm"]
     if hosts is None and "btl" not in options and _BTL_VARIABLE not in os.environ:
-        # Opened at each start, it waits a second where there is no fabric; of one machine's jobs it carries nothing.
+        # Without a fabric, opening `ofi` takes a second at each start, and a job on one machine does not use it.
         command += ["--mca", "btl", "^ofi"]
     command += options
-    # Unbound: a rank bound to one core would share it with the copy and MPI threads of its own process.
+    # A rank bound to one core would share it with the copy and MPI threads of its own process.
     command += ["--bind-to", "none"]
     if hosts is not None:
         command += ["--host", ",".join(f"{name}:{slots}" for name, slots in hosts.items())]
@@ -101,16 +101,16 @@ def mpirun_command(
 
 
 def _remove_dead_sessions(temporary: Path) -> None:
-    """Remove the session directories of this user's Open MPI daemons of this host that are no more."""
+    """Remove the session directories that dead Open MPI daemons of this user have left on this host."""
     processes = Path("/proc")
     if not (processes / "self" / "comm").exists():
         return
     names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     for session in [*temporary.glob("ompi.*"), *temporary.glob("prted.*")]:
         pid = session.name.rpartition(".")[2]
-        with contextlib.suppress(OSError):  # gone by now, or not ours: then nothing stands in our way
-            # Its rendezvous file is what the next one of this id finds in its way; containers that share the
-            # directory have names of their own, and their process ids say nothing here.
+        with contextlib.suppress(OSError):  # already gone, or not ours
+            # Only a session with this host's rendezvous file blocks the next daemon with its id. Containers that share
+            # the directory have other host names, and their process ids mean nothing here.
             if not any((session / f"pmix.{name}.tool.{pid}").exists() for name in names):
                 continue
             comm = processes / pid / "comm"

@@ -1,9 +1,9 @@
-"""The note of a stager that a job has started for itself: where it listens, and its key.
+"""The note of a stager that a job has started for itself: the stager's address and key.
 
     stager ─► /dev/shm/holdfast-UID/own/RUN.json, mode 0600, locked while it lives ─► rank 0 of the next start
 
-A job that is started again on this machine finds the stager of the job before, whose ring has its newest checkpoints.
-The kernel releases the lock of a dead process, so a note without a lock says nothing.
+A job that restarts on this machine finds the stager of the previous job, whose ring has the newest checkpoints. The
+kernel releases the lock of a dead process, so readers ignore a note without a lock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OwnStagerPlace(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> OwnStagerPlace:
-        """Raises `ValueError`: it is not a place."""
+        """Raises `ValueError`: `data` is not a place."""
         try:
             said = _Said.model_validate_json(data)
         except ValidationError:
@@ -48,23 +48,23 @@ class OwnStagerPlace(NamedTuple):
 
 
 def say_place(place: OwnStagerPlace) -> None:
-    """Tell rank 0, which reads stdout, that this stager listens; what is written to stdout later goes to the log."""
+    """Tell rank 0, which reads stdout, that this stager listens; later writes to stdout go to the log."""
     _say(place.to_bytes())
 
 
 def say_error(error: HoldfastError) -> None:
-    """Tell rank 0, which reads stdout, why this stager has not started. It hears only the first line."""
+    """Tell rank 0, which reads only the first line of stdout, why this stager has not started."""
     _say(json.dumps({"error": [error.code, str(error)]}).encode())
 
 
 def _say(line: bytes) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # rank 0 is gone
         os.write(1, line + b"\n")
     os.dup2(2, 1)
 
 
 def heard(line: bytes) -> OwnStagerPlace:
-    """The place in the first line of a stager. Raises `ValueError`: not a place; `HoldfastError`: the stager's own."""
+    """Parse the first line of a stager. Raises `ValueError`: not a place; `HoldfastError`: the stager's own error."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         raise peer_error(*json.loads(line)["error"])
     return OwnStagerPlace.from_bytes(line)
@@ -78,12 +78,11 @@ class _Said(BaseModel):
 
 
 def note_path(store_url: str, runtime_dir: Path) -> Path:
-    """The path of the note of this run."""
     return runtime_dir.absolute() / "own" / f"{run_key(store_url)}.json"
 
 
 class OwnStagerNote:
-    """The note of a living stager, until `close`. Raises `ConfigError`: another holds it, or it is not safely ours."""
+    """Note of a living stager, until `close`. Raises `ConfigError`: another stager holds it, or it is not private."""
 
     def __init__(self, store_url: str, runtime_dir: Path, address: Address, key: bytes) -> None:
         self._path = note_path(store_url, runtime_dir)
@@ -97,7 +96,7 @@ class OwnStagerNote:
             make_private_directory(self._path.parent)
             try:
                 fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT)
-            except FileNotFoundError:  # a stager that ends has just removed the directory
+            except FileNotFoundError:  # another stager has just removed the directory at its end
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +109,7 @@ class OwnStagerNote:
                     f"{self._path}: another job of this user has a stager of its own for this run on this machine; "
                     "each run has one job at a time: end that job, or give this one another store"
                 ) from None
-            # The stager that closed its note in between has removed the file that is locked now.
+            # The locked file may be one that another stager has just removed when it closed its note.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), self._path.lstat()):
                     return fd
@@ -120,14 +119,14 @@ class OwnStagerNote:
         """Remove the note. May be called twice."""
         if self._fd >= 0:
             self._path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # notes of other runs are in it
+            with contextlib.suppress(OSError):  # not empty: it has notes of other runs
                 self._path.parent.rmdir()
             os.close(self._fd)
             self._fd = -1
 
 
 def living_own_stager(store_url: str, runtime_dir: Path) -> OwnStagerPlace | None:
-    """The living stager that a job of this user started for this run here. Raises `ConfigError`: not safely ours."""
+    """Find the living stager that a job of this user started for this run here. Raises `ConfigError`: not private."""
     try:
         fd = open_private_file(note_path(store_url, runtime_dir), os.O_RDWR)
     except (FileNotFoundError, StoreError):
@@ -135,7 +134,7 @@ def living_own_stager(store_url: str, runtime_dir: Path) -> OwnStagerPlace | Non
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        with contextlib.suppress(ValueError):  # it is being written
+        with contextlib.suppress(ValueError):  # the stager is still writing it
             return OwnStagerPlace.from_bytes(os.pread(fd, _BYTES_MAX, 0))
     finally:
         os.close(fd)

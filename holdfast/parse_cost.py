@@ -1,12 +1,12 @@
-"""The memory that parsing takes, estimated before it: a limit on size alone lets 31 KiB of input take a gigabyte.
+"""Estimates the memory that parsing takes: with a limit on size alone, 31 KiB of input could take a gigabyte.
 
     compressed ─► piece by piece ─► raw JSON ─► estimated bytes of its Python objects ─► json.loads
                       └── above `allowed(received bytes)`: refused ──┘
 
-The estimate counts brackets, commas and quotes, which are what objects are made of. Layouts and tables of real states
-cost about 50 bytes for each compressed byte that is received, manifests about 10 for each byte
-(tests/unit/holdfast/test_parse_cost.py measures both). Limits of five times that and a fixed allowance refuse no real
-input, and an attacker has to send megabytes to make a process take a gigabyte.
+The estimate counts brackets, commas and quotes. Layouts and tables of real states cost about 50 bytes for each
+compressed byte received, manifests about 10 for each byte (tests/unit/holdfast/test_parse_cost.py measures both).
+Limits of five times that plus a fixed allowance accept all real input, and an attacker must send megabytes to make a
+process take a gigabyte.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class InputTooLarge(ValueError):
 
 
 def json_cost(raw: bytes) -> int:
-    """Estimated bytes of the text and of the objects that `json.loads` makes of it."""
+    """Estimate the bytes of the text and of the objects that `json.loads` makes from it."""
     containers = raw.count(b"[") + raw.count(b"{")
     items = raw.count(b",") + raw.count(b":")
     return len(raw) + _CONTAINER_BYTES * containers + _ITEM_BYTES * items + _TEXT_BYTES * raw.count(b'"') // 2
 
 
 def allowed_cost(received_bytes: int, factor: int) -> int:
-    """The limit for input of this size: `factor` for each byte received, and a fixed allowance."""
+    """Return the limit for input of this size: `factor` for each byte received, plus a fixed allowance."""
     return _ALLOWANCE_BYTES + factor * received_bytes
 
 
 def check_cost(cost: int, received_bytes: int, factor: int) -> None:
-    """Refuse what costs more than `factor` for each byte received, and a fixed allowance. Raises `InputTooLarge`."""
+    """Raise `InputTooLarge` if `cost` is above `allowed_cost`."""
     allowed = allowed_cost(received_bytes, factor)
     if cost > allowed:
         raise InputTooLarge(

@@ -1,15 +1,15 @@
-"""The memory that unpickling takes, and the nesting depth of tuples, known before any object is made.
+"""Estimates the memory that unpickling takes, and the nesting depth of tuples, before any object is created.
 
-    opcode by opcode, on a stack of stand-ins:  bytes of the object, a length or a place in the memo that is claimed,
+    opcode by opcode, on a stack of stand-ins:  bytes of the object, a length or a memo index that the pickle claims,
                                                 a copy that a call makes of its arguments  ─► cost, refused above
 
-Three kinds of pickle end a process that reads them. One claims sizes: a length of 2^60, or a place far out in the memo,
-for which the unpickler makes room at once. One is short and makes much: a list for each byte, or calls that copy their
-arguments, and calls of what those made. The third nests tuples: a tuple is hashed by hashing what is in it, and Python
-does that without looking at how much stack is left.
+Three kinds of pickle kill a process that reads them. The first claims sizes: a length of 2^60, or a large memo index,
+for which the unpickler allocates at once. The second is short and expands: a list for each byte, or nested calls that
+each copy their arguments. The third nests tuples: Python hashes a tuple recursively, without checking how much stack is
+left.
 
-All opcodes are known, though `torch.load(weights_only=True)` reads only some. Where the pickle ends early, or takes
-what is not there, the unpickler raises by itself, having made no more than this has counted.
+The estimate knows all opcodes, though `torch.load(weights_only=True)` accepts only some. If a pickle is truncated or
+invalid, the unpickler raises too, and has allocated no more than was counted here.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _VALUE_BYTES = 40
 _CONTAINER_BYTES = 96
 _PAIR_BYTES = 64
 _MEMO_BYTES = 100
-_GLOBAL_BYTES = 2400  # as a class of its own, which is what the drill makes of it
-_CALL_BYTES = 400  # what it makes is a tensor, as a rule
+_GLOBAL_BYTES = 2400  # of a class, because the drill defines one for each global
+_CALL_BYTES = 400  # of a tensor, the usual result
 _CHARACTER_BYTES = 4
 _NUMBER_BYTES_MAX = 16
 _ANY_NUMBER = 1 << 62
 _NAME_BYTES_MAX = 64
 _CODEC_FACTOR = 10  # text in an escaped form
 
-# These take a value for a size, or a list in a list for a tensor of as many dimensions, whatever it shares.
+# Functions that take a value as a size, or nested lists as a tensor of that many dimensions, even if lists are shared.
 _BY_SIZE = ("Tensor", "Storage")
 _BY_NUMBER = ("bytearray", "bytes")
 _BY_CODEC = ("encode", "bytearray", "bytes")
-_LATIN = ("latin1", "latin-1")  # as pickle itself has it
+_LATIN = ("latin1", "latin-1")  # pickle's own encoding of bytes
 _OF_LISTS = ("_rebuild_qtensor", "_rebuild_sparse_tensor")
 _OF_ANOTHER, _OF_ANOTHER_PARTS = "_rebuild_from_type_v2", 3  # function, type, arguments
 _UNBOUNDED = (
-    _OF_ANOTHER,  # with other arguments than those
-    "_rebuild_device_tensor_from_cpu_tensor",  # a copy of a tensor, which may be a small one repeated
+    _OF_ANOTHER,  # with other arguments than these three
+    "_rebuild_device_tensor_from_cpu_tensor",  # copies a tensor, which may be a small one expanded
     "_rebuild_device_tensor_from_numpy",
 )
 
 
 class _Value:
-    """Stands for an object. `weight`: about its bytes, with all that is in it. `name`: of a class or function, without
-    the module. `holds_list`: it is a list, dict or set, or a tuple that holds one.
+    """Stand-in for an object. `weight`: estimated bytes, contents included. `name`: of a class or function, without the
+    module. `holds_list`: a list, dict or set, or a tuple that holds one.
     """
 
     number = depth = 0
@@ -63,7 +63,7 @@ class _Value:
 
 
 class _Shared(_Value):
-    """Stands for many, and is never changed."""
+    """Immutable stand-in for many objects."""
 
 
 _PLAIN = _Shared()
@@ -85,12 +85,12 @@ _TWO_LINES = {_CODES["GLOBAL"], _CODES["INST"]}
 
 
 def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> int:
-    """Refuse a pickle that would take too much memory; returns how deep tuples are nested. Raises `InputTooLarge`."""
+    """Refuse a pickle that would take too much memory; return the nesting depth of tuples. Raises `InputTooLarge`."""
     return _Walk(bytes(pickled), tuples_max).run()
 
 
 def pickle_cost(pickled: bytes) -> int:
-    """Estimated bytes of the objects that it makes."""
+    """Estimate the bytes of the objects in the pickle, without a limit."""
     walk = _Walk(pickled, None)
     walk.allowed_bytes = 1 << 62
     walk.run()
@@ -98,7 +98,7 @@ def pickle_cost(pickled: bytes) -> int:
 
 
 class _Walk:
-    """One pickle, from its first opcode to its last."""
+    """Walk through one pickle, from its first opcode to its last."""
 
     def __init__(self, pickled: bytes, tuples_max: int | None) -> None:
         self._pickled, self._tuples_max = pickled, tuples_max
@@ -115,7 +115,7 @@ class _Walk:
         try:
             self._run()
         except (IndexError, KeyError, ValueError) as error:
-            # It ends early, or takes what is not there: the unpickler finds the same.
+            # The pickle is truncated or invalid; the unpickler will raise, too.
             if isinstance(error, InputTooLarge):
                 raise
         return self._deepest
@@ -142,7 +142,7 @@ class _Walk:
                 return
 
     def _operand(self, code: int, size: int) -> tuple[int, int]:
-        """The begin and end of the operand. Bytes that a length claims count even if the pickle does not have them."""
+        """Return begin and end of the operand. Count the bytes that a length claims even if the pickle lacks them."""
         begin = self._position
         if size == pickletools.UP_TO_NEWLINE:
             end = self._pickled.index(b"\n", begin)
@@ -169,7 +169,7 @@ class _Walk:
             raise InputTooLarge(f"{place} {why}; expected at most {self.allowed_bytes} bytes in all")
         raise InputTooLarge(
             f"{len(self._pickled)} bytes of pickle would take {self.cost} bytes or more to unpickle, expected at most "
-            f"{self.allowed_bytes}, which {place} passes"
+            f"{self.allowed_bytes}, exceeded at {place}"
         )
 
     # -- values ------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class _Walk:
     def decimal(self, begin: int, end: int) -> None:
         value = _Value()
         line = self._pickled[begin:end]
-        # In other notations, too, so what is not plain counts as the largest.
+        # Python accepts other notations, too: any text that is not plain digits counts as the largest number.
         value.number = int(line) if line.isdigit() and len(line) <= _NUMBER_BYTES_MAX else _ANY_NUMBER
         self._push(value, _VALUE_BYTES + len(line))
 
@@ -244,7 +244,7 @@ class _Walk:
         self._deepest = max(self._deepest, depth + 1)
         self._push(value, _CONTAINER_BYTES + _PLACE_BYTES * len(items))
 
-    # -- what containers take ----------------------------------------------------------------------------------------
+    # -- filling containers ------------------------------------------------------------------------------------------
 
     def append(self, _begin: int, _end: int) -> None:
         self._fill([self._stack.pop()], _PLACE_BYTES)
@@ -262,7 +262,7 @@ class _Walk:
     def _fill(self, items: list[_Value], nbytes: int = _PAIR_BYTES) -> None:
         target = self._stack[-1]
         if isinstance(target, _Shared):
-            raise ValueError  # nothing can be put into it
+            raise ValueError  # not a container
         self.cost += nbytes * len(items)
         for item in items:
             target.weight += item.weight
@@ -284,7 +284,7 @@ class _Walk:
         self._marked()
 
     def _marked(self) -> list[_Value]:
-        """Take what is on the stack above the last mark."""
+        """Pop the values above the last mark."""
         items = self._stack
         self._stack = self._below.pop()
         return items
@@ -310,7 +310,7 @@ class _Walk:
         return int(operand) if is_text else int.from_bytes(operand, "little")
 
     def _note(self, index: int) -> None:
-        """The memo is an array, so a place far out takes all the room before it, twice while it grows."""
+        """Store the top value in the memo. The memo is an array: a large index allocates all entries before it."""
         if index >= self._memo_end:
             self.cost += _MEMO_BYTES + _PLACE_BYTES * (index - self._memo_end)
             self._memo_end = index + 1
@@ -318,7 +318,7 @@ class _Walk:
                 self._refuse(f"claims place {index} of the memo, of which {len(self._memo)} are taken")
         self._memo[index] = self._stack[-1]
 
-    # -- classes, functions, and what they make ----------------------------------------------------------------------
+    # -- classes, functions, and their results -----------------------------------------------------------------------
 
     def named(self, begin: int, end: int) -> None:
         value = _Value()
@@ -376,7 +376,7 @@ class _Walk:
         self._push(made, _CALL_BYTES + nbytes)
 
     def _growth(self, name: str, arguments: _Value) -> int:
-        """How many bytes more than its arguments have the named one may make of them."""
+        """Return how many bytes the result of the named function may have beyond those of its arguments."""
         while (
             name == _OF_ANOTHER and arguments.parts is not None and len(arguments.parts) >= _OF_ANOTHER_PARTS
         ):

@@ -1,4 +1,4 @@
-"""Functions on the own process for stager, flusher and ranks: priority, memory, waiting for a descriptor, ending."""
+"""Functions on the current process for stager, flusher and ranks: priority, memory, waiting for descriptors, exit."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import NamedTuple
 
 
 def yield_to_training(niceness: int) -> None:
-    """Run this process, and later children, at `niceness` (0 to 19; 0: unchanged), unless it is nicer. Any thread."""
+    """Raise the niceness of this process and later children to `niceness` (0 to 19; 0: unchanged). Any thread."""
     nicer: set[int] = set()
-    # The kernel keeps it for each thread, and one that is not nicer yet may just be starting another.
+    # Niceness is per thread, and a thread with the old value may start another meanwhile: repeat until all have it.
     while left := {int(task.name) for task in Path("/proc/self/task").iterdir()} - nicer:
         for thread in left:
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # the thread has ended
                 before = os.getpriority(os.PRIO_PROCESS, thread)
                 os.setpriority(os.PRIO_PROCESS, thread, max(niceness, before))
         nicer |= left
 
 
 def at_exit(call: Callable[..., object], *arguments: object) -> Callable[[], None]:
-    """As `atexit.register`, but a forked child, which inherits the list, skips it. Returns a call that takes it off."""
+    """Like `atexit.register`, but skipped in forked children, which inherit the list. Returns the unregister call."""
     process = os.getpid()
 
     def in_this_process() -> None:
@@ -40,8 +40,8 @@ def at_exit(call: Callable[..., object], *arguments: object) -> Callable[[], Non
     return lambda: atexit.unregister(in_this_process)
 
 
-# Signals that tell a process of ours to end. SIGHUP, too, for a terminal that closes must not end it in the middle of
-# a job. Under `nohup` it was ignored when the process was started, and stays so.
+# Signals that end a process of holdfast in order. SIGHUP is one, so that a closing terminal does not kill a job midway;
+# under `nohup` it is ignored from the start, and stays ignored.
 ENDING_SIGNALS = tuple(
     number
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -56,24 +56,24 @@ def tie(number: int = signal.SIGKILL) -> None:
 
 
 def boot_id() -> str:
-    """Random for each start of the machine's kernel; empty where the system does not tell."""
+    """Return the kernel's random id of this boot; empty if the system has none."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 class ProcessStat(NamedTuple):
-    """A process that has not ended, as /proc/PID/stat has it."""
+    """Fields of /proc/PID/stat of a process that has not ended."""
 
     parent: int
     session: int
-    started: int  # ticks since boot: tells apart two processes with one id
+    started: int  # ticks since boot; tells two processes with the same id apart
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """None for a process that has ended, also if it is a zombie."""
+    """Return None for a process that has ended or is a zombie."""
     try:
-        # The command's name may have spaces and parentheses: the fields are counted from behind its last one.
+        # The command's name may have spaces and parentheses, so count fields after the last parenthesis.
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
@@ -86,31 +86,34 @@ def running_processes() -> list[int]:
 
 
 def parent_of(pid: int) -> int:
-    """The process that started this one; 0 if it is gone."""
+    """Return the parent of process `pid`; 0 if `pid` has ended."""
     stat = process_stat(pid)
     return stat.parent if stat else 0
 
 
 def wait_readable(descriptors: Iterable[int], seconds: float | None) -> None:
-    """Sleep until a descriptor can be read, or so long. Unlike `select`, takes numbers above 1023. Any thread."""
+    """Sleep until a descriptor is readable or `seconds` are over. Unlike `select`, takes any number. Any thread."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     poll.poll(None if seconds is None else math.ceil(max(0.0, seconds) * 1000))
 
 
-FINALIZE_SECONDS_MAX = 30.0  # it takes milliseconds, and some seconds where many processes share few cores
+FINALIZE_SECONDS_MAX = (
+    30.0  # MPI_Finalize takes milliseconds; some seconds where many processes share few cores
+)
 
 
 def end_within(seconds_max: float, call: Callable[[], object], what: str, *, code: int = 0) -> None:
-    """Call `call`; after `seconds_max`, say so on stderr and end the process with `code`. Main thread, at exit. It has
-    to release the GIL while it waits: mpi4py's `MPI.Finalize` does not, the same function called by ctypes does.
+    """Call `call`; after `seconds_max`, report on stderr and end the process with `code`. Main thread, at exit.
+
+    `call` must release the GIL: mpi4py's `MPI.Finalize` does not, the same function called by ctypes does.
     """
 
     def leave() -> None:
         sys.stderr.write(
             f"holdfast: {what} did not return within {seconds_max:g} s: a process of this job must have died in it; "
-            "nothing is lost, this one leaves\n"
+            "nothing is lost, this process exits\n"
         )
         sys.stdout.flush()
         sys.stderr.flush()
@@ -126,7 +129,7 @@ def end_within(seconds_max: float, call: Callable[[], object], what: str, *, cod
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that the kernel could give without swapping, within the limits of this process's control groups."""
+    """Return the memory available without swapping, within the limits of this process's control groups."""
     rows = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     least = next(int(row[1]) for row in rows if row[0] == "MemAvailable:") * 1024
     for folder in _memory_groups(root):
@@ -135,11 +138,11 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_kills(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed to free memory, in this control group, else on this machine; else 0."""
+    """Count the processes that the kernel has killed to free memory, in this control group, else on this machine."""
     counters = [
         folder / name
         for folder in _memory_groups(root)
-        for name in ("memory.events", "memory.oom_control")  # of version 2, and of version 1
+        for name in ("memory.events", "memory.oom_control")  # cgroups version 2, version 1
     ]
     for counter in (*counters, root / "proc/vmstat"):
         with suppress(OSError, ValueError):
@@ -151,7 +154,7 @@ def memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_groups(root: Path) -> Iterator[Path]:
-    """The control groups that limit this process's memory, innermost first. One that is not mounted is no folder."""
+    """Yield the folders of control groups that limit this process's memory, innermost first; they may not exist."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -169,12 +172,12 @@ def _memory_groups(root: Path) -> Iterator[Path]:
 
 
 def _left_bytes(group: Path, otherwise: int) -> int:
-    """Memory left by a control group's limit, page cache included. `otherwise`: result without a limit."""
+    """Return the memory left below a control group's limit, page cache included; `otherwise` if it has no limit."""
     for limit, usage, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
     ):
-        with suppress(OSError, ValueError):  # "max", or the file is not there
+        with suppress(OSError, ValueError):  # the limit is "max", or the file does not exist
             used = int((group / usage).read_text())
             rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
             cache = sum(int(row[1]) for row in rows if row[0] == cached)

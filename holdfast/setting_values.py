@@ -1,6 +1,4 @@
-"""The values of settings as people write them, read from text: sizes, URLs, addresses, checkpoints. Each says in a
-`ValueError` what it expected.
-"""
+"""Parsers for setting values: sizes, URLs, addresses, checkpoints. Each `ValueError` states the expected form."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.shares import WRITERS_MAX, ShareNumber
 from holdfast.net.address import parse_address
 
-OWN_STAGER = "own"  # as the trainer setting `stager`: rank 0 starts one
+OWN_STAGER = "own"  # value of the trainer setting `stager`: rank 0 starts the stager
 _STEP_AT_END = re.compile(r"@(\d{1,18}|latest)/*$")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|[kmgtp]i?b)", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -25,8 +23,8 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
 
 
 def parse_size(value: int | str) -> int:
-    """Number of bytes that `value` names: a number, or a text such as `512MiB`, `1.5GiB` or `16 MB`. Raises
-    `ValueError`: `value` is not a size, or not a whole number of bytes.
+    """Return the number of bytes in a number or a text such as `512MiB`, `1.5GiB` or `16 MB`. Raises `ValueError`: not
+    a size, or not a whole number of bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -40,7 +38,8 @@ def parse_size(value: int | str) -> int:
 
 
 def utf8_value(value: Any) -> Any:
-    # Text that the locale cannot decode has lone surrogates, and is another text for each locale: no key for a run.
+    # Bytes that the locale cannot decode become lone surrogates. Such text differs between locales, so it cannot
+    # identify a run.
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise ValueError(
             f"a path in the encoding of the locale, which is {sys.getfilesystemencoding()}; set LC_ALL=C.UTF-8, or "
@@ -52,7 +51,7 @@ def utf8_value(value: Any) -> Any:
 def url_value(value: str) -> str:
     if _STEP_AT_END.search(value):
         raise ValueError(
-            "another name: after @ the commands take `latest` or a number for a step of the run before it"
+            "another name: commands read `@latest` or `@` and a number as a step of the run before it"
         )
     return value
 
@@ -62,7 +61,7 @@ def listed_values(value: Any) -> Any:
 
 
 def checkpoint_values(value: Any) -> Any:
-    # One message for all of them: it has the whole value, and where it was set.
+    # One message with the whole value, instead of one for each checkpoint.
     try:
         return tuple(
             one if isinstance(one, CheckpointId) else CheckpointId.of_label(one)
@@ -73,7 +72,7 @@ def checkpoint_values(value: Any) -> Any:
 
 
 def steps_value(value: Any) -> Any:
-    # One message for both kinds, where pydantic would give two.
+    # One message, where pydantic would give one for each type of the union.
     text = str(value).strip()
     if text != "auto" and not text.isdecimal():
         raise ValueError('0 or more steps, or "auto"')

@@ -1,9 +1,9 @@
-"""The key that a stager without one makes: ranks of its user on its machine find it, and nobody else can read it.
+"""The key that a stager makes if none is configured; only ranks of the same user on the same machine can read it.
 
     stager, listening at 127.0.0.1:29411 ─► /dev/shm/holdfast-UID/stager-29411.key, mode 0600 ─► ranks of this user
 
-Each local user can connect to a loopback address. Without a key whoever does would be served: it could take the job's
-place and read every byte of a checkpoint.
+Any local user can connect to a loopback address. Without a key, such a client could take the job's place and read every
+byte of a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from holdfast.ring.directory import make_private_directory, open_private_file
 
 
 def stager_key_path(address: Address) -> Path:
-    """Where it lies; the same for all runtime directories of this user."""
+    """Return the path of the key file; it does not depend on the setting `runtime_dir`."""
     return default_runtime_dir() / f"stager-{address.port}.key"
 
 
 class StagerKey:
-    """A key for the ranks of a stager at `address`, until `close`. Raises `ConfigError`: ranks would not find it."""
+    """Key file for the ranks of a stager at `address`, until `close`. Raises `ConfigError`: it cannot be created."""
 
     def __init__(self, address: Address) -> None:
         self._path = stager_key_path(address)
         self.key = new_key().encode()
         try:
             make_private_directory(self._path.parent)
-            self._path.unlink(missing_ok=True)  # of one that was killed: the port is ours now
+            self._path.unlink(missing_ok=True)  # left by a killed stager: this stager has the port now
             file = open_private_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 os.write(file, self.key)
@@ -39,13 +39,13 @@ class StagerKey:
                 os.close(file)
         except OSError as error:
             raise ConfigError(
-                f"stager setting key: none is given, and none can be made in {self._path.parent} "
-                f"({error.strerror or error}); give one to stager and ranks in HOLDFAST_KEY_FILE (`holdfast stager "
+                f"stager setting key: not set, and a key file cannot be created in {self._path.parent} "
+                f"({error.strerror or error}); set one for stager and ranks in HOLDFAST_KEY_FILE (`holdfast stager "
                 "--new-key`)"
             ) from error
 
     def close(self) -> None:
-        """Take the key away, unless another stager has put its own there."""
+        """Remove the key file, unless another stager has replaced it."""
         try:
             if self._path.read_bytes() == self.key:
                 self._path.unlink()
@@ -54,7 +54,7 @@ class StagerKey:
 
 
 def key_found(address: Address) -> bytes:
-    """The key of this user's stager here, which it writes before it answers. Raises `ConfigError`: not found."""
+    """Read the key of this user's stager, which writes it before it answers. Raises `ConfigError`: not found."""
     path = stager_key_path(address)
     try:
         file = open_private_file(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Lines on stderr with which a process of the job tells the supervisor what it does; mpirun forwards them.
+"""Lines on stderr by which a process of the job reports to the supervisor; mpirun forwards them.
 
     <01>holdfast {"began": {"rank": 3, "host": "spot-7", "pid": 4711}}       the process around a rank, rank.py
     <01>holdfast {"ended": {"rank": 3, "status": -9}}                        the same; "out_of_memory": true where the
@@ -7,18 +7,18 @@
     <01>holdfast {"stepped": {"rank": 3, "step": 1201}}                      the same, after its first step
     <01>holdfast {"proof": {"rank": 0, "step": 1200, "verdict": "…", "text": "…"}}    rank 0: how that step compares
 
-and, for people as well, the error that ends a training script (`last_words`).
+and, for people too, the error that ends a training script (`last_words`).
 
-To `holdfast rank`, which stands around one rank or around torchrun, ranks write lines into a file (`report`), because
-torchrun passes on neither the exit code of a rank nor, if it is told so, what the rank says.
+`holdfast rank` wraps one rank or torchrun. To it, ranks write lines into a file (`report`), because torchrun does not
+forward the exit code of a rank and can be configured not to forward its output.
 
     {"pid": 4711, "rank": 3, "round": 0, "joined": {"attempt": 7, "ranks": 8}}    round: restarts by torchrun's agent
     {"pid": 4711, "rank": 3, "round": 0, "restored": {"attempt": 5}}              attempt: that saved the checkpoint
     {"pid": 4711, "rank": 3, "round": 0, "staged": {}}                            its first checkpoint is safe
     {"pid": 4711, "rank": 3, "round": 0, "noticed": {}}                           a host of the job will be taken away
-    {"pid": 4711, "rank": 3, "round": 0, "ended": {"exception": "…", "text": "…"}}    both empty: by itself
+    {"pid": 4711, "rank": 3, "round": 0, "ended": {"exception": "…", "text": "…"}}    both empty: no exception
 
-Only the standard library: this runs in front of every rank.
+Only the standard library, because every rank imports this before it starts.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ if TYPE_CHECKING:
     from holdfast.errors import HoldfastError
 
 ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
-KEPT_VARIABLE = "HOLDFAST_RUN_KEEPS_STAGER"  # the standing stager that has it is started by `holdfast run`
-SET_ASIDE_VARIABLE = "HOLDFAST_RESTORE_SET_ASIDE"  # the setting of this name, which the supervisor adds to
+KEPT_VARIABLE = "HOLDFAST_RUN_KEEPS_STAGER"  # set for a standing stager that `holdfast run` starts
+SET_ASIDE_VARIABLE = (
+    "HOLDFAST_RESTORE_SET_ASIDE"  # the trainer setting, to which the supervisor adds checkpoints
+)
 MARK = "\x01holdfast "
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
 
 
 def own_rank() -> int:
-    """This process's rank in the whole job; 0 outside one."""
+    """Return this process's rank in the whole job; 0 outside a job."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
 def say(kind: str, **fields: Any) -> None:
-    """One line, whatever the program has left on its last one."""
+    """Write one line to stderr; begin with a newline, because the program may have left an unfinished line."""
     line = f"\n{MARK}{json.dumps({kind: fields}, separators=(',', ':'))}\n"
-    with contextlib.suppress(OSError):  # nobody reads it any more: mpirun is gone, and so are we in a moment
+    with contextlib.suppress(OSError):  # mpirun is gone, and will take this process with it
         os.write(2, line.encode())
 
 
 def tell(kind: str, *, step: int, **more: Any) -> None:
-    """From a training rank: it has come so far. Nothing where no `holdfast run` listens."""
+    """Report a training rank's progress to `holdfast run`, if the job has one."""
     if ATTEMPT_VARIABLE in os.environ:
         say(kind, rank=own_rank(), step=step, **more)
 
@@ -64,7 +66,7 @@ LAST_WORDS = re.compile(r"holdfast: rank \d+: ([A-Z]\w+): .*")
 
 
 def last_words(error: HoldfastError, *, rank: int, place: str) -> str:
-    """A rank's report on the error that ends it; begins as `LAST_WORDS` does. `place`: the script's line, or empty."""
+    """Format the error that ends a rank, so that `LAST_WORDS` matches. `place`: the script's line, or empty."""
     where = f" (at {place})" if place else ""
     return f"\nholdfast: rank {rank}: {type(error).__name__}: {error}{where}\nhelp: {error.help}\n"
 
@@ -79,7 +81,7 @@ def is_drilled() -> bool:
 
 
 def note(kind: str, value: Any) -> None:
-    """Write a line, if this process is in a drill. A full disk ends no training."""
+    """Write a line to the diary, if this process is in a drill. Ignore a full disk, so that training continues."""
     path = os.environ.get(DIARY_VARIABLE)
     if not path:
         return
@@ -98,7 +100,7 @@ _TEXT_MAX = 1000
 
 
 def report(kind: str, **fields: Any) -> None:
-    """Tell `holdfast rank`, if it stands around this process or around its launcher. Any thread."""
+    """Report to `holdfast rank`, if it wraps this process or its launcher. Any thread."""
     path = os.environ.get(REPORTS_VARIABLE)
     if path:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -106,14 +108,16 @@ def report(kind: str, **fields: Any) -> None:
 
 
 def report_end() -> None:
-    """Have this process report at exit what ended it. A process that a signal kills does not come so far."""
+    """Register a report of the exception that ends this process. A process that a signal kills sends none."""
     if REPORTS_VARIABLE in os.environ:
         process = os.getpid()  # a forked child is no rank
         atexit.register(lambda: _report_end() if os.getpid() == process else None)
 
 
 def _report_end() -> None:
-    error = getattr(sys, "last_value", None)  # set before the hook for uncaught exceptions is called
+    error = getattr(
+        sys, "last_value", None
+    )  # Python sets it before it calls the hook for uncaught exceptions
     kind = "" if error is None else f"{type(error).__module__}.{type(error).__qualname__}"
     text = "" if error is None else str(error)[:_TEXT_MAX]
     report("ended", exception=kind.removeprefix("builtins."), text=text)

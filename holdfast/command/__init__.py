@@ -1,1 +1,1 @@
-"""The frame of the `holdfast` command; the tools are in operator_side."""
+"""The frame of the `holdfast` command; the subcommands are in operator_side, stager and flusher."""

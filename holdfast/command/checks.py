@@ -20,7 +20,7 @@ class CheckState(StrEnum):
 class Finding:
     """The result of one check."""
 
-    check: str  # short and stable name, such as `mpi ulfm`; for `--json` and for people who grep
+    check: str  # short and stable name, such as `mpi ulfm`; for `--json` and for grep
     state: CheckState
     seen: str  # the observation, with figures
     fix: str = ""  # the remedy; empty if the state is ok
@@ -29,7 +29,7 @@ class Finding:
     def judged(
         cls, check: str, good: bool, seen: str, fix: str, otherwise: CheckState = CheckState.FAIL
     ) -> Finding:
-        """The finding of a check with two results: ok without a fix, or else `otherwise` with it."""
+        """Return `OK` without the fix if `good`, else `otherwise` with the fix."""
         return cls(check, CheckState.OK if good else otherwise, seen, "" if good else fix)
 
 
@@ -39,7 +39,7 @@ class CheckPlan:
 
     store: str | None  # URL of the run; None: the store is not checked
     runtime_dir: Path
-    ring_bytes: int  # size of the ring, at first
+    ring_bytes: int  # initial size
     chunk_bytes: int
-    hostfile: Path | None = None  # hosts of the MPI job, for mpirun; None: this machine alone
-    ring_grows: bool = False  # it becomes larger when a checkpoint needs it
+    hostfile: Path | None = None  # hosts of the MPI job, for mpirun; None: only this machine
+    ring_grows: bool = False  # the ring grows when a checkpoint needs more room

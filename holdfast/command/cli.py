@@ -3,8 +3,8 @@
     holdfast ls|run|doctor|… ─► operator_side      for people      ┐ found by the entry-point
     holdfast stager|flusher  ─► stager, flusher    for jobs        ┘ group `holdfast.commands`
 
-A command is imported only when it is named (or all of them for --help). A command whose dependency is not installed
-stays in the list and says what to install. Exit codes are those of holdfast/errors.py; 130 after Ctrl-C.
+Only the named command is imported, or all for --help. A command whose dependency is not installed stays in the list and
+says what to install. Exit codes are those of holdfast/errors.py; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.extras import install_line
 
 _GROUP = "holdfast.commands"
 _EXTRA_OF_PACKAGE = {"trainer_side": "trainer", "stager": "stager", "flusher": "flusher"}
-_INTERRUPTED_EXIT_CODE = 130  # what a shell gives a command that ended by SIGINT
+_INTERRUPTED_EXIT_CODE = 130  # a shell's code for a command that ended by SIGINT
 
 _log = logging.getLogger("holdfast.cli")
 
@@ -70,7 +70,7 @@ def _loaded(point: EntryPoint) -> click.Command:
 
 
 def _unavailable(point: EntryPoint, error: Exception) -> click.Command:
-    """A command in place of one that cannot be imported here. Its error says why; the other commands work."""
+    """Return a substitute for a command that cannot be imported. Its error says why; the other commands work."""
     package = point.module.partition(".")[0]
     missing = getattr(error, "name", None) or ""
     extra = _EXTRA_OF_PACKAGE.get(package)
@@ -121,7 +121,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current sys.stderr, which may have been replaced since the handler was made."""
+    """Writes to the current sys.stderr, which may have been replaced since the handler was created."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -137,7 +137,7 @@ def _set_up_logging(level: int) -> None:
         if console.is_terminal:
             handler = RichHandler(console=console, show_path=False, markup=False)
             handler.setFormatter(_PlainFormatter("%(message)s"))
-        else:  # a file or another program: each message on one line, whatever the width
+        else:  # a file or another program: one line for each message, of any width
             handler = _StderrHandler()
             handler.setFormatter(_PlainFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
@@ -161,14 +161,14 @@ def _leave_closed_terminal() -> None:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            with open(os.devnull, "w") as nothing:  # noqa: PTH123 - a descriptor is all that is wanted
+            with open(os.devnull, "w") as nothing:  # noqa: PTH123 - only its descriptor is used
                 os.dup2(nothing.fileno(), stream.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = cli.main(args=arguments, prog_name="holdfast", standalone_mode=False)
-    except (click.exceptions.Abort, KeyboardInterrupt):  # click turns the second into the first
+    except (click.exceptions.Abort, KeyboardInterrupt):  # click turns KeyboardInterrupt into Abort
         _say("interrupted")
         return _INTERRUPTED_EXIT_CODE
     except click.ClickException as error:
@@ -184,7 +184,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _say(message: str, who: str = "holdfast") -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with contextlib.suppress(OSError):  # a terminal that was closed
+    with contextlib.suppress(OSError):  # the terminal was closed
         console.print(Text(f"{who}:", "bold red" if who == "holdfast" else "bold"), end=" ")
         console.print(_plain(message), markup=False)
 

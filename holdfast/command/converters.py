@@ -1,4 +1,4 @@
-"""Export, import and diff need torch, so the trainers' package does the work: found by entry point, loaded on use."""
+"""Interface of export, import and diff. They need torch, so trainer_side implements them, loaded by entry point."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GROUP = "holdfast.converters"
 
 
 class Exported(NamedTuple):
-    """An export that was written."""
+    """A finished export."""
 
     nbytes: int
     tensors: int
@@ -28,7 +28,7 @@ class Exported(NamedTuple):
 
 
 class ImportSource(Protocol):
-    """A file or folder of another tool. It was read, and can be published as a checkpoint."""
+    """A file or folder of another tool that was read and can be published as a checkpoint."""
 
     @property
     def kind(self) -> str:
@@ -57,12 +57,12 @@ class ComparedFile(NamedTuple):
 
 
 class TensorDifference(NamedTuple):
-    """Two tensors of one path that are not the same.
+    """Two different tensors at one path.
 
     Attributes:
-        dtypes: The dtype of each side. `shapes`: the same of the shape.
-        elements: Number in each; None where the shapes differ. `differing`: number of those with other bits, or where
-            dtypes differ with another value.
+        dtypes: The dtype of each side. `shapes`: the shape of each side.
+        elements: Number in each; None if the shapes differ. `differing`: number of elements with different bits, or
+            with different values if the dtypes differ.
         max_abs: Largest difference between two finite elements. `mean_abs`: mean difference of all finite elements.
             `max_relative`: largest difference of two elements, relative to the larger of them.
         relative: Norm of the difference, relative to the larger norm of the two tensors; finite elements only.
@@ -84,12 +84,12 @@ class TensorDifference(NamedTuple):
 class StateComparison(NamedTuple):
     """The differences between two states."""
 
-    only_a: Sequence[str]  # paths that only the first has, of tensors and of other values
+    only_a: Sequence[str]  # paths in the first state only, of tensors and of other values
     only_b: Sequence[str]
-    tensors: Sequence[TensorDifference]  # other dtypes and shapes first, then by the relative difference
-    values: Sequence[tuple[str, str, str]]  # path, and the value of each side, of values that are no tensors
+    tensors: Sequence[TensorDifference]  # different dtypes and shapes first, then by the relative difference
+    values: Sequence[tuple[str, str, str]]  # path and both values, for values that are not tensors
     equal_tensors: int  # number of tensors with equal bits
-    unread: int  # of them, by their CRC-32 alone
+    unread: int  # number of those that were compared only by CRC-32
     equal_values: int
 
     @property
@@ -98,13 +98,11 @@ class StateComparison(NamedTuple):
 
 
 def converter(name: str) -> Any:
-    """Load the exporter or importer that is registered under this name. Raises `ConfigError`: it cannot be loaded here;
-    the message says what to install.
-    """
+    """Load the converter that is registered under this name. Raises `ConfigError`: says what to install."""
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:
         raise ConfigError(
-            f"this installation of holdfast has no {name!r}; install holdfast again, as you have installed it"
+            f"this installation of holdfast has no {name!r}; install holdfast again, in the same way as before"
         )
     try:
         return point.load()

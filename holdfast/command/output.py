@@ -33,36 +33,34 @@ from holdfast.image.manifest import Manifest
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNIT = 1024
 _SIZE_MAX = 1 << 80  # a manifest is input from outside, and may claim any number
-_PIPED_COLUMNS = 200  # for `grep` and `cut`, no cell is cut off or folded
+_PIPED_COLUMNS = 200  # wide enough that cells are not cut or wrapped, for `grep` and `cut`
 
 
 def say(text: str) -> None:
-    """Write a line to stderr. Where nobody reads it any more, as on a terminal that was closed, it is dropped: what a
-    command says must not decide how it ends.
-    """
+    """Write a line to stderr. Ignore errors, as of a closed terminal: output must not change a command's exit code."""
     with suppress(OSError):
         click.echo(plain(text), err=True)
 
 
 def console() -> Console:
-    """A console on stdout: coloured on a terminal, plain and wide when piped."""
+    """Return a console on stdout: coloured on a terminal, plain and wide when piped."""
     width = None if sys.stdout.isatty() else _PIPED_COLUMNS
     return Console(width=width, highlight=False, soft_wrap=False)
 
 
 def show(text: str, style: str = "") -> None:
-    """Write a line of the result to stdout, whatever its characters mean to rich or to a terminal."""
+    """Write a line of the result to stdout, without interpreting markup or control characters."""
     console().print(plain(text), style=style, markup=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
     text = json.dumps(document, indent=2, ensure_ascii=False)
-    # A path that is not UTF-8 has lone surrogates, which no terminal takes; escaped they are valid JSON.
+    # A path that is not UTF-8 has lone surrogates, which cannot be encoded; escaped they are valid JSON.
     click.echo(text.encode(errors="backslashreplace"))
 
 
 def json_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the option `--json` as the parameter `as_json`. With it, an error is printed as a document as well."""
+    """Add the option `--json` as the parameter `as_json`. With it, an error is also printed as a document."""
 
     @click.option(
         "--json", "as_json", is_flag=True, help="Print the result as one JSON document, as described above."
@@ -80,7 +78,7 @@ def json_option(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table that fits 80 columns when its cells do; the columns named in `right` hold numbers."""
+    """Return a compact table; the columns named in `right` are aligned right, for numbers."""
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for column in columns:
         result.add_column(column, justify="right" if column in right else "left", no_wrap=True)
@@ -105,7 +103,7 @@ def progress_bar(what: str, total_bytes: int, *, hidden: bool = False) -> Iterat
 
 
 def size(nbytes: int | None) -> str:
-    """`1.4 GiB`; `-` for None."""
+    """Format as `1.4 GiB`; `-` for None."""
     if nbytes is None:
         return "-"
     if abs(nbytes) > _SIZE_MAX:
@@ -122,7 +120,7 @@ def plain(text: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """`0.28 s`, `12.3 s`, `4 min`, `3 h`, `5 d`."""
+    """Format as `0.28 s`, `12.3 s`, `4 min`, `3 h`, `5 d`."""
     for limit, unit_seconds, text in ((10, 1, "{:.2f} s"), (100, 1, "{:.1f} s"), (7200, 60, "{:.0f} min")):
         if value < limit:
             return text.format(value / unit_seconds)
@@ -130,7 +128,7 @@ def seconds(value: float) -> str:
 
 
 def age(manifest: Manifest) -> str:
-    """How long ago the manifest says it was made; `-` if it does not say that in ISO 8601."""
+    """Format the age of the manifest; `-` if its creation time is not ISO 8601."""
     try:
         created = datetime.fromisoformat(manifest.created)
     except ValueError:
@@ -138,5 +136,5 @@ def age(manifest: Manifest) -> str:
     if created.tzinfo is None:
         created = created.replace(tzinfo=UTC)
     passed_seconds = (datetime.now(UTC) - created).total_seconds()
-    # Clocks of two machines differ; what was made just now must not be minus a second old.
+    # Clocks of two machines differ, and an age must not be negative.
     return seconds(max(0.0, passed_seconds))

@@ -1,4 +1,4 @@
-"""Puts a file or a folder that a tool makes in its place on this machine: completely, or not at all.
+"""Writes a file or a folder for a tool, completely or not at all.
 
 place ─► .NAME.<random>.part ─► filled ─► fsync ─► rename
 """
@@ -16,8 +16,8 @@ from holdfast.errors import ConfigError, StoreError
 
 
 def place(destination: Path, file_name: str, *, force: bool) -> Path:
-    """Where the file goes: `destination`, or in it if that is a directory. Raises `ConfigError`: it cannot go there;
-    said before anything is read.
+    """Return the path for a file: `destination`, or `file_name` in it if that is a directory. Raises `ConfigError`: the
+    path cannot be used. Call before reading, so that the user need not wait for the error.
     """
     try:
         path = destination / file_name if destination.is_dir() else destination
@@ -33,8 +33,8 @@ def place(destination: Path, file_name: str, *, force: bool) -> Path:
 
 
 def place_folder(destination: Path, mark: str, *, force: bool) -> Path:
-    """Where a folder goes. `mark`: a file that folders of its kind have; no other one is replaced, and one of its kind
-    only with `force`. Raises `ConfigError`: it cannot go there; said before anything is read.
+    """Return the path for a folder. `mark`: a file in every folder of this kind; with `force` such a folder may be
+    replaced, any other never. Raises `ConfigError`: the path cannot be used.
     """
     path = Path(os.path.abspath(destination))  # noqa: PTH100 - `.` has no name to rename to
     try:
@@ -55,8 +55,10 @@ def place_folder(destination: Path, mark: str, *, force: bool) -> Path:
 
 
 def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
-    """Have the file at `path` filled by way of a temporary name beside it; `fill` writes to a file descriptor. Raises
-    `StoreError`: it cannot be written; the message says that `nbytes` are needed.
+    """Write the file at `path` through a temporary file beside it; `fill` writes to its descriptor.
+
+    Raises:
+        StoreError: The write failed; the message says that `nbytes` are needed.
     """
     temporary = _temporary(path)
     try:
@@ -71,12 +73,12 @@ def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
     except OSError as error:
         raise unwritable(path, nbytes, error) from error
     finally:
-        with contextlib.suppress(FileNotFoundError):  # renamed, or never made
+        with contextlib.suppress(FileNotFoundError):  # renamed, or never created
             temporary.unlink()
 
 
 def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
-    """As `write_whole`, for a folder, into which `fill` writes files. They are made durable.
+    """Write a folder like `write_whole`; `fill` writes files into it, which are synced.
 
     An existing folder is replaced; for a moment the path does not exist.
     """
@@ -107,7 +109,7 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def unwritable(path: Path, nbytes: int, error: OSError) -> StoreError:
-    """The error to raise for an error of the system at `path`."""
+    """Build the error for a failed system call on `path`."""
     return StoreError(f"{path}: cannot be written: {error.strerror or error} ({nbytes} bytes are needed)")
 
 

@@ -17,7 +17,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
 
 def setting_options(config: type[BaseSettings], **kinds: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Add an option for each named setting; `kinds` has click's types, and `bool` makes the pair `--name/--no-name`."""
+    """Add an option for each named setting. `kinds`: click's types; `bool` gives the pair `--name/--no-name`."""
 
     def with_options(command: Callable[..., Any]) -> Any:
         described = meanings(config)
@@ -27,7 +27,7 @@ def setting_options(config: type[BaseSettings], **kinds: Any) -> Callable[[Calla
                 option, kind = f"{option}/--no-{name.replace('_', '-')}", None
             text = described[name].replace("`", "")
             default = default_of(config, name)
-            # Not click's default: a value that was not given may still come from the environment or holdfast.toml.
+            # Not click's default: an option that is not given may still be set in the environment or holdfast.toml.
             help_text = f"{text}  [default: {default}]" if default else text
             command = click.option(option, default=None, type=kind, help=help_text)(command)
         return command
@@ -36,7 +36,7 @@ def setting_options(config: type[BaseSettings], **kinds: Any) -> Callable[[Calla
 
 
 def meanings(config: type[BaseSettings]) -> Mapping[str, str]:
-    """The descriptions of a role's settings, from the docstrings of its class and of those that it extends."""
+    """Collect the descriptions of a role's settings from the docstrings of its class and base classes."""
     found: dict[str, str] = {}
     for kind in config.__mro__:
         section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
@@ -48,7 +48,7 @@ def meanings(config: type[BaseSettings]) -> Mapping[str, str]:
 
 
 def default_of(config: type[BaseSettings], name: str) -> str:
-    """The default as a person writes it; empty without a default."""
+    """Format the default as a user would write it; empty without a default."""
     value: Any = config.model_fields[name].get_default(call_default_factory=True)
     if value in (None, PydanticUndefined) or isinstance(
         value, tuple

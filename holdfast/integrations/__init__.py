@@ -1,4 +1,4 @@
-"""Holdfast in the training loops of frameworks: one module for each, which needs none of the other frameworks.
+"""Holdfast in the training loops of frameworks: one module for each, which does not import the other frameworks.
 
     from holdfast.integrations.lightning import HoldfastCallback, HoldfastEnvironment
 
@@ -6,10 +6,10 @@ accelerate     Hugging Face's Accelerate: the state of a plain training loop
 epochs         a loader with a length for `ResumableSampler`'s batches, for training loops that count epochs
 lightning      PyTorch Lightning: a callback, and the environment of the job
 torchtitan     torchtitan's training loop, or a similar one: a checkpoint manager
-trackers       experiment trackers: runs that go on, with marks about checkpoints
+trackers       experiment trackers: a resumed job continues its run there, with marks about checkpoints
 transformers   Hugging Face's Trainer: a callback
 
-Each gives the names of the module of `trainer_side.frameworks` with the same name.
+Each module re-exports the module of `trainer_side.frameworks` with the same name.
 """
 
 from typing import TYPE_CHECKING

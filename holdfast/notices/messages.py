@@ -1,9 +1,9 @@
-"""The messages with which ranks agree on a step, and the log lines and events of the process that decides.
+"""The messages by which ranks agree on a step, and the log lines and events of the deciding process.
 
     decider ── SAVE_AT or SAVE_EVERY: Announcement ──► every rank
             ◄────────────── AT or HERE: StepAnswer ──┘
 
-The bytes are described in docs/wire.md. Bodies are input from outside: one with a wrong field is a `ProtocolError`.
+docs/wire.md describes the bytes. Bodies are untrusted input: a wrong field raises a `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP_SECONDS_MAX = 1e6
 
 
 class StepWord(Enum):
-    """The meaning of an announcement; its value travels in `flags`."""
+    """The meaning of an announcement; sent in `flags`."""
 
     PROPOSED = 0
     APPOINTED = 1
@@ -33,7 +33,7 @@ class StepWord(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The decider's message to every rank. `number` is that of the proposal; `body` says what is appointed."""
+    """The decider's message to every rank. `number`: of the proposal. `body`: the action at an appointed step."""
 
     word: StepWord
     step: int
@@ -48,7 +48,7 @@ class Announcement:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Announcement:
-        """Read a SAVE_AT or a SAVE_EVERY. Raises `ProtocolError`: the frame does not hold what it should."""
+        """Parse a SAVE_AT or a SAVE_EVERY. Raises `ProtocolError`: a field is wrong."""
         last = StepWord.LOOSE if frame.kind is Kind.SAVE_EVERY else StepWord.CALLED_OFF
         if not 0 <= frame.flags <= last.value:
             raise ProtocolError(f"{frame.kind.name}: flags {frame.flags}, expected 0 to {last.value}")
@@ -61,7 +61,7 @@ class StepAnswer:
 
     number: int
     next_step: int  # the step after the last one that this rank has reached
-    step_seconds: float | None = None  # how long a step takes; None: not known yet
+    step_seconds: float | None = None  # time of a training step; None: not known yet
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
@@ -71,7 +71,7 @@ class StepAnswer:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> StepAnswer:
-        """Read an AT or a HERE; who uses further fields checks them. Raises `ProtocolError`."""
+        """Parse an AT or a HERE, but no further fields of `body`. Raises `ProtocolError`."""
         body = wire.json_body(frame)
         seconds = body.get("step_seconds")
         if seconds is not None and not (
@@ -85,7 +85,7 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """A log line that is an event as well. `loud`: a checkpoint is lost, or a person must act."""
+    """A log line that is also an event. `loud`: a checkpoint is lost, or a person must act."""
 
     event: str
     text: str
@@ -105,7 +105,7 @@ def carry_out(
     attempt: int,
     log: logging.Logger,
 ) -> None:
-    """Send, log and record `effects` in their order; announcements go as `kind`. Called in the decider's thread."""
+    """Send, log and record `effects` in order; send announcements as `kind`. Only for the decider's thread."""
     for effect in effects:
         if isinstance(effect, EventLine):
             log.log(logging.ERROR if effect.loud else logging.WARNING, "%s", effect.text)

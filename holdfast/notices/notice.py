@@ -2,8 +2,8 @@
 
     watch of a rank ─► NOTICE ─► stager: PreemptionCoordinator ─► SAVE_AT, with the notice in its body ─► every rank
 
-Between processes a deadline travels as seconds that are left, not as a time of day: the clocks of two machines need
-not agree, and a message takes milliseconds.
+Messages carry a deadline as seconds left, not as a time of day, because the clocks of two machines may differ while a
+message takes only milliseconds.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Notice:
 
     kind: NoticeKind  # whether the machine will be taken away, or may be
     deadline_unix: float | None  # when, by this machine's clock; None: not known
-    source: str  # the watch that heard it: `aws`, `gcp`, `azure`, `sigterm`, `sigusr1`
-    said_by: str = ""  # the words of that source, or the address that was asked; for people
-    rank: int = -1  # the training rank that was told; -1: not known yet
+    source: str  # the watch that received it: `aws`, `gcp`, `azure`, `sigterm`, `sigusr1`
+    said_by: str = ""  # the source's own text, or the address that was polled; for people
+    rank: int = -1  # the training rank that received it; -1: not known yet
 
     def seconds_left(self, now_unix: float | None = None) -> float | None:
         """Seconds until the deadline, below 0 after it; None without a deadline."""
@@ -46,7 +46,7 @@ class Notice:
         return self.deadline_unix - (time.time() if now_unix is None else now_unix)
 
     def sentence(self, now_unix: float | None = None) -> str:
-        """The notice in a log line: `terminate in 118 s, said by aws (…)`."""
+        """Format the notice for a log line: `terminate in 118 s, said by aws (…)`."""
         left = self.seconds_left(now_unix)
         when = "" if left is None else f" in {left:.1f} s" if left >= 0 else f" {-left:.1f} s ago"
         by = f"{self.source} ({self.said_by})" if self.said_by else self.source
@@ -63,7 +63,7 @@ class Notice:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], now_unix: float | None = None) -> Notice:
-        """Read the fields of a message. Raises `ProtocolError`: a field is missing or wrong."""
+        """Parse the fields of a message. Raises `ProtocolError`: a field is missing or wrong."""
         kind, left = document.get("kind"), document.get("seconds_left")
         texts = document.get("source"), document.get("said_by", "")
         rank = document.get("rank", -1)
@@ -86,16 +86,13 @@ class Notice:
 class Terms:
     """The action of all ranks at the step that the stager has appointed; the body of SAVE_AT."""
 
-    save: bool  # whether a checkpoint is taken
+    save: bool  # whether to take a checkpoint
     reason: str  # why, or why not
-    notice: Notice  # the notice, and the rank that heard it
-    factor: int = (
-        1  # how many times as frequent checkpoints are from then on, up to step `until_step`; 1: as before
-    )
+    notice: Notice  # with the rank that received it
+    factor: int = 1  # checkpoints are this many times as frequent, until step `until_step`; 1: as before
     until_step: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the message, without those of the notice that its sender knows better."""
         return {
             "save": self.save,
             "reason": self.reason,
@@ -106,7 +103,7 @@ class Terms:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Terms:
-        """Read the fields of a message. Raises `ProtocolError`: a field is missing or wrong."""
+        """Parse the fields of a message. Raises `ProtocolError`: a field is missing or wrong."""
         save, reason, notice = document.get("save"), document.get("reason"), document.get("notice")
         factor, until_step = document.get("factor"), document.get("until_step")
         if not (isinstance(save, bool) and isinstance(reason, str) and isinstance(notice, Mapping)):
@@ -119,5 +116,5 @@ class Terms:
 
 
 def _printable(text: Any) -> str:
-    """Make a text fit for logs and terminals."""
+    """Replace control characters, which could steer a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(text))

@@ -1,14 +1,14 @@
-"""Brings all ranks to save one step after a preemption notice: proposes the step, and follows its checkpoint.
+"""Makes all ranks save the same step after a preemption notice: proposes the step, and follows its checkpoint.
 
     NOTICE ─► agreeing (step_agreement.py) ── every rank has promised the step ──► APPOINTED ── staged ──► over: logged
                 ▲                                                                     │
-                └────────────── declined or failed: planned again, a later step ───────┘
+                └─────────────── declined or failed: propose a later step ────────────┘
     no agreement, or a rank is lost ─► over: logged, and no rank waits for anything
 
-Events in, effects out; no clock, no transport. The stager runs it, or rank 0 in a job without a stager.
+Events in, effects out; no clock, no transport. Runs in the stager, or in rank 0 of a job without a stager.
 - All ranks must act at the step or none: a first save agrees on a layout, and waits for all ranks.
-- A second notice joins the first while the first is open; the earlier deadline and the more urgent kind hold. A notice
-  that comes within some seconds after the step was staged counts as served by it: machines that are reclaimed together
+- A second notice joins the first while the first is open; the earlier deadline and the more urgent kind apply. A notice
+  that arrives within seconds after the step was staged is served by that step: machines that are reclaimed together
   receive their notices at different polls.
 """
 
@@ -25,18 +25,18 @@ from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 
-_TRIES_MAX = 12  # the margin doubles, so the last ones are thousands of steps ahead
+_TRIES_MAX = 12  # the margin doubles, so the last tries are thousands of steps ahead
 _SAVES_MAX = 6
 # Idle ranks and the stager poll their messages every few milliseconds.
 _MARGIN = Margin(seconds=0.1, steps_min=1, steps_max=100_000, steps_unmeasured=1)
-_JOIN_SECONDS = 10.0  # two looks of a watch
-_NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to come to the step
+_JOIN_SECONDS = 10.0  # two polls of a watch
+_NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to reach the step
 
 
 class PreemptionCoordinator:
-    """Methods return effects. `now`: time of a clock that only goes forward. `in_flight`: gives the checkpoints on
-    their way, oldest first, at each decision. `safe`: word for a checkpoint that outlives its ranks, such as `staged`.
-    `rebalance_seconds`, `rebalance_factor`: how long checkpoints are more frequent after a rebalance, and how much.
+    """State machine whose methods return effects. `now`: monotonic time. `in_flight`: returns checkpoints in flight,
+    oldest first. `safe`: word for a checkpoint that survives its ranks, such as `staged`. `rebalance_seconds`,
+    `rebalance_factor`: how long checkpoints are more frequent after a rebalance, and how much.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class PreemptionCoordinator:
         self._deadline: float | None = None
         self._name = ""
         self._decision: Decision | None = None
-        self._appointed_at: float | None = None  # None: no checkpoint of an appointed step is waited for
-        self._saving: int | None = None  # the step that was really offered
+        self._appointed_at: float | None = None  # None: no appointed step waits for its checkpoint
+        self._saving: int | None = None  # the step that ranks actually offered
         self._saves = 0
-        self._again_at: float | None = None  # when ranks that have not answered are asked again
+        self._again_at: float | None = None  # when to ask again after ranks did not answer
         self._staged_step = -1
-        self._since_step = -1  # that was staged while the notice is open, appointed or not
-        # The last step that was saved for a notice, when it was staged, and of which kind the notice was.
+        self._since_step = -1  # the newest step staged since the notice, appointed or not
+        # The last step that was saved for a notice, when it was staged, and the kind of the notice.
         self._served: tuple[int, float, NoticeKind] | None = None
         self._lost: dict[int, str] = {}
 
@@ -76,7 +76,7 @@ class PreemptionCoordinator:
     # -- messages of ranks ---------------------------------------------------------------------------------------
 
     def hear(self, rank: int, name: str, frame: Frame, now: float) -> list[Effect]:
-        """Take a rank's NOTICE or AT. `name`: the rank, for people. Raises `ProtocolError`: a field is wrong."""
+        """Handle a rank's NOTICE or AT. `name`: the rank, for people. Raises `ProtocolError`: a field is wrong."""
         if frame.kind is Kind.NOTICE:
             notice = Notice.from_json(wire.json_body(frame))
             return self.noticed(rank, notice, notice.seconds_left(), name, now)
@@ -85,7 +85,7 @@ class PreemptionCoordinator:
     def noticed(
         self, rank: int, notice: Notice, seconds_left: float | None, name: str, now: float
     ) -> list[Effect]:
-        """A rank has received `notice`. `name` is the rank for people."""
+        """Handle a notice that a rank received. `name`: the rank, for people."""
         deadline = None if seconds_left is None else now + seconds_left
         said = EventLine(
             "notice",
@@ -106,7 +106,7 @@ class PreemptionCoordinator:
         if self._served is not None:
             step, at, kind = self._served
             if now - at <= _JOIN_SECONDS and notice.kind in {kind, NoticeKind.REBALANCE}:
-                text = f"{said.text}; step {step}, {self._safe} {now - at:.1f} s ago, is that of this notice, too"
+                text = f"{said.text}; step {step}, {self._safe} {now - at:.1f} s ago, serves this notice, too"
                 return [replace(said, text=text)]
         self._notice, self._name, self._deadline = replace(notice, rank=rank), name, deadline
         self._saves, self._again_at, self._since_step = 0, None, -1
@@ -128,12 +128,12 @@ class PreemptionCoordinator:
                 return [agreement.propose_later(now, wait_seconds=self._decision.wait_seconds)]
 
     def offered(self, step: int) -> None:
-        """A rank has offered or declined `step`; the first one from the appointed step on is the one that was meant."""
+        """Note that a rank has offered or declined `step`. Follow the first such step from the appointed one on."""
         if self._appointed_at is not None and self._saving is None and step >= self._agreement.step:
             self._saving = step
 
     def staged(self, step: int, nbytes: int, seconds: float, now: float) -> list[Effect]:
-        """A checkpoint was staged, `seconds` after its first offer."""
+        """Note that a checkpoint was staged, `seconds` after its first offer."""
         self.measures.staged(nbytes, seconds)
         self._staged_step = max(self._staged_step, step)
         if self.open:
@@ -146,7 +146,7 @@ class PreemptionCoordinator:
             when = f", {-left:.1f} s after the deadline"
         said = EventLine(
             "emergency_staged",
-            f"the checkpoint of step {step}, saved because {self._name} was told of {self._kind()}, "
+            f"the checkpoint of step {step}, saved because {self._name} received a {self._kind()} notice, "
             f"is {self._safe}{when}",
             {"saved_step": step, "seconds_left": left, "seconds": seconds, "told": self._name},
         )
@@ -156,26 +156,26 @@ class PreemptionCoordinator:
         return [said]
 
     def ended(self, step: int, reason: str, now: float) -> list[Effect]:
-        """A checkpoint was declined, or has failed."""
+        """Note that a checkpoint was declined or has failed."""
         if self._appointed_at is None or step != self._saving:
             return []
         self._saves += 1
         if self._lost or self._saves >= _SAVES_MAX:
             return self._over(f"step {step} was not saved: {reason}", now)
         self._appointed_at = None
-        return [self._agreement.ask(step, now)]  # no rank can save this step any more
+        return [self._agreement.ask(step, now)]  # no rank can save this step again
 
     def rank_left(self, rank: int, reason: str, now: float) -> list[Effect]:
-        """A rank is dead or dropped, or has said BYE."""
+        """Note that a rank is dead or dropped, or has said BYE."""
         self._lost[rank] = reason
         if not self.open or (self._appointed_at is not None and self._saving is not None):
-            return []  # a checkpoint that is under way may still become staged
+            return []  # the checkpoint in flight may still be staged
         return self._over(f"no checkpoint can be whole: {reason}", now)
 
     def tick(self, now: float) -> list[Effect]:
         overdue, left = self._agreement.overdue(now), self._left(now)
         if overdue:
-            # That rank may be starting still, or be stopped for a while.
+            # Ask again later: that rank may still be starting, or be suspended for a while.
             self._again_at = now + self._answer_seconds_max
             return self._over(f"{overdue}; it is stopped or cut off", now)
         if not self.open and self._again_at is not None and now >= self._again_at:
@@ -204,12 +204,12 @@ class PreemptionCoordinator:
         terms = Terms(take, decision.reason, self._notice, factor, until_step)
         does = {
             Choice.TAKE: f"step {step} is to be saved, as soon as all ranks have finished it",
-            Choice.FINISH: "no new checkpoint is begun",
+            Choice.FINISH: "no new checkpoint is started",
             Choice.SKIP: "nothing can be saved",
         }
         said = EventLine(
             "emergency",
-            f"because {self._name} was told of {self._kind()}: {does[decision.choice]} ({decision.reason})",
+            f"because {self._name} received a {self._kind()} notice: {does[decision.choice]} ({decision.reason})",
             {
                 "choice": decision.choice.value,
                 "at_step": step,
@@ -229,10 +229,10 @@ class PreemptionCoordinator:
         step = f"step {self._staged_step}" if self._staged_step >= 0 else "nothing"
         kept = f"{step} is {self._safe}"
         other = "no further checkpoint" if self._since_step >= 0 else "no checkpoint"
-        text = f"{other} was taken after {self._name} was told of {self._kind()}: {why}; {kept}"
+        text = f"{other} was taken after {self._name} received a {self._kind()} notice: {why}; {kept}"
         fields = {"reason": why, "seconds_left": self._left(now), "told": self._name}
         said = EventLine("emergency_failed", text, fields, loud=self._since_step < 0)
-        # An appointed step stays appointed: some ranks may have saved it, and the others must not then leave it out.
+        # An appointed step stays appointed: if some ranks have saved it, the others must not skip it.
         return [self._agreement.call_off(), said] if self._agreement.open else [said]
 
     def _outlook(self, next_step: int, now: float) -> Outlook:
@@ -251,4 +251,4 @@ class PreemptionCoordinator:
 
     def _kind(self) -> str:
         assert self._notice is not None
-        return "its end" if self._notice.kind is NoticeKind.TERMINATE else "a rebalance"
+        return "termination" if self._notice.kind is NoticeKind.TERMINATE else "rebalance"

@@ -1,11 +1,11 @@
-"""Decides whether to begin a checkpoint before a deadline. Pure arithmetic on measured times.
+"""Decides whether to start a checkpoint before a deadline. Pure arithmetic on measured times.
 
     now ─► in flight is staged ─► next step boundary ─► a new one is staged ─► safety ─► deadline
            └── in_flight_seconds  └── step_seconds      └── staged_seconds
 
-All of it fits: TAKE. It does not: FINISH what is in flight, which is then the best there will be, and keep its
-bandwidth for it; with nothing in flight SKIP, and say what is lost. A time that was never measured counts as zero: a
-try costs nothing that is not lost anyway. Staged is enough, because the stager's machine stays.
+If the sum fits, TAKE a checkpoint. If not, FINISH the checkpoints in flight and leave the bandwidth to them; with none
+in flight, SKIP and report the loss. A time that was never measured counts as zero, because a failed try costs only what
+would be lost anyway. Staged is enough, because the stager's machine stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-_SAFETY_FACTOR = 1.25  # the slowest of the last few, and a quarter more
+_SAFETY_FACTOR = 1.25  # on top of the slowest of the last few checkpoints
 _SAFETY_SECONDS = 1.0
 _REMEMBERED = 4
 
@@ -30,25 +30,24 @@ class Choice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """One checkpoint on its way to the stager."""
+    """A checkpoint that is being sent to the stager."""
 
     step: int
-    fraction: float  # the share of it that has come, 0 to 1
+    fraction: float  # of its bytes that have arrived, 0 to 1
     elapsed_seconds: float  # seconds since its first offer
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The facts at the moment of the decision. None: not known."""
+    """The facts at the time of the decision. None: not known."""
 
     seconds_left: float | None  # seconds until the deadline; None: there is no deadline
-    # how long a new checkpoint takes from its offer to staged, if nothing else is in flight
-    staged_seconds: float | None
-    in_flight: Sequence[InFlight] = ()  # checkpoints in flight, oldest first
+    staged_seconds: float | None  # a new checkpoint's time from offer to staged, with nothing else in flight
+    in_flight: Sequence[InFlight] = ()  # oldest first
     step_seconds: float | None = None  # time of a training step
     next_step: int = 0  # the first step that a new checkpoint could be of
     staged_step: int = -1  # the newest staged step; -1: none
-    safe: str = "staged"  # words for a checkpoint that outlives its ranks, such as `staged`
+    safe: str = "staged"  # word for a checkpoint that survives its ranks, such as `staged`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,11 @@ class Decision:
 
     choice: Choice
     reason: str
-    wait_seconds: float = 0.0  # with TAKE, how long checkpoints in flight go first
-    needed_seconds: float = 0.0  # expected time for a new checkpoint in all; 0 if nothing was measured
+    wait_seconds: float = 0.0  # with TAKE: wait this long for the checkpoints in flight
+    needed_seconds: float = 0.0  # expected total time for a new checkpoint; 0 if nothing was measured
 
 
 def should_save(outlook: Outlook) -> Decision:
-    """Whether to save before the deadline; see the module."""
     flight_seconds = _flight_seconds(outlook)
     left = outlook.seconds_left
     if left is None:
@@ -73,7 +71,7 @@ def should_save(outlook: Outlook) -> Decision:
         return Decision(
             Choice.TAKE,
             f"{left:.1f} s are left, and no checkpoint was {outlook.safe} yet that would say how long one takes",
-            min(flight_seconds, left / 2),  # a guess from the first bytes may be far above what is left
+            min(flight_seconds, left / 2),  # an estimate from the first bytes may far exceed the time left
         )
     needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.staged_seconds
     needed = _SAFETY_FACTOR * needed + _SAFETY_SECONDS
@@ -99,7 +97,9 @@ def _otherwise(outlook: Outlook, reason: str, needed_seconds: float = 0.0) -> De
 
 
 def _flight_seconds(outlook: Outlook) -> float:
-    """Time until all in flight is staged: at its own speed where that is known, else as long as others took."""
+    """Estimate the time until all checkpoints in flight are staged: the shorter of two estimates for each, by its own
+    speed and by the time of earlier checkpoints.
+    """
     seconds = 0.0
     for flight in outlook.in_flight:
         own = (
@@ -112,7 +112,7 @@ def _flight_seconds(outlook: Outlook) -> float:
 
 
 class Measures:
-    """How long the last few checkpoints took until staged, and their bytes."""
+    """Bytes and time to staged of the last few checkpoints."""
 
     def __init__(self) -> None:
         self._taken: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
@@ -122,7 +122,7 @@ class Measures:
         self._taken.append((nbytes, seconds))
 
     def staged_seconds(self) -> float | None:
-        """How long a checkpoint as large as the last will take, by the slowest remembered; None before the first."""
+        """Estimate the time of a checkpoint as large as the last, by the slowest remembered; None before the first."""
         if not self._taken:
             return None
         wanted = self._taken[-1][0]

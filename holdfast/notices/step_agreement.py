@@ -1,4 +1,4 @@
-"""Lets all ranks act at the same step without a collective operation: the side of the process that decides.
+"""Lets all ranks act at the same step without a collective operation: the deciding process's side.
 
     ask: where is every rank? ─► propose a step ── no rank has passed the step ──► appoint the step
                                   ▲     └─ a rank has passed it: propose a later one ─┐
@@ -7,11 +7,11 @@
 
 A rank promises a step by answering that it has not passed the step; it then waits at that step for the decider's answer
 (trainer_side/notice/promised_steps.py is the ranks' side). Therefore either all ranks act at a step, or no rank does. A
-rank's link answers, not its training: an answer takes milliseconds, and `answer_seconds_max` is for processes that are
-stopped.
+rank's link thread answers, not its training thread, so an answer takes milliseconds; `answer_seconds_max` is for
+suspended processes.
 
-Two users: a preemption notice (preemption.py) and the interval (stager/interval_agreement.py). They say what the agreed
-step means, and when an agreement begins or is given up. No clock, no transport: answers in, announcements out.
+Two users, a preemption notice (preemption.py) and the interval (stager/interval_agreement.py), decide what the agreed
+step means, and when to start or cancel an agreement. No clock, no transport: answers in, announcements out.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from holdfast.notices.messages import Announcement, StepAnswer, StepWord
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """How many steps ahead of the foremost rank a step is proposed, so that no rank passes it before it hears of it."""
+    """Distance of a proposed step from the foremost rank, so that the proposal reaches all ranks before that step."""
 
-    seconds: float  # time ahead, turned into steps of the quickest rank; doubled at each try
+    seconds: float  # time ahead, converted into steps of the fastest rank; doubled at each try
     steps_min: int  # steps_min, steps_max: bounds of the result
     steps_max: int
-    steps_unmeasured: int  # steps ahead while no rank knows how long its steps take; doubled at each try
+    steps_unmeasured: int  # steps ahead while no rank knows the time of its steps; doubled at each try
 
     def steps(self, quickest_seconds: float, doubled: int, wait_seconds: float) -> int:
-        """Steps ahead. `wait_seconds` is added to the margin, and not doubled."""
+        """Return the number of steps ahead. `wait_seconds`: added to the margin, not doubled."""
         if quickest_seconds <= 0:
             return min(self.steps_max, self.steps_unmeasured << doubled)
         wanted = (self.seconds * (1 << doubled) + wait_seconds) / quickest_seconds
@@ -47,12 +47,12 @@ class Answers(Enum):
 
     INCOMPLETE = "incomplete"
     PROMISED = "promised"  # by every rank
-    PASSED = "passed"  # by a rank, or it was only asked where the ranks are: propose a later step
-    EXHAUSTED = "exhausted"  # passed, and no further step may be proposed
+    PASSED = "passed"  # by a rank, or this was only a question for the ranks' steps: propose a later step
+    EXHAUSTED = "exhausted"  # passed, and no tries are left
 
 
 class StepAgreement:
-    """`now`: time of a clock that only goes forward. `margin`: how far ahead steps are proposed. `tries_max`: most
+    """State of one agreement. `now`: monotonic time. `margin`: how far ahead to propose steps. `tries_max`: number of
     proposals, the first question included. `open`: ranks may be waiting. `step`, `number`, `tries`: of the last
     proposal.
     """
@@ -62,27 +62,27 @@ class StepAgreement:
         self._tries_max, self._answer_seconds_max = tries_max, answer_seconds_max
         self.open = False
         self.step = self.number = self.tries = 0
-        self._only_asks = False  # promises count for nothing: no decision stands behind the proposal
+        self._only_asks = False  # ignore promises: the proposal only asks for the ranks' next steps
         self._asked_at = 0.0
         self._next_steps: dict[int, int] = {}
         self._step_seconds: dict[int, float] = {}
 
     def begin(self, now: float) -> Announcement:
-        """Ask where every rank is, with step 0: a rank that has trained cannot promise it, so no rank waits."""
+        """Ask every rank for its next step, by proposing step 0: no rank that has trained can promise it and wait."""
         self.tries = 0
         return self.ask(0, now)
 
     def ask(self, step: int, now: float) -> Announcement:
-        """Ask as `begin` does, with a step that ranks are known to have reached; the tries go on counting."""
+        """Ask like `begin`, with a step that ranks are known to have reached, and keep counting tries."""
         self._only_asks = True
         return self._propose(step, now)
 
     def decide_again(self) -> None:
-        """The reason for the proposal has changed: its answers now only tell the ranks' next steps."""
+        """Use the answers to the open proposal only to learn the ranks' next steps: its reason has changed."""
         self._only_asks = True
 
     def answered(self, rank: int, answer: StepAnswer) -> Answers:
-        """Take a rank's answer; answers to other proposals than the open one are left out."""
+        """Add a rank's answer, unless it is for another proposal than the open one."""
         if not self.open or answer.number != self.number:
             return Answers.INCOMPLETE
         self._next_steps[rank] = answer.next_step
@@ -95,7 +95,7 @@ class StepAgreement:
         return Answers.PASSED if self.tries < self._tries_max else Answers.EXHAUSTED
 
     def propose_later(self, now: float, *, wait_seconds: float = 0.0, above: int = -1) -> Announcement:
-        """Propose a step ahead of all ranks, `wait_seconds` further and above `above`."""
+        """Propose a step ahead of all ranks, at least `wait_seconds` later, and after step `above`."""
         quickest = min(self._step_seconds.values(), default=0.0)
         doubled = 0 if self._only_asks else self.tries - 1
         self._only_asks = False
@@ -112,7 +112,7 @@ class StepAgreement:
         return Announcement(StepWord.CALLED_OFF, self.step, self.number)
 
     def overdue(self, now: float) -> str:
-        """A sentence on the ranks that have not answered in time; empty if there are none."""
+        """Return a sentence about the ranks that have not answered in time; empty if all have."""
         if not self.open or now - self._asked_at <= self._answer_seconds_max:
             return ""
         missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in self._next_steps)
@@ -120,7 +120,7 @@ class StepAgreement:
 
     @property
     def exhausted(self) -> str:
-        """A sentence on why no further step is proposed."""
+        """The reason for proposing no further step, as a sentence."""
         return f"the ranks had passed each of {self.tries} steps that were proposed"
 
     @property

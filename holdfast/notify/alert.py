@@ -1,4 +1,4 @@
-"""Which events people are told of, and in which words. Pure."""
+"""Turns events into messages for people, and skips events that need none. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ _SENTENCE_CHARACTERS_MAX = 1000  # Discord takes 2000 with the title
 
 
 class Severity(StrEnum):
-    """How much a person has to care."""
-
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
@@ -22,7 +20,7 @@ class Severity(StrEnum):
 class Alert(NamedTuple):
     """A message to people."""
 
-    kind: str  # one word; at most one message of a kind is sent within some minutes
+    kind: str  # one word; the rate limit is per kind
     title: str  # a few words, in ASCII
     text: str  # a sentence
     severity: Severity
@@ -35,16 +33,16 @@ _ENDS = {
     "crashed": "crashed",
     "unlaunched": "not launched",
 }
-# Where `holdfast run` supervises the job, it tells these in its own words.
+# Without a supervisor only: `holdfast run` sends its own messages about these.
 _ALONE: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
     ("stager", "rank_lost"): ("lost", "hosts or ranks lost", Severity.WARNING),
     ("stager", "stopped"): ("over", "stager stopped", Severity.INFO),
     ("stager", "gave_up"): ("over", "stager gave up", Severity.ERROR),
 }
-# Which field of an event without a `message` is a whole sentence.
+# The field that is a whole sentence, for events without a `message`.
 _SENTENCES = {"resume_proof": "text", "rank_lost": "reason"}
 _PROOFS = {"verified resume": Severity.INFO, "differs": Severity.ERROR}
-# Role and event; a kind that two rows share is one message.
+# (role, event) → kind, title, severity. Rows of the same kind share its rate limit.
 _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
     ("supervisor", "set_aside"): ("set_aside", "checkpoint set aside", Severity.WARNING),
     ("supervisor", "waiting"): ("waiting", "waiting for hosts", Severity.WARNING),
@@ -69,7 +67,7 @@ _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
 
 
 def alert_of(said: Mapping[str, Any], *, is_alone: bool = False) -> Alert | None:
-    """The message about one event; None if people need not know. `is_alone`: no supervisor tells of losses and ends."""
+    """Return the message about one event, if people need one. `is_alone`: no supervisor reports losses and ends."""
     role, event = str(said.get("role")), str(said.get("event"))
     kind, title, severity = (_kind_alone(role, event, said) if is_alone else None) or _kind(role, event, said)
     if not kind:
@@ -106,7 +104,7 @@ def _kind(role: str, event: str, said: Mapping[str, Any]) -> tuple[str, str, Sev
             return cause, _ENDS[cause], Severity.WARNING
         case "supervisor", "training" if (
             "launched_seconds" in said
-        ):  # the first attempt comes after no other one
+        ):  # the first attempt has no `launched_seconds`
             return "resumed", "resumed", Severity.INFO
         case "supervisor", "resume_proof":
             verdict = str(said.get("verdict"))

@@ -1,4 +1,4 @@
-"""A command of the user, run once for each message."""
+"""Runs a command of the user for each message."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TIMEOUT_SECONDS = 30.0
 
 
 class AlertCommand:
-    """A command for `/bin/sh`; it gets the message as JSON on stdin, and HOLDFAST_EVENT and HOLDFAST_TEXT. Any thread.
-    `timeout_seconds`: then it is killed with all that it started. `name`: for people; the command may have a secret in
-    it.
+    """A command for `/bin/sh`; gets the message as JSON on stdin, and HOLDFAST_EVENT and HOLDFAST_TEXT. Any thread.
+    `timeout_seconds`: kill the process group after this time. `name`: for people, without the command, which may
+    contain a secret.
     """
 
     def __init__(self, command: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -27,7 +27,7 @@ class AlertCommand:
         self.name = "--notify-command"
 
     def send(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None:
-        """Run the command to its end. It is not tried again: it may have done half of its work."""
+        """Run the command to its end. No retry after a failure: the command may have done half of its work."""
         said = json.dumps(document(alert, about)).encode()
         try:
             process = subprocess.Popen(

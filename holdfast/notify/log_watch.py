@@ -1,8 +1,8 @@
-"""Tells people of a run that has a stager and no supervisor: from the event log of the stager and its flusher.
+"""Sends messages about a run that has a stager and no supervisor: follows the event log of stager and flusher.
 
 stager, flusher ─► event log ─► follower, in a thread of its own ─► notifier ─► destinations
 
-The stager's loop takes no part in it: neither a slow destination nor a slow disk of the log delays a rank.
+The stager's loop is not involved: neither a slow destination nor a slow disk under the log delays a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.5
 
 
 class LogWatch(threading.Thread):
-    """Starts itself. `events`: the log; need not exist yet; its old lines are not told. `notifier`: closed by it."""
+    """Thread that starts itself. `events`: the log, may not exist yet; old lines are skipped. Closes `notifier`."""
 
     def __init__(self, events: Path, notifier: Notifier) -> None:
         super().__init__(name="notify-log", daemon=True)
@@ -41,7 +41,7 @@ class LogWatch(threading.Thread):
         self._follower.close()
 
     def close(self, last: Mapping[str, Any] | None = None) -> None:
-        """Send what the log has by now, and then `last`. Returns after a bounded time; a second call sends nothing."""
+        """Send messages for the rest of the log, then for `last`. Bounded in time; a second call sends nothing."""
         if not self._ending.is_set():
             self._last = last
             self._ending.set()
@@ -53,4 +53,4 @@ class LogWatch(threading.Thread):
                 for one in said:
                     self._notifier.tell(one)
         except Exception:  # noqa: BLE001 - a bug here must not end the messages
-            _log.exception("notify: an event could not be told")
+            _log.exception("notify: an event could not be reported")

@@ -1,6 +1,6 @@
-"""The messages of a run on their way to people: never in the way of the run.
+"""Sends messages about a run to people, without delaying the run.
 
-tell(event) ─► alert ─► few of a kind ─► a bounded queue and a thread for each destination ─► tries, with pauses
+tell(event) ─► alert ─► rate limit per kind ─► a bounded queue and a thread for each destination ─► tries, with pauses
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger("holdfast.run")
 
 
 class Destination(Protocol):
-    """A place that messages are sent to. `name`: for people, without a secret."""
+    """A receiver of messages. `name`: for people, without secrets."""
 
     name: str
 
@@ -35,7 +35,7 @@ class Destination(Protocol):
 
 
 class RareAlerts:
-    """Lets at most one message of a kind pass within a window; the next one tells how many did not. Pure."""
+    """Rate limit: at most one message of a kind within a window; the next one has the count of those dropped. Pure."""
 
     def __init__(self, window_seconds: float = WINDOW_SECONDS) -> None:
         self._window_seconds = window_seconds
@@ -43,7 +43,7 @@ class RareAlerts:
         self._left_out: Counter[str] = Counter()
 
     def passing(self, alert: Alert, now: float) -> Alert | None:
-        """The message to send; None if its kind was sent a moment ago. The last message of a run always passes."""
+        """Return the message to send; None within the window of its kind. The last message of a run always passes."""
         if alert.kind == "over":
             rest = ", ".join(f"{count} × {kind}" for kind, count in sorted(self._left_out.items()))
             return alert._replace(text=f"{alert.text} (not sent: {rest})") if rest else alert
@@ -58,7 +58,7 @@ class RareAlerts:
 
 
 class _Sender(threading.Thread):
-    """Sends to one destination, so that a slow one delays no other."""
+    """Thread for one destination, so that a slow destination does not delay others."""
 
     def __init__(self, destination: Destination, pauses_seconds: Sequence[float]) -> None:
         super().__init__(name="notify", daemon=True)
@@ -71,15 +71,15 @@ class _Sender(threading.Thread):
         try:
             self._queue.put_nowait((alert, about))
         except queue.Full:
-            self._failed(f"{_QUEUED_MAX} messages wait already")
+            self._failed(f"{_QUEUED_MAX} messages are already queued")
 
     def close(self) -> None:
-        """Send what waits, without a second try, and end."""
+        """Send the queued messages without retries, and end."""
         self._closing.set()
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            self._failed("too many messages wait at the end")
+            self._failed("too many messages are queued at the end")
 
     def run(self) -> None:
         while (taken := self._queue.get()) is not None:
@@ -103,8 +103,8 @@ class _Sender(threading.Thread):
     def _failed(self, reason: str) -> None:
         if not self._is_failing:
             _log.warning(
-                "notify: a message to %s was not delivered: %s; the run goes on, and further failures in a row are not "
-                "logged",
+                "notify: a message to %s was not delivered: %s; the run continues, and further failures in a row are "
+                "not logged",
                 self._destination.name,
                 reason,
             )
@@ -112,9 +112,8 @@ class _Sender(threading.Thread):
 
 
 class Notifier:
-    """Sends messages about a run. `tell` and `close` belong to one thread, which they never hold up for long. `run`:
-    its URL; a password or query is left out. `window_seconds`: one message of a kind in it. `pauses_seconds`: between
-    tries.
+    """Sends messages about a run. `tell` and `close`: from one thread, which they do not block for long. `run`: its
+    URL; the password and query are removed. `window_seconds`: of the rate limit. `pauses_seconds`: between tries.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Notifier:
             _log.info("notifications go to %s", ", ".join(one.name for one in destinations))
 
     def tell(self, said: Mapping[str, Any]) -> None:
-        """Tell people of an event, if they are told of such ones. Returns at once."""
+        """Queue the message about an event, if it has one. Returns at once."""
         alert = alert_of(said, is_alone=self._is_alone) if self._senders else None
         passing = None if alert is None else self._rare.passing(alert, self._clock())
         if passing is None:
@@ -146,7 +145,7 @@ class Notifier:
             sender.put(passing._replace(text=f"{passing.text} [{self._about['run']}]"), about)
 
     def close(self, seconds_max: float = CLOSE_SECONDS_MAX) -> None:
-        """Wait until everything is sent, at most so long."""
+        """Wait until all messages are sent, at most `seconds_max`."""
         deadline = time.monotonic() + seconds_max
         for sender in self._senders:
             sender.close()

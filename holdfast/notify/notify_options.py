@@ -1,4 +1,4 @@
-"""`--notify` and `--notify-command`, for every command that tells people of a run."""
+"""`--notify` and `--notify-command`, for every command that sends messages about a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COMMAND = click.option(
 
 
 def destinations(urls: Sequence[str], commands: Sequence[str]) -> list[Destination]:
-    """The destinations that the options name. Raises `ConfigError`: a URL is not one that takes messages."""
+    """Return the destinations that the options name. Raises `ConfigError`: a URL is not supported."""
     from holdfast.notify.alert_command import AlertCommand
     from holdfast.notify.webhook import Webhook
 

@@ -1,4 +1,4 @@
-"""A POST for each message, in the form that the service behind the URL takes.
+"""Sends each message as a POST, in the format of the service behind the URL.
 
     https://hooks.slack.com/…            {"text": …}
     https://discord.com/api/webhooks/…   {"content": …}
@@ -36,15 +36,15 @@ class Undelivered(NamedTuple):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Makes a redirection an error: urllib would follow it by a GET, without the message."""
+    """Turns a redirect into an error: urllib would follow it by a GET, without the message."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class Webhook:
-    """A URL that takes messages. Any thread. `timeout_seconds`: of silence. `name`: the URL without its secret part.
-    Raises `ConfigError`: it is no such URL; has nothing of it but the scheme.
+    """A URL that accepts messages. Any thread. `timeout_seconds`: of silence. `name`: the URL without its secret part.
+    Raises `ConfigError`: not such a URL; the message shows only the scheme.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -54,7 +54,7 @@ class Webhook:
         self.name = f"{self._url.scheme}://{self._url.hostname}/…"
 
     def send(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None:
-        """Deliver a message, by one try. `about`: what a program gets to know besides."""
+        """Try once to deliver a message. `about`: more fields, for programs."""
         try:
             with self._opener.open(self.request(alert, about), timeout=self._timeout_seconds):
                 return None
@@ -67,7 +67,6 @@ class Webhook:
             return Undelivered((isinstance(cause, OSError) and cause.strerror) or type(cause).__name__)
 
     def request(self, alert: Alert, about: Mapping[str, Any]) -> urllib.request.Request:
-        """The request for a message."""
         url = self._url
         scheme = {"ntfy": "https", "ntfy+http": "http"}.get(url.scheme, url.scheme)
         place = url._replace(scheme=scheme, netloc=url.netloc.rpartition("@")[2], fragment="").geturl()
@@ -94,13 +93,13 @@ class Webhook:
         if self._url.hostname in {"discord.com", "discordapp.com"} and self._url.path.startswith(
             "/api/webhooks/"
         ):
-            # A text that an error of a script is in must not call everybody.
+            # The text may quote an error of a script, which must not mention users or @everyone.
             return {"content": f"**{title}**\n{alert.text}", "allowed_mentions": {"parse": []}}
         return document(alert, about)
 
 
 def document(alert: Alert, about: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for programs."""
+    """Build the JSON document of a message, for programs."""
     return {
         "event": alert.kind,
         "severity": alert.severity.value,
@@ -113,7 +112,7 @@ def document(alert: Alert, about: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(url: str) -> SplitResult:
     try:
         found = urlsplit(url)
-        # `port` is checked when it is asked for.
+        # Reading `port` checks it.
         good = found.hostname and found.port != 0 and url.isascii() and url.isprintable() and " " not in url
     except ValueError:
         good = None

@@ -1,4 +1,4 @@
-"""Advice: the action and its reason, in one line.
+"""Advice: an interval with its reason, in one line.
 
 `every 41 steps: 0.9 % stall, expected loss 38 s or $0.12 per preemption`
 """
@@ -11,7 +11,7 @@ from holdfast.policy.cost import Cost
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.interval import best_interval, least_interval
 
-_OVERHEAD_MAX = 0.03  # what PCcheck and CheckFreq aim at
+_OVERHEAD_MAX = 0.03  # the target of PCcheck and CheckFreq
 _EVERY_MAX = 1_000_000
 _HOUR_SECONDS = 3600.0
 _TENTHS_BELOW_SECONDS = 10.0  # in the line: `3.4 s`, `38 s`
@@ -23,8 +23,8 @@ class Advice:
 
     Attributes:
         overhead: Share of training time that checkpoints cost without interruptions; 0.03 means 3 %.
-        lost_seconds: Time whose work an interruption takes away, on average: half a cycle, and the time that a
-            checkpoint needs to be safe. Restart and restore come on top, whatever the interval.
+        lost_seconds: Time whose work an interruption destroys, on average: half a cycle, plus the time until a
+            checkpoint is safe. Restart and restore are not included: they do not depend on the interval.
         lost_dollars: Price of that time; None: no price is known.
     """
 
@@ -49,9 +49,9 @@ def advise(
     every_max: int = _EVERY_MAX,
     survives_staged: bool = True,
 ) -> Advice:
-    """The interval that loses least, among those that keep the bound. If no losses are known, the shortest interval
-    that keeps the bound is taken. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %.
-    `survives_staged`: whether a staged checkpoint survives an interruption; else only a durable one does.
+    """Return the interval with the smallest expected loss within the bound; without known losses, the shortest within
+    it. `overhead_max`: the bound, as a share of training time; 0.03 means 3 %. `survives_staged`: whether a staged
+    checkpoint survives an interruption; otherwise only a durable one does.
 
     Raises:
         ConfigError: The bound cannot be kept; the message says which bound can.
@@ -64,7 +64,7 @@ def advise(
 
 
 def advice_at(cost: Cost, hazard: Hazard, every: int, *, survives_staged: bool = True) -> Advice:
-    """The same reasons for an interval that somebody else chose. Arguments are those of `advise`."""
+    """Return the reasons for a given interval. Other arguments as for `advise`."""
     safe_seconds = cost.staged_seconds if survives_staged else cost.durable_seconds
     lost_seconds = cost.cycle_seconds(every) / 2 + safe_seconds
     price = hazard.dollars_per_hour

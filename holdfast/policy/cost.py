@@ -1,7 +1,7 @@
 """Cost of one checkpoint for a training, and the overhead of an interval.
 
 k iterations          stall                 with N places, each taken for `durable_seconds`, N checkpoints
-├────────────────────┼──────┤               cannot begin within less than that: who is quicker waits
+├────────────────────┼──────┤               need at least that time: a faster loop waits
 └── cycle: max(k × iteration + stall, durable / N) ──┘
 """
 
@@ -20,10 +20,10 @@ class Cost:
 
     Attributes:
         iteration_seconds: Time of one iteration without a checkpoint.
-        stall_seconds: How long one checkpoint holds the training thread (CST).
-        staged_seconds: From `save()` until the checkpoint survives the training's machines (PGT-1).
-        durable_seconds: From `save()` until it is in the store (PGT-2); it counts as in flight until then.
-        in_flight_max: How many checkpoints may be in flight.
+        stall_seconds: Stall of the training thread by one checkpoint (CST).
+        staged_seconds: From `save()` until the checkpoint survives the loss of the training's machines (PGT-1).
+        durable_seconds: From `save()` until the checkpoint is in the store (PGT-2); it is in flight until then.
+        in_flight_max: Number of checkpoints that may be in flight.
     """
 
     iteration_seconds: float
@@ -45,25 +45,25 @@ class Cost:
         if self.staged_seconds > self.durable_seconds:
             raise ConfigError(
                 f"staged_seconds {self.staged_seconds}: expected at most durable_seconds {self.durable_seconds}; "
-                "a checkpoint in the store survives the training's machines as well"
+                "a checkpoint in the store also survives the loss of the training's machines"
             )
         if self.in_flight_max < 1:
             raise ConfigError(f"in_flight_max: expected at least 1, got {self.in_flight_max}")
 
     def cycle_seconds(self, every: int) -> float:
-        """From the begin of one checkpoint to that of the next, `every` iterations apart."""
+        """Return the time from the start of one checkpoint to that of the next, `every` iterations apart."""
         busy = every * self.iteration_seconds + self.stall_seconds
         return max(busy, self.durable_seconds / self.in_flight_max)
 
     def overhead(self, every: int) -> float:
-        """How much longer training takes with a checkpoint every `every` iterations; 0.03 means 3 %."""
+        """Return how much longer training takes with a checkpoint every `every` iterations; 0.03 means 3 %."""
         return self.cycle_seconds(every) / (every * self.iteration_seconds) - 1
 
 
 def best_in_flight(durable_seconds: Mapping[int, float], *, places_max: int) -> int:
-    """How many checkpoints should be in flight: the N with the least `T_w(N) / N` (PCcheck, section 3.4).
-    `durable_seconds`: N → T_w, measured with N checkpoints in flight. They share one device, so T_w grows with N.
-    Returns the least N where several are equal.
+    """Return the number of checkpoints to have in flight: the N with the smallest `T_w(N) / N` (PCcheck, section 3.4).
+    `durable_seconds`: N → T_w, measured with N checkpoints in flight; T_w grows with N because they share one device.
+    Among equals the smallest N wins.
 
     Raises:
         ConfigError: No N up to `places_max` was measured, or a time is not more than 0.

@@ -1,10 +1,11 @@
-"""The governor: when another interval is worth changing to. Keeps still while what is measured only wavers.
+"""The governor: decides when to change the interval, and ignores fluctuations of the measurements.
 
     Cost of the last checkpoints ─► advise ─► a quarter longer, twice in a row      ─► change
                                               a quarter shorter, three times in a row ─► change
                                               in between                             ─► nothing, and the count restarts
 
-Longer comes sooner than shorter: what is too often slows the training now, what is too seldom is paid at a loss only.
+The interval grows sooner than it shrinks: checkpoints that are too frequent slow training at once, those that are too
+rare cost something only at a loss.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from holdfast.policy.advice import Advice, advice_at, advise
 from holdfast.policy.cost import Cost
 from holdfast.policy.hazard import Hazard
 
-_LONGER, _SHORTER = 1.25, 0.75  # a tenth more or less than the truth, twice, stays within
+_LONGER, _SHORTER = 1.25, 0.75  # two measurements that are each wrong by a tenth stay within
 _LONGER_TIMES, _SHORTER_TIMES = 2, 3
 _EVERY_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An interval to change to. `problem`: the bound cannot be kept, and which bound can; else empty."""
+    """An interval to change to. `problem`: says that the bound cannot be kept and which can; otherwise empty."""
 
     advice: Advice
     problem: str = ""
@@ -34,13 +35,13 @@ class Change:
 
 
 class Governor:
-    """See the module.
+    """Decides after each checkpoint.
 
     Args:
-        hazard: How often training is interrupted; an attribute, too, which the owner may replace at any time.
+        hazard: How often training is interrupted; also an attribute, which the owner may replace at any time.
         overhead_max: Largest share of training time that checkpoints may cost; 0.03 means 3 %.
-        every_seconds_max: The longest interval to accept. If none up to this one keeps `overhead_max`, this one is
-            taken, and the change says so.
+        every_seconds_max: The longest interval to accept. If no interval up to this one keeps `overhead_max`, this one
+            is used, and `Change.problem` says so.
     """
 
     def __init__(self, hazard: Hazard, *, overhead_max: float, every_seconds_max: float) -> None:
@@ -52,8 +53,8 @@ class Governor:
         self._longer = self._shorter = 0
 
     def consider(self, cost: Cost, current: int | None) -> Change | None:
-        """Take the costs after one more checkpoint. `current`: the interval that was chosen before; None: none was.
-        Returns the change to make; None: none.
+        """Return the change to make after one more checkpoint with this cost, if any. `current`: the interval that was
+        chosen before; None: no interval was chosen yet.
         """
         change = self._advised(cost)
         every = change.advice.every

@@ -1,9 +1,9 @@
-"""How often training is interrupted: as typed, or estimated from what the run has seen; and what its machines cost.
+"""How often training is interrupted, as set or as estimated from the run, and the price of its machines.
 
     prior: 1 failure in 3 h      ─┐
     seen:  n failures in T hours ─┴─► (1 + n) / (3 h + T) failures per hour
 
-Failures that come at random have a rate; with a Gamma prior over it, the posterior is a Gamma again, and this is its
+Model: failures are a Poisson process, with a Gamma prior over its rate. The posterior is a Gamma, too, and this is its
 mean. The prior weighs as much as one failure: the run's own failures soon outweigh it, and so does a day without any.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast.errors import ConfigError
 from holdfast.wire.failure_count import FailureCount
 
-PRIOR_MTBF_HOURS = 3.0  # spot traces of the papers have from some minutes to a day
+PRIOR_MTBF_HOURS = 3.0  # spot traces in the papers range from some minutes to a day
 _PRIOR_FAILURES = 1.0
 _HOUR_SECONDS, _MINUTE_SECONDS = 3600.0, 60.0
 _TENTHS_BELOW = 9.95  # `5.2 h`, `27 h`
@@ -26,9 +26,9 @@ class Hazard:
     """How often training is interrupted, and the price of its machines.
 
     Attributes:
-        per_hour: Interruptions of the whole job in an hour.
+        per_hour: Interruptions of the whole job per hour.
         dollars_per_hour: Price of all machines; None: not known.
-        line: How the rate came about, for people; empty: not said.
+        line: Where the rate comes from, as a line for people; may be empty.
     """
 
     per_hour: float
@@ -43,7 +43,7 @@ class Hazard:
 
     @classmethod
     def of_mtbf(cls, mtbf_hours: float, dollars_per_hour: float | None = None) -> Hazard:
-        """From the mean time between two interruptions. Raises `ConfigError`: `mtbf_hours` is not more than 0."""
+        """Build from the mean time between two interruptions. Raises `ConfigError`: `mtbf_hours` is not more than 0."""
         if not mtbf_hours > 0:
             raise ConfigError(
                 f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}"
@@ -59,7 +59,7 @@ class Hazard:
         *,
         prior_mtbf_hours: float = PRIOR_MTBF_HOURS,
     ) -> Hazard:
-        """The posterior mean after what was seen. Raises `ConfigError`: `prior_mtbf_hours` is not more than 0."""
+        """Build from the posterior mean given `seen`. Raises `ConfigError`: `prior_mtbf_hours` is not more than 0."""
         if not 0 < prior_mtbf_hours < math.inf:
             raise ConfigError(
                 f"mean time between interruptions: expected more than 0 hours, got {prior_mtbf_hours}"
@@ -74,7 +74,7 @@ class Hazard:
 
 
 def _time(hours: float) -> str:
-    """`40 s`, `12 min`, `5.2 h`, `27 h`."""
+    """Format as `40 s`, `12 min`, `5.2 h`, `27 h`."""
     seconds = hours * _HOUR_SECONDS
     if seconds < 2 * _MINUTE_SECONDS:
         return f"{seconds:.0f} s"

@@ -1,15 +1,15 @@
-"""The interval, in iterations: the least that keeps a bound, and the one that loses least.
+"""Computes the interval, in iterations: the shortest within an overhead bound, and the one with the smallest loss.
 
 **Bound.** PCcheck (ASPLOS 2025, section 3.4): with q = 1 + bound, a checkpoint every f* = ceil(T_w / (N q t))
 iterations of t seconds never waits for a place longer than the bound allows. CheckFreq (FAST 2021): the stall,
-spread over the interval, stays under the bound. Both are one condition on `Cost.overhead`, which only falls as the
+spread over the interval, stays under the bound. Both are one condition on `Cost.overhead`, which decreases as the
 interval grows.
 
-**Loss.** Daly (FGCS 22, 2006): with losses that come at random, M seconds apart on average, work takes
-M e^(R/M) (e^((τ+δ)/M) − 1) / τ times as long, τ being the work between two checkpoints and δ what one costs. Young
-(CACM 17, 1974) and Daly's series are its approximations. R is the same for every τ and so does not move the minimum:
-neither do relaunch and restore, nor the time until a checkpoint is safe, which is lost at each loss, however long τ is.
-Time to durable counts where it makes the cycle longer than work and stall.
+**Loss.** Daly (FGCS 22, 2006): with random losses, M seconds apart on average, work takes
+M e^(R/M) (e^((τ+δ)/M) − 1) / τ times as long, where τ is the work between two checkpoints and δ the cost of one. Young
+(CACM 17, 1974) and Daly's series are its approximations. R does not depend on τ and so does not move the minimum: this
+covers relaunch, restore, and the time until a checkpoint is safe, which each loss costs for any τ. Time to durable
+counts if it makes the cycle longer than work and stall.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BISECTIONS = 200  # more than a double has bits
 
 
 def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
-    """The shortest interval, in iterations, whose overhead is at most `overhead_max`. `overhead_max`: 0.03 means 3 %.
+    """Return the shortest interval, in iterations, whose overhead is at most `overhead_max`; 0.03 means 3 %.
 
     Raises:
-        ConfigError: No interval up to `every_max` keeps the bound; the message says which can be kept, and from which
-            interval on.
+        ConfigError: No interval up to `every_max` keeps the bound; the message says which bound can be kept, and which
+            interval would be needed.
     """
     if not 0 < overhead_max < math.inf:
         raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")
@@ -42,7 +42,7 @@ def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
     if wanted > every_max + 1:
         raise _cannot(cost, overhead_max, every_max, wanted)
     every = math.ceil(wanted)
-    # The quotient was rounded, perhaps over a whole number: the overhead itself has the last word.
+    # The quotient was rounded, perhaps across a whole number, so check the overhead itself.
     while every > 1 and cost.overhead(every - 1) <= overhead_max:
         every -= 1
     while cost.overhead(every) > overhead_max:
@@ -55,7 +55,7 @@ def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
 def _cannot(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> ConfigError:
     can = cost.overhead(every_max)
     return ConfigError(
-        f"an overhead of at most {overhead_max:.2%}: not to be had within {every_max} iterations of "
+        f"an overhead of at most {overhead_max:.2%}: not possible within {every_max} iterations of "
         f"{cost.iteration_seconds:g} s, since a checkpoint stalls for {cost.stall_seconds:g} s and is durable after "
         f"{cost.durable_seconds:g} s, {cost.in_flight_max} at once. Possible: {can:.2%} every {every_max} "
         f"iterations, or {overhead_max:.2%} every {math.ceil(wanted)}; allow one of the two"
@@ -63,18 +63,18 @@ def _cannot(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> C
 
 
 def slowdown(cost: Cost, every: int, mtbf_seconds: float) -> float:
-    """How many times as long work takes with checkpoints and losses as without. Restarts are left out."""
+    """Return the factor by which checkpoints and losses lengthen the work. Restarts are not included."""
     work = every * cost.iteration_seconds
     try:
         return mtbf_seconds * math.expm1(cost.cycle_seconds(every) / mtbf_seconds) / work
-    except OverflowError:  # a cycle of hundreds of MTBFs: it never comes to an end
+    except OverflowError:  # a cycle of hundreds of MTBFs never completes
         return math.inf
 
 
 def best_interval(cost: Cost, mtbf_seconds: float, *, at_least: int = 1, every_max: int) -> int:
-    """The interval from `at_least` to `every_max` iterations at which losses and checkpoints together cost least.
+    """Return the interval from `at_least` to `every_max` iterations with the smallest `slowdown`.
 
-    The exact minimum of Daly's complete model, not of its approximations, over whole iterations.
+    This is the exact minimum of Daly's complete model, not of its approximations, over whole iterations.
 
     Raises:
         ConfigError: The MTBF is not more than 0, or there is no interval to choose from.
@@ -84,8 +84,8 @@ def best_interval(cost: Cost, mtbf_seconds: float, *, at_least: int = 1, every_m
     if not 1 <= at_least <= every_max:
         raise ConfigError(f"an interval from {at_least} to {every_max} iterations does not exist")
     iteration = cost.iteration_seconds
-    # The slowdown is the greater of one that only falls (waiting for a place) and one with a single minimum,
-    # so it has a single minimum: beside one of these two, or at a border.
+    # The slowdown is the maximum of a decreasing function (waiting for a place) and one with a single minimum, so it
+    # has a single minimum: next to their crossing, next to that minimum, or at a bound.
     crossing = (cost.durable_seconds / cost.in_flight_max - cost.stall_seconds) / iteration
     free = _optimum_seconds(cost.stall_seconds, mtbf_seconds) / iteration
     beside = {math.floor(place) + more for place in (crossing, free) for more in (0, 1)}
@@ -94,7 +94,7 @@ def best_interval(cost: Cost, mtbf_seconds: float, *, at_least: int = 1, every_m
 
 
 def _optimum_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Where the derivative of Daly's complete model is 0: e^(x + δ/M) (1 − x) = 1 with x = τ/M, which has one root."""
+    """Find the zero of the derivative of Daly's complete model: the root of e^(x + δ/M) (1 − x) = 1, with x = τ/M."""
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         x = (low + high) / 2

@@ -1,6 +1,6 @@
-"""Why a step is not taken: the cause, under which it is counted, and the sentence for people.
+"""Why a step is skipped: a cause, under which it is counted, and a sentence for people.
 
-The part that declines a step states both. The causes are few; they label the books of a rank and `/metrics`.
+The code that declines a step states both. The causes are few; they label the statistics of a rank and `/metrics`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STATES_DIFFER = "the ranks' states differ"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a step is not taken."""
+    """Why a step is skipped."""
 
     cause: str
     text: str
@@ -27,28 +27,28 @@ class Reason:
         return self.text
 
     def of_rank(self, rank: int) -> Reason:
-        """The same, as other ranks are told it."""
+        """Return this reason as other ranks see it, with the rank in the text."""
         return Reason(self.cause, f"rank {rank}: {self.text}")
 
     @classmethod
     def of_error(cls, error: HoldfastError) -> Self:
-        """An error that leaves no checkpoint of the step."""
+        """Return the reason for a step that failed with this error."""
         return cls(_cause_of_code(error.code), str(error))
 
     @classmethod
     def of_body(cls, body: Mapping[str, Any]) -> Self:
-        """As the stager states it in DECLINED and FAILED (docs/wire.md)."""
+        """Parse the stager's message DECLINED or FAILED (docs/wire.md)."""
         return cls(cause_in(body), str(body.get("reason") or body.get("message") or ""))
 
     @classmethod
     def of_decline(cls, text: str) -> Self:
-        """As a rank states it in DECLINE (docs/wire.md): the cause, a colon, a sentence."""
+        """Parse a rank's message DECLINE (docs/wire.md): the cause, a colon, a sentence."""
         cause, colon, _ = text.partition(": ")
         return cls(cause if colon and cause in _DECLINE_CAUSES else OTHER, text)
 
 
 class DeclineCause(StrEnum):
-    """Why a rank, one of its local tiers or the stager does not take a step. A value is the label of a metric."""
+    """Why a rank, one of its local tiers or the stager skips a step. A value is the label of a metric."""
 
     BUSY = "busy"
     LATE = "late"
@@ -60,9 +60,9 @@ class DeclineCause(StrEnum):
     TORN = "torn"
     STAGER_LOST = "stager lost"
     UNKNOWN = "unknown"
-    # of the stager
+    # by the stager
     STOPPING = "stager stopping"
-    # of a local tier
+    # by a local tier
     FAILED = "failed"
     HANGS = "hangs"
     LOST = "lost"
@@ -70,7 +70,7 @@ class DeclineCause(StrEnum):
     VOID = "void"
 
     def because(self, sentence: object) -> Reason:
-        """This cause with a sentence; for people the cause stands before it."""
+        """Return this cause with a sentence; the text begins with the cause."""
         return Reason(self.value, f"{self.value}: {sentence}")
 
 
@@ -85,7 +85,7 @@ _CAUSES_OF_CODES = {
 
 
 def cause_in(fields: Mapping[str, Any]) -> str:
-    """The cause that an event, or a message of the stager, states: as such, or as the code of an error."""
+    """Return the cause in the fields of an event or of a stager's message: `cause`, or by the error's `code`."""
     return str(fields.get("cause") or "") or _cause_of_code(str(fields.get("code") or ""))
 
 

@@ -1,11 +1,11 @@
-"""The files of one event log: the one that is written, and those before it.
+"""The files of one event log: the current file, and older numbered ones.
 
     events.jsonl.000007  ─►  events.jsonl.000008  ─►  events.jsonl        oldest line first
 
-A file that is full gets the next number by one rename, so a process that is killed then leaves either no change or the
-whole of it. Lines are appended under a shared lock where that may happen, and the rename has the lock alone: nothing is
-appended to a file that has its number, and who follows a log may leave it at its end. Nobody waits for a lock: a line
-that is written in the very moment of the rename stays in the log, but a follower may have passed the place.
+A full file gets the next number by one rename, which is atomic if the process is killed. Writers append under a shared
+lock when a file is nearly full, and the rename takes an exclusive lock: nothing is appended to a numbered file, so a
+follower may leave it at its end. No process waits for a lock: a line written during the rename stays in the log, but a
+follower may miss it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pathlib import Path
 from typing import BinaryIO
 
 FILE_BYTES_MAX = 32 << 20
-NUMBERED_MAX = 8  # older ones are removed
-EVENTS_NAME = "events.jsonl"  # of the log of a run that names no other file
-_MARGIN_BYTES = 1 << 20  # below the limit by more, nobody can be about to rename the file
+NUMBERED_MAX = 8  # older files are removed
+EVENTS_NAME = "events.jsonl"  # default name of a run's event log
+_MARGIN_BYTES = 1 << 20  # a file below the limit by more than this cannot be about to be renamed
 _NUMBER = re.compile(r"\.(\d{6,12})")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 def log_directory(key: str) -> Path:
-    """The log directory of the run with this key, unless the user names another one."""
+    """Return the default log directory of the run with this key."""
     import platformdirs
 
     return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "runs" / key
 
 
 def numbered(path: Path) -> list[tuple[int, Path]]:
-    """The files that were full, oldest first. None if the directory cannot be listed."""
+    """List the numbered files, oldest first; empty if the directory cannot be listed."""
     found = []
     with contextlib.suppress(OSError):
         for other in path.parent.iterdir():
@@ -48,9 +48,9 @@ def numbered(path: Path) -> list[tuple[int, Path]]:
 
 
 def open_all(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Every file of the log, oldest first, each open while it is given. Raises `OSError`: no file can be read."""
+    """Yield every file of the log, oldest first, open during the iteration. Raises `OSError`: no file can be read."""
     with contextlib.ExitStack() as stack:
-        # First: what it is renamed to meanwhile is in the list then, and known by its inode.
+        # Open the current file first: if it is renamed now, it is also in the list, where its inode identifies it.
         try:
             newest = stack.enter_context(path.open("rb"))
         except FileNotFoundError:
@@ -67,12 +67,12 @@ def open_all(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def is_same(one: int, other: int) -> bool:
-    """Whether two descriptors are of the same file. Raises `OSError`."""
+    """Whether two descriptors refer to the same file. Raises `OSError`."""
     return os.path.samestat(os.fstat(one), os.fstat(other))
 
 
 def is_current(fd: int, path: Path) -> bool:
-    """Whether the open file still has that name. Raises `OSError`, but not for a file that is gone."""
+    """Whether the open file still has the name `path`. Raises `OSError`, but not if `path` does not exist."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def is_current(fd: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def appending(fd: int, bytes_max: int) -> Iterator[None]:
-    """Keep others from renaming a file that is about full. Never waits: whoever holds the lock may be stopped."""
+    """Keep others from renaming a file that is nearly full. Never waits: the lock's holder may be suspended."""
     locked = os.fstat(fd).st_size + _MARGIN_BYTES > bytes_max and _lock(fd, fcntl.LOCK_SH)
     try:
         yield
@@ -91,7 +91,7 @@ def appending(fd: int, bytes_max: int) -> Iterator[None]:
 
 
 def rotate(fd: int, path: Path, *, bytes_max: int) -> None:
-    """Number the file if it is full, and remove the oldest ones, unless another process does. Raises `OSError`."""
+    """Number the file if it is full and remove the oldest, unless another process is doing so. Raises `OSError`."""
     if os.fstat(fd).st_size < bytes_max or not _lock(fd, fcntl.LOCK_EX):
         return
     try:

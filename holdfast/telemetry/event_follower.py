@@ -1,4 +1,4 @@
-"""Follows an event log: the lines that its writers append from now on, over all its files."""
+"""Follows an event log across its files: yields the lines that writers append from now on."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 
 from holdfast.telemetry.event_files import is_same, numbered
 
-_LINE_BYTES_MAX = 1 << 20  # the rest of a line that its writer never ended
+_LINE_BYTES_MAX = 1 << 20  # drop an unfinished line beyond this size
 _READ_BYTES = 1 << 20
-_FILES_MAX = 64  # that one look goes through
+_FILES_MAX = 64  # per call of `read`
 
 
 def json_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON objects among the lines; others are passed over."""
+    """Yield the JSON objects among the lines; skip other lines."""
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             said = json.loads(line)
@@ -26,7 +26,7 @@ def json_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 class Follower:
-    """Reads whole lines that are appended to an event log from now on, over all its files. It need not exist yet."""
+    """Reader of whole lines appended to an event log from now on, across its files. The log need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._rest, self._offset = path, b"", 0
@@ -34,10 +34,12 @@ class Follower:
         with contextlib.suppress(OSError):
             self._file = path.open("rb")
             self._offset = self._file.seek(0, os.SEEK_END)
-        self._number = max((number for number, _ in numbered(path)), default=0)  # all up to it were read
+        self._number = max(
+            (number for number, _ in numbered(path)), default=0
+        )  # files up to this number are done
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The new lines that are JSON objects."""
+        """Yield the new lines that are JSON objects."""
         try:
             data = self._more()
         except OSError:
@@ -48,7 +50,6 @@ class Follower:
         yield from json_objects(lines)
 
     def close(self) -> None:
-        """Read no more."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -62,19 +63,19 @@ class Follower:
                 self._file.seek(self._offset)
                 data = self._file.read(_READ_BYTES)
                 self._offset += len(data)
-                if data or is_current:  # to a file that has its number nothing is appended
+                if data or is_current:  # writers append nothing to a numbered file
                     return data
             following = self._following()
             if following is None:
                 return b""
             if self._file is not None:
                 self._file.close()
-            # The rest belongs to a line that a dead process did not end.
+            # Drop the rest: a dead process left that line unfinished.
             self._file, self._offset, self._rest = following, 0, b""
         return b""
 
     def _open_again(self) -> bool:
-        """Open the file once more, since on NFS only so are new lines seen; whether it is the one that is written."""
+        """Reopen the file, because NFS shows new lines only then. Return whether it is the file being written."""
         assert self._file is not None
         for path in self._places():
             with contextlib.suppress(FileNotFoundError):
@@ -91,7 +92,7 @@ class Follower:
         yield from (path for number, path in numbered(self._path) if number > self._number)
 
     def _following(self) -> BinaryIO | None:
-        """The file after the one that was read to its end; None if it does not exist yet."""
+        """Open the file after the one that was read to its end; None if it does not exist yet."""
         try:
             newest: BinaryIO | None = self._path.open("rb")
         except FileNotFoundError:
@@ -103,7 +104,7 @@ class Follower:
                 file = path.open("rb")
                 self._number = number
                 if self._file is not None and is_same(file.fileno(), self._file.fileno()):
-                    file.close()  # the one that was read
+                    file.close()  # already read
                     continue
                 if newest is not None:
                     newest.close()

@@ -1,6 +1,6 @@
-"""Event logs, line by line: any bytes in, checked events out. Unreadable lines are counted, never guessed.
+"""Reads event logs line by line: any bytes in, checked events out. Unreadable lines are only counted.
 
-Logs of several machines are put in the order of their times; each machine has its own clock, and no more is known.
+Logs of several machines are merged by the times in them, although each machine has its own clock.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from holdfast.errors import ConfigError
 from holdfast.telemetry.event_files import numbered, open_all
 from holdfast.telemetry.events import TOP
 
-LINE_BYTES_MAX = 1 << 24  # a line with the times of ten thousand ranks
+LINE_BYTES_MAX = 1 << 24  # enough for the times of ten thousand ranks
 TIME_MAX = 1e11  # three thousand years
 _NUMBER_MAX = 1e15
 _WHOLE_MAX = 2**62
 _TEXT_CHARACTERS_MAX = 1000
 _STATUS_LOGS = ("status.jsonl", "events.jsonl")
-# A trainer's ones repeat `save` and `staged` but for one number, and are most of the log of a long run.
+# `durable` of a trainer, most of a long run's log, repeats `save` and `staged` apart from these fields.
 _KEPT_OF_DURABLE = frozenset({"durable_seconds", "saved_at_unix"})
 
 
 class LoggedEvent(NamedTuple):
-    """One line. `fields` has what the event says of its own: numbers that are some, texts that are not too long."""
+    """One line. `fields`: the event's own fields, with invalid numbers removed and long texts cut."""
 
     time: float
     event: str
@@ -44,13 +44,13 @@ class Log:
 
     events: list[LoggedEvent] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    unreadable: int = 0  # lines that are no event, such as one that a full disk has cut
-    # files whose last line has no end: a process was still writing, or was killed in that line
+    unreadable: int = 0  # lines that are not an event, such as one that a full disk has cut
+    # files whose last line is unfinished: a process was still writing it, or was killed
     running: list[str] = field(default_factory=list)
 
 
 def read_logs(paths: Iterable[Path]) -> Log:
-    """Read event logs with their full files; of a directory status.jsonl and events.jsonl. Raises `ConfigError`."""
+    """Read event logs with their numbered files; of a directory status.jsonl and events.jsonl. Raises `ConfigError`."""
     log = Log()
     read: set[tuple[int, int]] = set()
     for path in paths:
@@ -59,7 +59,7 @@ def read_logs(paths: Iterable[Path]) -> Log:
                 for one, lines in open_all(file):
                     about = os.fstat(lines.fileno())
                     key = about.st_dev, about.st_ino
-                    if key not in read:  # `events.jsonl*` names some of them once more
+                    if key not in read:  # a path such as `events.jsonl*` names numbered files again
                         read.add(key)
                         _read(lines, one, log, is_last=one == file)
             except OSError as error:
@@ -89,7 +89,7 @@ def _files(path: Path) -> list[Path]:
 def _read(lines: IO[bytes], path: Path, log: Log, *, is_last: bool) -> None:
     while line := lines.readline(LINE_BYTES_MAX):
         is_whole = line.endswith(b"\n")
-        if not is_whole and len(line) == LINE_BYTES_MAX:  # the rest of it is no line either
+        if not is_whole and len(line) == LINE_BYTES_MAX:  # too long: skip the rest of the line
             while (rest := lines.readline(LINE_BYTES_MAX)) and not rest.endswith(b"\n"):
                 pass
             log.unreadable += 1
@@ -106,7 +106,7 @@ def _read(lines: IO[bytes], path: Path, log: Log, *, is_last: bool) -> None:
 
 
 def read_line(line: bytes) -> LoggedEvent | None:
-    """The event that a line tells; None if it tells none."""
+    """Parse one line; None if it is not an event."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):
@@ -131,33 +131,33 @@ def read_line(line: bytes) -> LoggedEvent | None:
 
 
 def _step(said: Mapping[str, Any], role: str) -> dict[str, int]:
-    """A supervisor's -1 means: a new run."""
+    """Return a supervisor's step, in which -1 means a new run."""
     step = whole(said.get("step"), least=-1) if role == "supervisor" else None
     return {} if step is None else {"step": step}
 
 
 def _good(value: Any) -> Any:
     if isinstance(value, bool | dict | list):
-        return value  # whoever looks into one checks what is in it
+        return value  # code that uses a dict or list checks its contents
     if isinstance(value, str):
         return text(value)
     return whole(value, least=-_WHOLE_MAX) if isinstance(value, int) else number(value, least=-_NUMBER_MAX)
 
 
 def number(value: Any, most: float = _NUMBER_MAX, *, least: float = 0.0) -> float | None:
-    """`value` as a number, if it is one within bounds."""
+    """Return `value` if it is a finite number within bounds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        return None  # not a number is in no bounds
+        return None  # NaN ends here, too
     return float(value) if math.isfinite(value) else None
 
 
 def whole(value: Any, *, least: int = 0) -> int | None:
-    """`value` as a whole number, if it is one within bounds."""
+    """Return `value` if it is an integer within bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _WHOLE_MAX:
         return None
     return value
 
 
 def text(value: Any) -> str:
-    """`value` if it is a text, and not all of it if it is long; else nothing."""
+    """Return `value` if it is a text, cut if it is long; otherwise an empty text."""
     return value[:_TEXT_CHARACTERS_MAX] if isinstance(value, str) else ""

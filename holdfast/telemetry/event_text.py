@@ -25,7 +25,7 @@ TROUBLES = frozenset(
         *("stager_refused", "nonfinite"),
     }
 )
-# The fields of each event that say what happened, in the order in which they are read.
+# The fields that describe what happened, in the order in which the sentence has them.
 _TOLD = (
     "name",
     "kind",
@@ -42,12 +42,12 @@ _TOLD = (
 
 
 def event_text(fields: Mapping[str, Any]) -> str:
-    """An event's fields as one line of bounded length."""
+    """Format an event's fields as one line of bounded length."""
     return cut("; ".join(_told(name, fields[name]) for name in _TOLD if fields.get(name) not in (None, "")))
 
 
 def cut(text: str, characters_max: int = TEXT_CHARACTERS_MAX) -> str:
-    """`text`, or its beginning and an ellipsis."""
+    """Return `text`, or its beginning and an ellipsis."""
     return text if len(text) <= characters_max else f"{text[: characters_max - 1]}…"
 
 

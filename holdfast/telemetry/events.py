@@ -1,10 +1,10 @@
-"""The JSON-lines event log: one line per thing that happened to a checkpoint, for people and programs.
+"""The event log in JSON lines: one line per event of a checkpoint, for people and programs.
 
-Every line has `time` (Unix seconds), `event`, `role`, and `rank` and `step` where there is one; the rest is the event's
-own (docs/format.md lists them). Lines are appended whole, by one write each, so several processes may share a file.
-Only a disk that fills up in the middle of one leaves a piece of a line; the next one then begins on a line of its own.
-No line is longer than a limit: a list of what each of ten thousand ranks did is cut, and the line says so. A file that
-is full is followed by the next (event_files.py).
+Every line has `time` (Unix seconds), `event`, `role`, and `rank` and `step` if there is one; other fields depend on the
+event (docs/format.md lists them). One write appends a whole line, so several processes may share a file. Only a disk
+that fills up in the middle of a line cuts it; the next event then starts on its own line. The length of a line is
+limited: a list with an entry for each of ten thousand ranks is cut, and the line says so. A full file is rotated
+(event_files.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Listener = Callable[[str, Mapping[str, Any], int | None], None]
 
 RECORD_BYTES_MAX = 1 << 16
 TOP = ("time", "event", "role", "rank", "step")
-_CUTS_MAX = 1000  # each takes away a part of what is largest
+_CUTS_MAX = 1000  # each cut halves the largest item
 _CUTS_NAMED_MAX = 20
 _NAME_CHARACTERS_MAX = 200
 
@@ -36,8 +36,8 @@ _DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, e
 
 
 class EventLog:
-    """Appends events to a file, and mirrors them to `logging` at level DEBUG. Any thread. `path`: None: only mirror.
-    Raises `ConfigError`: the file cannot be there; a full or broken disk is no error.
+    """Appends events to a file, and mirrors them to `logging` at level DEBUG. Any thread. `path` None: mirror only.
+    Raises `ConfigError`: the file cannot be created; a full or broken disk raises nothing.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EventLog:
         self._path, self._fd = path, -1
         self._file_bytes_max = file_bytes_max
         self._writing = threading.Lock()
-        self._torn = False  # the last line that we wrote has no end
+        self._torn = False  # the last line that we wrote is unfinished
         self._listeners: list[_Listener] = []
         try:
             self._open()
@@ -62,10 +62,10 @@ class EventLog:
                 raise ConfigError(
                     f"events: {path} cannot be written: {error.strerror}; name another file, or none"
                 ) from error
-            _log.warning("no events are written until there is room: %s", error)
+            _log.warning("no events are written until the disk takes them: %s", error)
 
     def emit(self, event: str, fields: Mapping[str, Any] | None = None, *, step: int | None = None) -> None:
-        """Append one event. Never raises: a full disk must not stop training; it is logged once per line instead."""
+        """Append one event. Never raises, because a full disk must not stop training: each lost line logs a warning."""
         line: dict[str, Any] = {"time": round(self._clock(), 6), "event": event, "role": self._role}
         if self._rank is not None:
             line["rank"] = self._rank
@@ -82,7 +82,7 @@ class EventLog:
         for listener in self._listeners:
             try:
                 listener(event, fields or {}, step)
-            except Exception:  # noqa: BLE001 - who counts events must not end what they tell of
+            except Exception:  # noqa: BLE001 - a bug in a listener must not stop the work
                 _log.warning("the event %s could not be counted in the metrics", event, exc_info=True)
 
     def listen(self, listener: _Listener) -> None:
@@ -103,7 +103,7 @@ class EventLog:
                 if is_current(self._fd, self._path):
                     self._write(line)
                     break
-            self._close()  # another process has begun the next file
+            self._close()  # another process has renamed this file
         else:
             raise OSError(f"{self._path}: renamed {_RENAMED_MAX} times while one line was written")
         rotate(self._fd, self._path, bytes_max=self._file_bytes_max)
@@ -122,20 +122,20 @@ class EventLog:
         self._close()
 
     def _close(self) -> None:
-        self._torn = False  # the next line begins another file
+        self._torn = False  # the next line starts another file
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def record(said: Mapping[str, Any]) -> bytes:
-    """The line of one event, with its end. A line that is too long loses the second half of its largest list, mapping
-    or text, as often as it takes; the field `cut` names them. Time, event, role, rank and step stay.
+    """Format one event as a line. While it is too long, drop the second half of its largest list, mapping or text; the
+    field `cut` names these. Time, event, role, rank and step stay.
     """
     text = _json(said)
     if len(text) < RECORD_BYTES_MAX:
         return text + b"\n"
-    # Through JSON: a copy of plain values, so that the caller's own stay whole.
+    # Copy through JSON, so that the caller's values stay unchanged.
     own: dict[str, Any] = json.loads(text)
     top = {name: own.pop(name) for name in TOP if name in own}
     cut: list[str] = []
@@ -150,13 +150,13 @@ def record(said: Mapping[str, Any]) -> bytes:
 
 
 def _halve(owner: Any) -> list[str]:
-    """Remove the second half of the largest item in a mapping or list; returns its path, `*` for the whole of it."""
+    """Remove the second half of the largest item in a mapping or list; return its path, `*` for `owner` itself."""
     path: list[str] = []
     while True:
         keys = list(owner) if isinstance(owner, dict) else list(range(len(owner)))
         sizes = {key: len(_json(key)) + len(_json(owner[key])) for key in keys}
         largest = max(keys, key=lambda key: sizes[key])
-        if len(keys) > 1 and 2 * sizes[largest] < sum(sizes.values()):  # many, and each is small
+        if len(keys) > 1 and 2 * sizes[largest] < sum(sizes.values()):  # many small items
             for key in reversed(keys[len(keys) // 2 :]):
                 del owner[key]
             return path or ["*"]

@@ -1,9 +1,9 @@
-"""The metrics of stager and flusher for Prometheus, made of the events that they emit, so both say the same.
+"""The metrics of stager and flusher for Prometheus, counted from the events that they emit, so that both agree.
 
     EventLog.emit ──► Metrics.hear ──► counters, histograms ─┐
                      ring's journal, store's failures ───────┴─► registry ──► /metrics (metrics_page.py)
 
-docs/monitoring.md says what each metric means. Imported only where metrics are wanted.
+docs/monitoring.md says what each metric means. Imported only if metrics are wanted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.telemetry.causes import cause_in
 from holdfast.telemetry.status_document import Transport
 from holdfast.wire.step_proof import ProofVerdict
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a time beside each counter, which nobody here asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # no extra `_created` metric for each counter
 
 _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
@@ -48,27 +48,25 @@ _OUTCOMES = {
         *("verified", "drifted", "doubtful", "bad", "verify_failed", "flush_failed"),
     ),
 }
-_SAVED_KEPT = 64  # of checkpoints that may still be read back
+_SAVED_KEPT = 64  # checkpoints that may still be read back
 _LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
 
 
 class Metrics:
-    """The metrics of one stager or flusher. `hear`: any thread. Each outcome exists from the start: a counter that
-    first appears with 1 has not increased for Prometheus.
+    """Metrics of one stager or flusher. `hear`: any thread. Each outcome exists from the start, because Prometheus sees
+    no increase in a counter that first appears with 1.
     """
 
     def __init__(self, role: str, run: str, *, clock: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
         ProcessCollector(registry=self.registry)
-        info = self._gauge("holdfast_info", "Always 1; who this is.", "role", "run", "version")
+        info = self._gauge("holdfast_info", "Always 1; identifies the process.", "role", "run", "version")
         info.labels(role, run, __version__).set(1)
-        self._checkpoints = self._counter(
-            "holdfast_checkpoints", "Checkpoints by what became of them.", "outcome"
-        )
+        self._checkpoints = self._counter("holdfast_checkpoints", "Checkpoints by outcome.", "outcome")
         self._bytes = self._counter("holdfast_checkpoint_bytes", "Bytes of these checkpoints.", "outcome")
         self._refused = self._counter(
-            "holdfast_checkpoints_refused", "Checkpoints that came to nothing, by cause.", "outcome", "cause"
+            "holdfast_checkpoints_refused", "Declined and failed checkpoints, by cause.", "outcome", "cause"
         )
         self._seconds = Histogram(
             "holdfast_stage_seconds",
@@ -95,7 +93,7 @@ class Metrics:
             self._newest_time.labels(level)
             self._newest_saved.labels(level)
         self._newest: dict[str, CheckpointId] = {}
-        self._saved: dict[CheckpointId, float] = {}  # when it was saved
+        self._saved: dict[CheckpointId, float] = {}  # Unix time of save()
         if role == "stager":
             self._count_peers()
         else:
@@ -109,11 +107,11 @@ class Metrics:
 
     def _count_peers(self) -> None:
         self._silent: set[int] = set()
-        silent = self._gauge("holdfast_ranks_silent", "Ranks that give no sign of life just now.")
+        silent = self._gauge("holdfast_ranks_silent", "Ranks that currently give no sign of life.")
         silent.set_function(lambda: len(self._silent))
         self._ranks_lost = self._counter("holdfast_ranks_lost", "Ranks that died.")
         self._flushers_lost = self._counter("holdfast_flushers_lost", "Flushers that ended too early.")
-        self._divergences = self._counter("holdfast_divergences", "Findings of replicas that differ.")
+        self._divergences = self._counter("holdfast_divergences", "Steps in which replicas differed.")
         self._notices = self._counter(
             "holdfast_notices", "Notices that a machine will be taken away.", "kind"
         )
@@ -128,7 +126,7 @@ class Metrics:
             self._resumes.labels(verdict.value)
         self._transport = self._gauge(
             "holdfast_transport",
-            "1 for the way in which the ranks reach the stager; tls is TCP, encrypted.",
+            "1 for the transport between ranks and stager; tls is TCP, encrypted.",
             "transport",
         )
         for transport in get_args(Transport):
@@ -141,14 +139,14 @@ class Metrics:
         self._attached = self._gauge("holdfast_stager_attached", "1 while a stager is attached.")
         self._stall = Histogram(
             "holdfast_stall_seconds",
-            "Seconds for which a checkpoint held up the training thread of its slowest rank.",
+            "Seconds for which a checkpoint stalled the training thread of its slowest rank.",
             buckets=_STALL_SECONDS,
             registry=self.registry,
         )
         self._pruned = self._counter("holdfast_pruned", "Checkpoints that retention removed.")
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
-        """Count one event; one that means nothing here is passed over."""
+        """Count one event; ignore unknown ones."""
         match event:
             case "staged" | "durable":
                 self._ends_well(event, fields, step)
@@ -208,7 +206,7 @@ class Metrics:
             self._newest[level] = order
             self._newest_step.labels(level).set(order.step)
             self._newest_time.labels(level).set(at_unix)
-            if saved_at_unix is None:  # it was durable before
+            if saved_at_unix is None:  # a read-back: use the time noted when it became durable
                 saved_at_unix = self._saved.get(order, at_unix)
             self._saved[order] = saved_at_unix
             self._newest_saved.labels(level).set(saved_at_unix)
@@ -245,19 +243,19 @@ class Metrics:
 
 
 class RingChunks(Collector):
-    """How many chunks of the ring are in each state, at each scrape; the ring may be unmapped only after `close`."""
+    """Number of ring chunks in each state, at each scrape. The ring may be unmapped only after `close`."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring: Ring | None = ring
-        self._looking = threading.Lock()
+        self._looking = threading.Lock()  # held during a scrape
 
     def close(self) -> None:
-        """Wait for a look that is under way; there is no other."""
+        """Wait for a running scrape, and skip the ring in later ones."""
         with self._looking:
             self._ring = None
 
     def collect(self) -> Iterable[Metric]:
-        """As the library wants it. A damaged journal gives nothing: it is the flusher's business, not a scrape's."""
+        """Yield the gauge. Ignore a damaged journal: the flusher reports that."""
         found: Tally[SlotState] = Tally()
         with self._looking:
             if self._ring is None:
@@ -271,14 +269,14 @@ class RingChunks(Collector):
 
 
 class StoreRetries(Collector):
-    """Calls of the store that failed and were tried again. `failures`: gives the name of each call and how often."""
+    """Store calls that failed and were retried. `failures`: returns the count for each call name."""
 
     def __init__(self, failures: Callable[[], Mapping[str, int]]) -> None:
         self._failures = failures
 
     def collect(self) -> Iterable[Metric]:
         retries = CounterMetricFamily(
-            "holdfast_store_retries", "Calls of the store that were tried again.", labels=["call"]
+            "holdfast_store_retries", "Store calls that were retried.", labels=["call"]
         )
         for call, count in self._failures().items():
             retries.add_metric([call], count)

@@ -1,6 +1,6 @@
 """Serves `/metrics` to Prometheus where `metrics_port` is set: the stager on that port, the flusher on the next one.
 
-Whatever happens here never ends a checkpoint: a port in use is a warning, and a bug in the counting, too.
+No failure here stops a checkpoint: a port in use or a bug in the counting only logs a warning.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def serve_metrics(
     ring: Ring | None = None,
     store: Store | None = None,
 ) -> Iterator[None]:
-    """Count and answer until the block is left, if there is a `metrics_port`. `ring` must stay mapped until then."""
+    """Count events and serve metrics inside the block, if `metrics_port` is set. `ring` must stay mapped meanwhile."""
     if config.metrics_port is None:
         yield
         return
-    # Here and not above: who does not want metrics does not wait for the library, nor for a server of HTTP.
+    # Import here, so that a process without metrics does not load the library and the HTTP server.
     from prometheus_client import make_wsgi_app
 
     from holdfast.telemetry.metrics import Metrics, RingChunks, StoreRetries
@@ -52,7 +52,7 @@ def serve_metrics(
         server = start_server(config.metrics_address, port, make_wsgi_app(metrics.registry))
     except OSError as error:
         _log.warning(
-            "no metrics are served at %s, port %d: %s; checkpoints go on without them. Set metrics_port to another "
+            "no metrics are served at %s, port %d: %s; checkpoints continue without them. Set metrics_port to another "
             "port (the stager takes it, the flusher the next one), or metrics_address to another address",
             config.metrics_address,
             port,

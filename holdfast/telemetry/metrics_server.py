@@ -1,4 +1,4 @@
-"""The server of HTTP behind `/metrics`: few connections, none of which may stay silent for long."""
+"""The HTTP server behind `/metrics`: few connections, and idle ones are closed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
 
-# one Prometheus asks over one; each costs a descriptor, which the ring and the store need, too
+# One Prometheus needs one connection. Each costs a descriptor, and the ring and the store need descriptors, too.
 _CONNECTIONS_MAX = 8
-_SILENT_SECONDS_MAX = 5.0  # a connection that says nothing, or takes nothing, is closed after that
+_SILENT_SECONDS_MAX = 5.0  # timeout of each read and write
 _NO_DESCRIPTOR_SECONDS = 0.5
 
 
@@ -22,11 +22,11 @@ class _Handler(WSGIRequestHandler):
     timeout = _SILENT_SECONDS_MAX
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as its base
-        """A scrape is no news."""
+        """Log no scrapes."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, and few of them: what comes beyond is closed at once."""
+    """Server with a thread for each connection; closes a connection beyond `_CONNECTIONS_MAX` at once."""
 
     daemon_threads = True
     block_on_close = False
@@ -40,7 +40,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(_NO_DESCRIPTOR_SECONDS)  # the connection still waits, and would be taken at once
+            time.sleep(_NO_DESCRIPTOR_SECONDS)  # the connection is still queued: without a pause, this loops
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -49,7 +49,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
+        except BaseException:  # cannot start a thread
             self._free.release()
             raise
 
@@ -60,11 +60,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Somebody hung up in the middle, or said nothing for too long."""
+        """Ignore clients that disconnect in the middle or time out."""
 
 
 def start_server(host: str, port: int, application: WSGIApplication) -> _Server:
-    """Answer by `application`, in threads of its own. Raises `OSError`: the port cannot be had."""
+    """Serve `application` in background threads. Raises `OSError`: the port is not available."""
     family, _, _, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

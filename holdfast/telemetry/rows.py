@@ -1,9 +1,9 @@
-"""Each checkpoint that manifests or events tell of, with its phases on each rank; and each step that was not taken.
+"""Each checkpoint in manifests or events, with its phases on each rank; and each step that was skipped.
 
     save() ──stall──► copy ──► staged ──► durable ──► read back          one row for (attempt, step)
 
-Trainers and stager do not say of which attempt they are. That is the one which the stager or the flusher has named
-last; in logs of trainers alone it is taken from the manifest of that step.
+Most events of trainers and stager do not name the attempt. It is the one that stager or flusher named last; in logs of
+trainers alone, it comes from the manifest of that step.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _TIMES = (
 
 @dataclass(slots=True)
 class RankTimes:
-    """Times of one rank for one checkpoint: seconds since its `save()` by its own clock, or durations."""
+    """Times of one rank for one checkpoint: seconds since `save()` by the rank's own clock, or durations."""
 
     host: str = ""
-    saved_at_unix: float | None = None  # when it called `save()`
+    saved_at_unix: float | None = None  # when the rank called `save()`
     slice_bytes: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # name of the time as in docs/format.md → seconds
 
     def hear(self, said: Mapping[str, Any]) -> None:
-        """Take what one event or the record says."""
+        """Add the fields of one event, or of this rank in the checkpoint's record."""
         self.host = text(said.get("host")) or self.host
         saved = number(said.get("saved_at_unix"), TIME_MAX)
         self.saved_at_unix = self.saved_at_unix if saved is None else saved
@@ -52,7 +52,7 @@ class RankTimes:
 
 @dataclass(slots=True)
 class CheckpointRow:
-    """One checkpoint, as far as it came."""
+    """One checkpoint and the phases that it has reached."""
 
     attempt: int
     step: int
@@ -69,25 +69,26 @@ class CheckpointRow:
     failed_at_unix: float | None = None
     pgt1_seconds: float | None = None
     pgt2_seconds: float | None = None
-    nonfinite: int | None = None  # how many of its numbers are not finite; None: not counted
-    # when each of several stagers' shares (K/S) was written
-    sealed: dict[str, float] = field(default_factory=dict)
+    nonfinite: int | None = None  # count of NaN and infinite numbers; None: not counted
+    sealed: dict[str, float] = field(
+        default_factory=dict
+    )  # share (K/S) of several stagers → when it was written
     record_stalls: dict[int, float] = field(default_factory=dict)
     ranks: dict[int, RankTimes] = field(default_factory=dict)
 
     @property
     def stalls(self) -> dict[int, float]:
-        """Its stall of each rank's training thread (CST)."""
+        """Stall of each rank's training thread (CST) by this checkpoint."""
         said = {r: t.seconds["cst_seconds"] for r, t in self.ranks.items() if "cst_seconds" in t.seconds}
         return self.record_stalls | said
 
     @property
     def stall_seconds(self) -> float | None:
-        """That of its slowest rank, since all ranks continue together."""
+        """Stall of the slowest rank, because all ranks continue together."""
         return max(self.stalls.values(), default=None)
 
     def hear_record(self, record: Any) -> None:
-        """Take the record of a manifest, or of the flusher's event."""
+        """Add the record from a manifest or from the flusher's event."""
         known = StepRecord.from_json(record)
         self.record_stalls |= known.stall_seconds
         saved = number(known.saved_at_unix, TIME_MAX)
@@ -99,13 +100,13 @@ class CheckpointRow:
             self.ranks.setdefault(rank, RankTimes()).hear(said.to_json())
 
     def save_at(self, at: float) -> None:
-        """A rank has called `save()` then."""
+        """Note that a rank called `save()` at this time; the first rank counts."""
         self.saved_at_unix = at if self.saved_at_unix is None else min(at, self.saved_at_unix)
 
 
 @dataclass(slots=True)
 class NotTaken:
-    """A step that was declined, or given up."""
+    """A step that was declined or failed."""
 
     attempt: int
     step: int
@@ -118,14 +119,14 @@ class NotTaken:
 
 @dataclass
 class CheckpointRows:
-    """See the module. `rows` oldest first."""
+    """The result of `gather_checkpoints`. `rows`: oldest first."""
 
     rows: list[CheckpointRow] = field(default_factory=list)
     not_taken: list[NotTaken] = field(default_factory=list)
 
     @property
     def causes(self) -> Counter[str]:
-        """How many steps were not taken, by cause."""
+        """Number of skipped steps, by cause."""
         return Counter(one.cause for one in self.not_taken)
 
     def newest(self, *states: str) -> CheckpointRow | None:
@@ -133,7 +134,7 @@ class CheckpointRows:
 
 
 def gather_checkpoints(events: Iterable[LoggedEvent], stored: Sequence[StoredCheckpoint]) -> CheckpointRows:
-    """Put together what events and manifests say."""
+    """Merge the facts from events and manifests."""
     gathering = _Gathering(stored)
     for event in events:
         gathering.hear(event)
@@ -169,7 +170,7 @@ class _Gathering:
             times.hear(event.fields)
             if times.saved_at_unix is not None:
                 row.save_at(times.saved_at_unix)
-            if event.event == "staged":  # heard from the stager, whose own log may not be at hand
+            if event.event == "staged":  # the stager's own log may not be available
                 row.staged_at_unix = row.staged_at_unix or event.time
                 _advance(row, "staged")
             elif event.event == "durable":
@@ -208,7 +209,7 @@ class _Gathering:
                 _advance(row, "durable")
             case (
                 "share_sealed" | "seal_read"
-            ):  # the lead reads the seal of a share whose own log is not at hand
+            ):  # `seal_read` is the lead's, for a share whose own log may not be available
                 share = text(event.fields.get("share"))
                 row.sealed[share] = min(event.time, row.sealed.get(share, event.time))
             case "doubted":
@@ -237,7 +238,7 @@ class _Gathering:
             row.failed_at_unix = row.failed_at_unix or event.time
 
     def take(self, one: StoredCheckpoint) -> None:
-        """A manifest: it knows what has become of the checkpoint."""
+        """Add the facts of a manifest, whose state overrides that of the events."""
         row = self._of(CheckpointId(one.attempt, one.step))
         row.in_store, row.state, row.image_bytes = True, one.state, one.image_bytes
         row.hear_record(one.record)
@@ -252,7 +253,7 @@ class _Gathering:
         row.nonfinite = one.nonfinite if row.nonfinite is None else row.nonfinite
 
     def result(self) -> CheckpointRows:
-        """A step that became durable after all was taken; one that was only declined is no checkpoint."""
+        """Return the rows. A step that became durable after a failure was not skipped; a declined one gets no row."""
         done = {key for key, row in self._rows.items() if row.durable_at_unix is not None}
         rows = [row for _, row in sorted(self._rows.items()) if row.state != "declined"]
         not_taken = [one for key, one in self._not_taken.items() if key not in done]
@@ -269,7 +270,7 @@ def _advance(row: CheckpointRow, state: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint as its manifest in the store has it. `note`: why it is bad. `nonfinite`: as `CheckpointRow`."""
+    """A checkpoint as described by its manifest. `note`: why it is bad. `nonfinite`: as in `CheckpointRow`."""
 
     attempt: int
     step: int
@@ -285,7 +286,7 @@ class StoredCheckpoint:
 
     @classmethod
     def of(cls, manifest: Manifest) -> StoredCheckpoint | None:
-        """None where the manifest does not say when it was made, in a way that can be read."""
+        """Return None if the manifest's creation time cannot be parsed."""
         try:
             durable_at = datetime.fromisoformat(manifest.created).timestamp()
         except (ValueError, OverflowError, OSError):
@@ -306,6 +307,6 @@ class StoredCheckpoint:
 
 
 def _cause_in_old_log(reason: str) -> str:
-    """In logs of versions that stated no cause beside the sentence, the sentence begins with it."""
+    """Return the cause at the start of the sentence, for logs of older versions, which have no field for it."""
     match = _OLD_CAUSE.match(reason)
     return match[1] if match else OTHER

@@ -1,18 +1,18 @@
-"""A trace of each checkpoint for OpenTelemetry: made of the events that stager and flusher emit, as their metrics are.
+"""A trace of each checkpoint for OpenTelemetry, built from the events of stager and flusher, like their metrics.
 
-    EventLog.emit ──► Spans.hear ──► checkpoint   save() to durable (PGT-2); of one that came to nothing, to its end
-                                     ├─ save      the call, on the rank that was held up longest        flusher
-                                     ├─ copy      behind the gate, on that rank                         flusher
+    EventLog.emit ──► Spans.hear ──► checkpoint   save() to durable (PGT-2), or to the failure
+                                     ├─ save      the call, on the rank with the longest stall          flusher
+                                     ├─ copy      outside save(), on that rank                          flusher
                                      ├─ stage     save() to staged (PGT-1)                              stager
-                                     ├─ flush     from the first word of it until it is durable         flusher
-                                     └─ read_back which may begin long after the checkpoint was durable flusher
+                                     ├─ flush     from the flusher's start until durable                flusher
+                                     └─ read_back may begin long after the checkpoint was durable       flusher
 
-Each process tells what it saw, and nothing is told twice: the span `checkpoint` is the flusher's when it is durable,
-the stager's when it was declined or failed, and the flusher's again when no stager is left that could say so.
+Each span has one sender. The flusher sends the span `checkpoint` of a durable checkpoint; the stager sends that of a
+declined or failed one, and the flusher does if no stager is left.
 
-Nobody hands a trace's ids from one process to the next. They follow from run, attempt and step (`root_ids`), so the
-spans of both, and those of a flusher that was started for one that was killed, come together at the collector.
-docs/monitoring.md says what each attribute means. Imported only where spans are wanted.
+Processes do not pass trace ids to each other: the ids are derived from run, attempt and step (`root_ids`), so the
+collector joins the spans of stager, flusher, and a flusher that replaces a killed one. docs/monitoring.md says what
+each attribute means. Imported only if spans are wanted.
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ _log = logging.getLogger("holdfast.tracing")
 
 _ROOT = "checkpoint"
 _TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
-_BEGAN_KEPT = 64  # of checkpoints that may still come to nothing
-_END_SECONDS_MAX = 5.0  # for the last spans, of a process that has done all else
-# One rank's phases, one after the other, and its waits meanwhile.
+_BEGAN_KEPT = 64  # checkpoints that may still fail
+_END_SECONDS_MAX = 5.0  # for the last spans, when the process has finished everything else
+# A rank's consecutive phases, each with the field of its waiting time.
 _OF_RANK = (("save", "wait_seconds"), ("copy", "gate_seconds"))
 
 
 def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
-    """Trace id of a checkpoint, and id of its span `checkpoint`: the first 16 bytes of a SHA-256, and the 8 after them.
-    A hash: samplers take the trace id for random, and two runs must not meet. `run`: the URL as the flusher says it.
+    """Return a checkpoint's trace id and the id of its span `checkpoint`: bytes 0 to 15 and 16 to 23 of a SHA-256.
+
+    A hash, because samplers expect random trace ids and ids of two runs must differ. `run`: the URL as the flusher
+    has it.
     """
     digest = hashlib.sha256(f"{run}\n{attempt}\n{step}".encode()).digest()
     span_id = digest[_TRACE_ID_BYTES : _TRACE_ID_BYTES + _SPAN_ID_BYTES]
@@ -64,7 +66,7 @@ def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
 
 
 class Spans:
-    """The spans of one stager or flusher. `hear`: any thread. `processors`: take finished spans; none may wait."""
+    """Spans of one stager or flusher. Any thread. `processors`: receive finished spans, and must not block."""
 
     def __init__(
         self,
@@ -78,9 +80,9 @@ class Spans:
         self._lock = threading.Lock()
         self._ids = _Ids()
         ours = Resource.create({"service.name": f"holdfast-{role}", "service.version": __version__})
-        # No other provider is made known to the process, and none is asked: this one ends when we say so.
+        # A private provider, not the process-wide one, so that `close` decides when it shuts down.
         self._provider = TracerProvider(
-            resource=ours.merge(OTELResourceDetector().detect()),  # the environment's word comes first
+            resource=ours.merge(OTELResourceDetector().detect()),  # the environment overrides ours
             id_generator=self._ids,
             shutdown_on_exit=False,
         )
@@ -93,7 +95,7 @@ class Spans:
         self._began: dict[CheckpointId, float] = {}
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
-        """Tell of one event; one that means nothing here is passed over."""
+        """Create the spans of one event; ignore unknown ones."""
         with self._lock:
             match event:
                 case "stager_ready" | "flusher_replaced":
@@ -101,21 +103,21 @@ class Spans:
                 case "stager_attached" | "stager_gone":
                     self._attached = event == "stager_attached"
                 case _ if step is not None:
-                    attempt = fields.get("attempt", self._attempt)  # a stager has one, and does not repeat it
+                    attempt = fields.get("attempt", self._attempt)  # events of a stager omit its attempt
                     self._hear_of_step(event, fields, CheckpointId(int(attempt), step))
 
     def close(self) -> None:
-        """Hand over what is left, and wait a few seconds at most for the collector."""
+        """Send the remaining spans, and wait a few seconds at most for the collector."""
         with self._lock:
             for key in list(self._flushes):
                 self._end_flush(key, self._clock(), "this flusher ended before the checkpoint was durable")
-        # The library waits for an answer as long as its exporters do, and longer; nobody else needs to.
+        # `shutdown` may wait longer than the exporters' own timeouts, so it runs in a thread that can be left behind.
         ending = threading.Thread(target=self._provider.shutdown, name="spans-end", daemon=True)
         ending.start()
         ending.join(_END_SECONDS_MAX)
         if ending.is_alive():
             _log.warning(
-                "the collector did not take the last spans within %g s, so they are dropped; look whether it runs",
+                "the collector did not take the last spans within %g s, so they are dropped; check that it runs",
                 _END_SECONDS_MAX,
             )
 
@@ -142,7 +144,7 @@ class Spans:
                 if not self._attached:
                     self._ends_badly("failed", key, now, fields)
             case "share_sealed" if not fields["share"].startswith("1/"):
-                self._end_flush(key, now, "")  # the lead's flush goes on until it has published
+                self._end_flush(key, now, "")  # the flush of share 1, the lead, ends when it has published
             case "durable":
                 self._end_flush(key, now, "")
                 self._is_durable(key, now, fields)
@@ -152,7 +154,7 @@ class Spans:
 
     def _is_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         known = CheckpointRow(*key)
-        known.hear_record(fields.get("record"))  # from outside: it checks what is in there
+        known.hear_record(fields.get("record"))  # checks the record, which comes from other processes
         pgt2_seconds, stalls = fields["pgt2_seconds"], known.stalls
         saved_at = now - pgt2_seconds if known.saved_at_unix is None else known.saved_at_unix
         said = {
@@ -164,7 +166,7 @@ class Spans:
             "stall_seconds": known.stall_seconds,
         }
         self._end_root(key, saved_at, saved_at + pgt2_seconds, said)
-        # One rank, for all would be thousands of spans: training goes on when the slowest does.
+        # Only the slowest rank, for which training waits: spans of all ranks would be thousands.
         rank = max(stalls, key=lambda rank: stalls[rank], default=None)
         times = None if rank is None else known.ranks.get(rank)
         if times is None or times.saved_at_unix is None:
@@ -211,7 +213,7 @@ class Spans:
 
     def _begin_phase(self, name: str, key: CheckpointId, began: float, said: Mapping[str, Any]) -> Span:
         trace_id, span_id = root_ids(self._run, *key)
-        # The span `checkpoint` may not exist yet, or be another process's: whether it is kept follows from its id, too.
+        # The span `checkpoint` may come later or from another process; its trace id tells whether it is sampled.
         decision = self._provider.sampler.should_sample(Context(), trace_id, _ROOT).decision
         is_kept = decision is Decision.RECORD_AND_SAMPLE
         flags = TraceFlags(TraceFlags.SAMPLED if is_kept else TraceFlags.DEFAULT)
@@ -232,7 +234,7 @@ class Spans:
 
 
 class _Ids(IdGenerator):
-    """Random, but for the one span whose ids are chosen. `chosen`: trace id and span id of the next span."""
+    """Generator of random ids, unless `chosen` has the trace id and span id of the next span."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()

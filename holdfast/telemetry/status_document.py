@@ -1,7 +1,7 @@
 """The document that a stager or flusher sends to `holdfast status`: bounded in size, and checked by its reader.
 
-Times are Unix seconds, named `*_at_unix`; None where this process does not know. A reader ignores fields that
-it does not know, so either side may be of a newer version.
+Times are Unix seconds, named `*_at_unix`; None if this process does not know. A reader ignores unknown fields, so
+either side may have a newer version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CAUSES_MAX = 32
 _COMPLAINT_CHARACTERS_MAX = 1000
 
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
-_TIME_MAX = 1e11  # three thousand years: beyond it is no time of anything
+_TIME_MAX = 1e11  # three thousand years
 _Number = Annotated[float, Field(ge=0, le=_TIME_MAX, allow_inf_nan=False)]
 _Seconds = _Number
 _Text = Annotated[str, Field(max_length=4 * TEXT_CHARACTERS_MAX)]
@@ -36,7 +36,7 @@ class _Words(BaseModel):
 
 
 class CheckpointStatus(_Words):
-    """One checkpoint, as far as this process knows."""
+    """State of one checkpoint, as known to this process."""
 
     attempt: _Whole
     step: _Whole
@@ -46,17 +46,15 @@ class CheckpointStatus(_Words):
     durable_at_unix: _Number | None = None
     pgt1_seconds: _Seconds | None = None
     pgt2_seconds: _Seconds | None = None
-    stall_seconds: _Seconds | None = None  # the longest that a rank's training thread was held up by it
-    # `verified`, `drifted`, `doubtful`, `bad`, or `verify_failed`, once it was read back
-    read_back: Literal["", "verified", "drifted", "doubtful", "bad", "verify_failed"] = ""
+    stall_seconds: _Seconds | None = None  # the longest stall of a rank's training thread
+    read_back: Literal["", "verified", "drifted", "doubtful", "bad", "verify_failed"] = ""  # empty: not yet
     read_back_at_unix: _Number | None = None
-    # how many of its numbers are not finite (NaN or infinite); None: not counted
-    nonfinite: _Whole | None = None
-    share: _Text = ""  # with several stagers: the share of it that this process writes, as K/S
-    # the shares that are written, as far as this process knows; the flusher of the first share knows of all
+    nonfinite: _Whole | None = None  # count of NaN and infinite numbers; None: not counted
+    share: _Text = ""  # with several stagers: the share that this process writes, as K/S
+    # the shares known to be written; the flusher of the first share knows of all
     sealed: Annotated[tuple[_Text, ...], Field(max_length=WRITERS_MAX)] = ()
-    held: _Text = ""  # why it waits for the store; empty if it does not
-    failed: _Text = ""  # why it came to nothing; empty if it did not
+    held: _Text = ""  # why the checkpoint waits for the store; empty if it does not
+    failed: _Text = ""  # why the checkpoint failed; empty if it did not
 
 
 class RankStatus(_Words):
@@ -67,12 +65,14 @@ class RankStatus(_Words):
     pid: _Whole = 0
     state: RankState = "here"
     quiet_seconds: _Seconds | None = None
-    step: _Whole | None = None  # the newest step that it has offered or declined
-    stall_seconds: _Seconds | None = None  # stall of its training thread by its newest known checkpoint
+    step: _Whole | None = None  # the newest step that the rank has offered or declined
+    stall_seconds: _Seconds | None = (
+        None  # stall of the training thread by the rank's newest known checkpoint
+    )
 
 
 class StatusLine(_Words):
-    """Something that happened, for people."""
+    """One event as a line for people."""
 
     at_unix: _Number
     event: _Text
@@ -81,14 +81,14 @@ class StatusLine(_Words):
 
 
 class FailuresStatus(_Words):
-    """Attempts that were interrupted, and the seconds of all attempts."""
+    """Number of interrupted attempts, and the seconds of all attempts."""
 
     failures: _Whole
     seconds: _Seconds
 
 
 class StatusDocument(_Words):
-    """All that one process says."""
+    """The answer of one process to `holdfast status`."""
 
     version: Literal[1] = 1
     role: Literal["stager", "flusher"]
@@ -97,30 +97,31 @@ class StatusDocument(_Words):
     attempt: _Whole = 0  # 0: none yet
     since_unix: _Number
     now_unix: _Number
-    ranks_total: _Whole = 0  # how many there are; `ranks` has the worst of them
+    ranks_total: _Whole = 0  # `ranks` lists only the worst
     ranks: Annotated[tuple[RankStatus, ...], Field(max_length=RANKS_MAX)] = ()
     checkpoints: Annotated[tuple[CheckpointStatus, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
     # causes of declined and failed steps, counted
     not_taken: Annotated[dict[str, _Whole], Field(max_length=_CAUSES_MAX)] = Field(default_factory=dict)
     declined: Annotated[
         tuple[StatusLine, ...], Field(max_length=LINES_MAX)
-    ] = ()  # the last of them, newest last
+    ] = ()  # the newest ones, newest last
     notices: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     problems: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     stager_attached: bool | None = None
-    work_ended_at_unix: _Number | None = None  # flusher without a stager only: when the last one left
-    transport: Transport | None = None  # stager only; None: it has no job, or is of an older version
+    work_ended_at_unix: _Number | None = None  # only a flusher without a stager: when the last stager left
+    transport: Transport | None = None  # stager only; None: no job yet, or an older version
     seen: FailuresStatus | None = None  # flusher only: of the run before the newest job; None: not known
-    # stager that has brought the ranks to an interval (`every="auto"`): the reason, for people
-    interval_why: _Text = ""
+    interval_why: _Text = (
+        ""  # only with `every="auto"`, from the stager: the reason for the interval, for people
+    )
     # stager only: how the first step of this job compares with that of the run before (`resume_proof`)
     resume: Literal["", "verified resume", "differs", "not proven"] = ""
-    resume_text: _Text = ""  # the same as a sentence; both empty where nothing was resumed
-    waits_at: _Text = ""  # standing stager without a job only: HOST:PORT, where it waits for one
+    resume_text: _Text = ""  # the same as a sentence; both empty if the job did not resume
+    waits_at: _Text = ""  # only a standing stager without a job: HOST:PORT at which it listens
 
 
 def checkpoint_status(attempt: int, step: int, **known: Any) -> CheckpointStatus:
-    """One checkpoint; of what is known of it from outside, what can be true."""
+    """Build a `CheckpointStatus`, without those of the `known` values that are invalid."""
     try:
         return CheckpointStatus(attempt=attempt, step=step, **known)
     except ValidationError as error:
@@ -131,7 +132,7 @@ def checkpoint_status(attempt: int, step: int, **known: Any) -> CheckpointStatus
 
 
 def read_status(document: Any, source: str) -> StatusDocument:
-    """Check what came over the socket. Raises `ProtocolError`: naming `source` and the field."""
+    """Check a document from the socket. Raises `ProtocolError`: names `source` and the wrong field."""
     try:
         return StatusDocument.model_validate(document)
     except (ValidationError, RecursionError) as error:

@@ -1,11 +1,10 @@
-"""The thread and the socket beside the ring with which a process answers `holdfast status`.
+"""The thread that answers `holdfast status`, over a socket beside the ring.
 
-    status ─► flusher-status.sock ─► state       one packet each way, at most 64 KiB, as doorbell.py has them
+    status ─► flusher-status.sock ─► state       one packet each way, at most 64 KiB, in the format of doorbell.py
     status ─► stager-status.sock  ─► state
 
-The role's own loop is not involved: a client can neither block it nor take a stager's place at its socket. Requests
-within a short time get the same answer, so a hundred watchers cost no more than one. A failure here is a log line and
-nothing else.
+The role's main loop is not involved: a client can neither block it nor take a stager's place at its socket. Requests
+within a short time get the same answer, so a hundred watchers cost no more than one. A failure here only logs a line.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from holdfast.telemetry.status_document import StatusDocument, read_status
 _log = logging.getLogger("holdfast.status")
 
 _VERSION = 1
-_WATCHERS_MAX = 32  # more than that: who has asked longest ago is hung up on, and comes back
+_WATCHERS_MAX = 32  # beyond this, disconnect the client with the oldest request; it reconnects
 _SAME_ANSWER_SECONDS = 0.2
 _DOCUMENT_BYTES_MAX = MESSAGE_BYTES_MAX - 256  # with its envelope
 
 
 def socket_path(directory: Path, role: Literal["stager", "flusher"]) -> Path:
-    """Where that role answers; `directory` is the run's runtime directory."""
+    """Return the path of the role's socket; `directory` is the run's runtime directory."""
     return directory / f"{role}-status.sock"
 
 
@@ -43,7 +42,7 @@ def socket_path(directory: Path, role: Literal["stager", "flusher"]) -> Path:
 def serve_status(
     directory: Path, role: Literal["stager", "flusher"], said: Callable[[], StatusDocument]
 ) -> Iterator[None]:
-    """Answer until the block is left. `said` is called from the desk's thread."""
+    """Answer `holdfast status` inside the block. `said` is called in the status thread."""
     try:
         listener = Listener(socket_path(directory, role))
     except OSError as error:
@@ -63,22 +62,22 @@ def serve_status(
 
 
 class _Desk:
-    """The thread."""
+    """The loop of the status thread."""
 
     def __init__(self, listener: Listener, said: Callable[[], StatusDocument]) -> None:
         self._listener, self._said = listener, said
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._channels: dict[Channel, None] = {}  # who asked last, last
+        self._channels: dict[Channel, None] = {}  # ordered by their newest request, newest last
         self._selector = selectors.DefaultSelector()
         self._answer: dict[str, Any] = {}
         self._answer_until = 0.0
 
     def end(self) -> None:
-        """Have the thread end."""
+        """Tell the thread to end. Any thread."""
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Once the thread has ended."""
+        """Close the descriptor. Call after the thread has ended."""
         os.close(self._wake)
 
     def run(self) -> None:
@@ -94,7 +93,7 @@ class _Desk:
                     self._accept()
                 for channel in [channel for channel in self._channels if channel in ready]:
                     self._serve(channel)
-        except Exception:  # noqa: BLE001 - who only watches must not end what is watched
+        except Exception:  # noqa: BLE001 - a bug in the status must not stop the process
             _log.warning("`holdfast status` is no longer answered here", exc_info=True)
         finally:
             for channel in list(self._channels):
@@ -114,10 +113,8 @@ class _Desk:
         try:
             messages = channel.poll()
             if any(message.kind != "status" for message in messages):
-                raise ProtocolError(
-                    f"process {channel.peer_pid} sent another message than a request for the status"
-                )
-            # A client that does not read its answers gets no further ones; it is taken for gone.
+                raise ProtocolError(f"process {channel.peer_pid} sent something other than a status request")
+            # A client that does not read its answers gets no more, and is disconnected.
             if messages and not channel.unsent:
                 self._channels[channel] = self._channels.pop(channel)
                 channel.send("state", document=self._document())
@@ -130,7 +127,7 @@ class _Desk:
 
     def _hang_up(self, channel: Channel) -> None:
         self._channels.pop(channel, None)
-        # A closed socket has left the selector's kernel side; its key has not.
+        # For a closed socket, epoll has already dropped the descriptor, but the selector keeps its key.
         for key in list(self._selector.get_map().values()):
             if key.fileobj is channel:
                 self._selector.unregister(channel)
@@ -145,7 +142,7 @@ class _Desk:
 
 
 def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[str, Any]:
-    """The document, its longest lists halved until it fits a packet; newest entries and worst ranks stay."""
+    """Halve the longest lists of a document until it fits a packet; keep the newest entries and worst ranks."""
     document = dict(document)
     while len(json.dumps(document, separators=(",", ":"))) > bytes_max:
         lists = {
@@ -162,10 +159,10 @@ def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[
 
 
 def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
-    """The document of the process at `path`, if any. Raises `PeerLost`: no answer; `ProtocolError`: not ours."""
+    """Ask the process at `path`, if there is one. Raises `PeerLost`: no answer; `ProtocolError`: a wrong answer."""
     try:
         channel = connect(path)
-    except (PeerLost, OSError):  # not even the directory, perhaps
+    except (PeerLost, OSError):  # even the directory may be missing
         return None
     with contextlib.closing(channel), selectors.DefaultSelector() as selector:
         channel.send("status", version=_VERSION)
@@ -177,5 +174,5 @@ def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
                 if message.kind == "state":
                     return read_status(message.fields["document"], str(path))
             if channel.closed:
-                return None  # it has just ended
+                return None  # the process has just ended
         raise PeerLost(f"process {channel.peer_pid} does not answer within {seconds_max:g} s")

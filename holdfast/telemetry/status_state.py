@@ -1,9 +1,9 @@
-"""The facts that stager and flusher remember for `holdfast status`, made of the events that they emit.
+"""The facts that stager and flusher remember for `holdfast status`, taken from the events that they emit.
 
     EventLog.emit ─► StatusState.hear ─► newest checkpoints, declined steps, notices, problems, reason of the interval
                                      └─► StatusState.said ─► `holdfast status`
 
-All of it is bounded: lists keep the newest, texts are cut. `hear` is called from any thread, `said` from another.
+The size is bounded: lists keep the newest, texts are cut.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 
 
 class StatusState:
-    """`ranks`: gives this process's ranks, and how many there are; called in the thread that asks."""
+    """State of one process for `holdfast status`. Any thread. `ranks`: returns all ranks, called by `said`."""
 
     def __init__(
         self,
@@ -58,7 +58,9 @@ class StatusState:
         self._declined: deque[StatusLine] = deque(maxlen=LINES_MAX)
         self._notices: deque[StatusLine] = deque(maxlen=LINES_MAX)
         self._problems: deque[StatusLine] = deque(maxlen=LINES_MAX)
-        self._stalls: dict[int, tuple[int, float]] = {}  # rank → step, seconds; of the newest that is durable
+        self._stalls: dict[
+            int, tuple[int, float]
+        ] = {}  # rank → step, seconds; of the newest durable checkpoint
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
         self._interval_why = ""
@@ -67,7 +69,7 @@ class StatusState:
         self._transport: Transport | None = None
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
-        """Remember one event; one that means nothing here is passed over."""
+        """Remember one event; ignore unknown ones."""
         with self._lock:
             if event in NOTICES:
                 self._notices.append(self._line(event, fields, step))
@@ -174,10 +176,10 @@ class StatusState:
     def _line(self, event: str, fields: Mapping[str, Any], step: int | None) -> StatusLine:
         return StatusLine(at_unix=self._clock(), event=event, step=step, text=event_text(fields))
 
-    # -- what is said ----------------------------------------------------------------------------------------------
+    # -- the document ----------------------------------------------------------------------------------------------
 
     def said(self) -> StatusDocument:
-        """The document, as things stand."""
+        """Build the document for the current state."""
         ranks = list(self._ranks()) if self._ranks is not None else []
         with self._lock:
             if self._ranks is None:
@@ -213,6 +215,6 @@ class StatusState:
 
 
 def _worst_first(said: RankStatus) -> tuple[int, int, float, int]:
-    """Lost, then silent; of those that are here who is behind in steps, then who was held up most."""
+    """Sort key: by state (lost, silent, …), then by the oldest step, then by the longest stall."""
     step = -1 if said.step is None else said.step
     return (_STATE_ORDER.index(said.state), step, -(said.stall_seconds or 0.0), said.rank)

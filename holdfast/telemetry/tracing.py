@@ -1,7 +1,7 @@
-"""Sends spans to OpenTelemetry where the environment asks for it: stager and flusher alike, by the library's variables.
+"""Sends spans of stager and flusher to OpenTelemetry, if its own environment variables (OTEL_*) ask for spans.
 
-There are no settings of holdfast's own. Whatever happens here never ends a checkpoint: a library that is not installed
-or a variable that is wrong is one warning, and a collector that does not answer costs a few seconds at the very end.
+Holdfast has no settings for this. No failure here stops a checkpoint: a missing library or a wrong variable logs one
+warning, and a collector that does not answer delays the end of the process by a few seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _log = logging.getLogger("holdfast.tracing")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
-_EXPORTERS = "opentelemetry_traces_exporter"  # where packages say which exporters they have
+_EXPORTERS = "opentelemetry_traces_exporter"  # entry-point group in which packages register exporters
 
 
 def exporter_names(environment: Mapping[str, str]) -> list[str]:
-    """The exporters that OTEL_* variables ask for. An endpoint alone means `otlp`, and that alone means over HTTP."""
+    """Return the exporters that OTEL_* variables name. An endpoint alone means `otlp`, which defaults to HTTP."""
     asked = environment.get("OTEL_TRACES_EXPORTER", "")
     if not asked.strip() and any(environment.get(name) for name in _ENDPOINTS):
         asked = "otlp"
@@ -47,7 +47,7 @@ def exporter_names(environment: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog) -> Iterator[None]:
-    """Make spans of events until the block is left. Imports nothing unless the environment asks for it."""
+    """Turn events into spans inside the block. Imports nothing unless the environment asks for spans."""
     names = exporter_names(environ)
     spans = _spans(role, run, names) if names else None
     if spans is None:
@@ -63,7 +63,7 @@ def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog)
 
 def _spans(role: str, run: str, names: list[str]) -> Spans | None:
     try:
-        # Here and not above: who does not want spans needs no such library.
+        # Import here: the library is needed, and installed, only where spans are wanted.
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
         from holdfast.telemetry.spans import Spans
@@ -73,19 +73,19 @@ def _spans(role: str, run: str, names: list[str]) -> Spans | None:
             found = entry_points(group=_EXPORTERS, name=name)
             if not found:
                 raise ImportError(f"no installed package has the exporter {name}")
-            # A flusher's stdout is for its one line to the stager, and then nobody reads it any more.
+            # A flusher's stdout carries one line to the stager, which then stops reading.
             is_console = name == "console"
             exporters.append(ConsoleSpanExporter(out=sys.stderr) if is_console else found[name].load()())
         return Spans(role, run, [BatchSpanProcessor(exporter) for exporter in exporters])
     except ImportError as error:
         _log.warning(
-            "no spans are sent: %s; checkpoints go on without them. For OTLP over HTTP run %s; or unset the OTEL_* "
+            "no spans are sent: %s; checkpoints continue without them. For OTLP over HTTP run %s; or unset the OTEL_* "
             "variables that ask for spans",
             error,
             install_line("otel"),
         )
-    except Exception as error:  # noqa: BLE001 - what a variable says wrongly must not end a flusher
+    except Exception as error:  # noqa: BLE001 - a wrong variable must not end a flusher
         _log.warning(
-            "no spans are sent: %s; checkpoints go on without them. Look at the OTEL_* variables", error
+            "no spans are sent: %s; checkpoints continue without them. Check the OTEL_* variables", error
         )
     return None

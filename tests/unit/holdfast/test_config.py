@@ -347,7 +347,7 @@ def test_a_stager_that_is_no_address(value: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["s3://bucket/run@12", "/mnt/nfs/run@0", "/mnt/run@latest", "/mnt/run@7/"])
 @pytest.mark.parametrize("role", [StagerConfig, FlusherConfig, TrainerConfig])
 def test_a_run_is_not_named_like_a_step_of_another_run(name: str, role: type[TrainerConfig]) -> None:
-    with pytest.raises(ConfigError, match="expected another name: after @ the commands take"):
+    with pytest.raises(ConfigError, match="expected another name: commands read `@latest`"):
         role.from_sources(store=name)
     for other in ("s3://bucket/run@12/a", "/mnt/a@b", "/mnt/run@", "/mnt/@3x"):
         assert role.from_sources(store=other).store == other
@@ -370,7 +370,7 @@ def test_keep_best_needs_a_metric_and_the_metric_a_mode() -> None:
     whole = StagerConfig(store="s", keep_best=3, best_metric="val_loss", best_mode="min")
     assert whole.best_rule == BestRule(metric="val_loss", mode="min")
     assert StagerConfig(store="s").best_rule is None
-    with pytest.raises(ConfigError, match="keep_best: expected 0 where best_metric is not set"):
+    with pytest.raises(ConfigError, match="keep_best: expected 0 unless best_metric and best_mode are set"):
         StagerConfig(store="s", keep_best=3)
     with pytest.raises(
         ConfigError, match="best_mode: expected min or max: whether the lowest or the highest acc"
@@ -385,7 +385,7 @@ def test_a_share_is_one_of_several_stagers(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HOLDFAST_SHARE", "2/3")
     stager = StagerConfig(store="s", listen="a:1")
     assert stager.share == FlusherConfig(store="s").share == ShareNumber(1, 3)
-    with pytest.raises(ConfigError, match=r"listen: expected HOST:PORT where share is 2/3"):
+    with pytest.raises(ConfigError, match=r"listen: expected HOST:PORT if share is 2/3"):
         StagerConfig(store="s")
     with pytest.raises(ConfigError, match=r"share: expected a share as K/S.*such as 2/3"):
         FlusherConfig(store="s", share="4/3")

@@ -72,7 +72,7 @@ def test_a_bug_in_the_words_ends_no_messages(
             time.sleep(0.01)
         watch.close(STOPPED)
         assert [one["event"] for one in server.said()] == ["over"]
-        assert "an event could not be told" in caplog.text
+        assert "an event could not be reported" in caplog.text
     finally:
         log.close()
         server.close()

@@ -85,7 +85,7 @@ def test_a_bound_that_cannot_be_kept_is_said_and_the_longest_interval_taken() ->
     change = judge.consider(cost(1.0, stall=10.0), None)
     assert change is not None
     assert change.advice.every == 60
-    assert "an overhead of at most 3.00%: not to be had within 60 iterations" in change.line()
+    assert "an overhead of at most 3.00%: not possible within 60 iterations" in change.line()
     assert "Possible: 16.67% every 60 iterations, or 3.00% every 334" in change.line()
     assert judge.consider(cost(1.0, stall=10.0), 60) is None, "it is said once"
 

@@ -138,7 +138,7 @@ def test_a_bound_that_one_strategy_cannot_keep_leaves_the_others_their_advice(
 ) -> None:
     code, out, _ = run(traces[0], *_FEW[:4], "--iteration-seconds", "0.00003")
     assert code == 0
-    assert "torch.save+fsync: an overhead of at most 3.00%: not to be had" in out
+    assert "torch.save+fsync: an overhead of at most 3.00%: not possible" in out
     assert "holdfast: every " in out
 
 

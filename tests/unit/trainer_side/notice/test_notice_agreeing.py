@@ -167,7 +167,7 @@ def test_a_second_notice_joins_the_first_until_its_step_is_staged() -> None:
     job.notice(0, _REBALANCE, None)
     job.settle()
     assert len(job.ranks[0].acted) == 1
-    assert f"step {saved}, staged 9.0 s ago, is that of this notice, too" in job.said[-1].text
+    assert f"step {saved}, staged 9.0 s ago, serves this notice, too" in job.said[-1].text
     job.now = 11.0
     job.notice(1, terminate(70), 70.0)
     job.settle()

@@ -106,7 +106,8 @@ def test_a_step_is_safe_when_it_is_complete_in_the_farthest_tier(
     assert staged["seconds"] == 1.0
     assert staged["seconds_left"] == pytest.approx(58.0, abs=0.5)
     assert (
-        f"the checkpoint of step {step}, saved because rank 1 on host spot was told of its end" in caplog.text
+        f"the checkpoint of step {step}, saved because rank 1 on host spot received a termination notice"
+        in caplog.text
     )
     assert "is kept in the store, 58.0 s before the deadline" in caplog.text
 
