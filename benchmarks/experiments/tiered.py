@@ -28,7 +28,7 @@ from holdfast.mpirun import mpirun_command
 
 __all__ = ["gain", "gated", "grids", "intervals", "measure", "overhead"]
 
-_ROUNDS = 5
+_ROUNDS = 3
 _RANKS = 2
 _ITERATION_SECONDS = 0.2
 _UPDATE_SECONDS = 0.05
