@@ -1,6 +1,6 @@
 """The packages of holdfast's extras, for messages that say what to install.
 
-The messages do not name holdfast itself: it is not on the package index, so `pip install holdfast` could install a
+The messages do not name holdfast itself: it is not on the package index, so installing that name could install a
 stranger's package.
 """
 

@@ -59,10 +59,10 @@ _HUGE = struct.pack("<Q", 1 << 60)
         (b"Nr" + struct.pack("<I", 2**31) + b".", "LONG_BINPUT at byte 1 claims place 2147483648 of the memo"),
         (b"Np4000000000\n.", "PUT at byte 1 claims place 4000000000 of the memo, of which 0 are taken"),
         (b"cbuiltins\nbytearray\n(I2000000000\ntR.", "would take 20000046.. bytes or more"),
-        (b"cbuiltins\nbytearray\n(I0x77359400\ntR.", "which REDUCE at byte"),
-        (b"(cbuiltins\nbytearray\nJ\xff\xff\xff\x7fo.", "which OBJ at byte"),
-        (b"(J\xff\xff\xff\x7fibuiltins\nbytearray\n.", "which INST at byte"),
-        (b"\x8c\x08builtins\x8c\x09bytearray\x93J\xff\xff\xff\x7f\x85R.", "which REDUCE at byte"),
+        (b"cbuiltins\nbytearray\n(I0x77359400\ntR.", "exceeded at REDUCE at byte"),
+        (b"(cbuiltins\nbytearray\nJ\xff\xff\xff\x7fo.", "exceeded at OBJ at byte"),
+        (b"(J\xff\xff\xff\x7fibuiltins\nbytearray\n.", "exceeded at INST at byte"),
+        (b"\x8c\x08builtins\x8c\x09bytearray\x93J\xff\xff\xff\x7f\x85R.", "exceeded at REDUCE at byte"),
     ],
 )  # fmt: skip
 def test_a_claim_is_refused_with_what_is_claimed_and_what_is_there(pickled: bytes, said: str) -> None:

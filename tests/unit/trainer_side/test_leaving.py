@@ -119,7 +119,8 @@ def test_the_end_says_which_step_is_not_durable(link: EndingLink) -> None:
         link.stage(step)
     link.lasts, link.job.staged_step = 0, 1
     with pytest.raises(
-        NotDurable, match=r"step 1, .* is not durable; step 0 is; it is staged, and the flusher goes on"
+        NotDurable,
+        match=r"step 1, .* is not durable; step 0 is; it is staged, and the flusher finishes it alone",
     ):
         rank.checkpointer.close()
 

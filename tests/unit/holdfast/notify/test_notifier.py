@@ -71,7 +71,7 @@ def test_a_refused_connection_is_logged_once_without_the_secret(caplog: pytest.L
             notified(Webhook(url), events=[HELD, OVER], pauses_seconds=())
     warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "http://127.0.0.1/… was not delivered: Connection refused; the run goes on" in warnings[0]
+    assert "http://127.0.0.1/… was not delivered: Connection refused; the run continues" in warnings[0]
     assert SECRET not in caplog.text
 
 

@@ -144,4 +144,4 @@ def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.messages) == 1
     assert "copied on the device first" in caplog.text
     room.has(90, memory)
-    assert "there are 40 to spare" in caplog.text
+    assert "only 40 are spare" in caplog.text
