@@ -72,7 +72,7 @@ class Device:
         with path.open("r+b") as file:
             os.pwrite(file.fileno(), bytes([seen[offset] ^ 1]), offset)
 
-    # -- called by the media --------------------------------------------------------------------------------------
+    # -- called by the media -------------------------------------------------------------------------------------
 
     def wrote(self, path: Path, offset: int, data: bytes) -> None:
         """Record a write, before it reaches the file."""

@@ -397,7 +397,7 @@ class SharesWorld:
         made.notes["host"] = "usurper"
         self.usurpers.append(made)
 
-    # -- called by the store ------------------------------------------------------------------------------------
+    # -- called by the store -------------------------------------------------------------------------------------
 
     def store_act(self, process: Process, what: str, name: str) -> None: ...
 

@@ -221,7 +221,7 @@ class World:
         writer.write(number, buffer, crc32(data))
         left.pop()
 
-    # -- invariants ------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         from holdfast.crc import crc32

@@ -109,7 +109,7 @@ class StagerPort:
     def has_news(self) -> bool:
         return self._news and self.wakes < _WAKES_MAX
 
-    # -- the stager's interface -----------------------------------------------------------------------------------
+    # -- the stager's interface ----------------------------------------------------------------------------------
 
     def send(self, rank: int, message: bytes) -> None:
         self._job.scheduler.check_alive()
@@ -164,7 +164,7 @@ class StagerPort:
             self._news = True
             self._newly_lost.append((rank, f"rank {rank} {reason}"))
 
-    # -- called by the network ----------------------------------------------------------------------------------
+    # -- called by the network -----------------------------------------------------------------------------------
 
     def deliver(self, rank: int, message: bytes) -> None:
         if not self._job.gone(None):
