@@ -1,4 +1,4 @@
-"""From the loss to training again, phase by phase, as the supervisor's own record has it; kept for docs/hosts.md."""
+"""From the loss to training again, phase by phase, by the supervisor's own record; kept for docs/hosts.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASES = ("lost", "ended", "launched", "joined", "restored", "training")
 
 
 def keep(cluster: Cluster, scenario: str, *, start: int) -> None:
-    """Write down when each phase of the second attempt was reached, in seconds after the strike."""
+    """Record when each phase of the second attempt was reached, in seconds after the strike."""
     at = {}
     for phase in PHASES:
         lines = [line for line in cluster.status(phase) if line["time"] >= cluster.struck_at_unix]
