@@ -1,1 +1,3 @@
-"""Hostile input for every parser and command; `guided.py` goes on by coverage, by hand (docs/threat-model.md)."""
+"""Hostile input for every parser and command; run `guided.py` by hand for fuzzing by coverage
+(docs/threat-model.md).
+"""

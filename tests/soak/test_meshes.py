@@ -1,4 +1,4 @@
-"""Nightly. What is saved on any mesh is restored onto any other one, bit for bit: all pairs.
+"""Nightly. A state saved on any mesh is restored onto any other one, bit for bit: all pairs.
 
 One job for each mesh saves a state; then one job for each number of ranks restores all of them onto each of its meshes.
 """

@@ -1,4 +1,6 @@
-"""A script with a bug under Kubeflow's MPI runtime: `holdfast run` tries again, goes back, and then gives up."""
+"""A script with a bug under Kubeflow's MPI runtime: `holdfast run` retries, falls back to an older step, and gives
+up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nightly. Slices of split tensors in local tiers come back on another mesh: each rank keeps its parts of them."""
+"""Nightly. Slices of split tensors in local tiers are restored on another mesh; each rank keeps its parts of them."""
 
 from __future__ import annotations
 
