@@ -243,9 +243,7 @@ def test_strangers_cost_neither_memory_nor_the_ranks_their_place(
     said = (b"", b"\xff" * 200, hello[:40], hello + b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n")
     for number, stranger in enumerate(strangers):
         stranger.setblocking(False)
-        with contextlib.suppress(
-            OSError
-        ):  # idle connections, wrong proofs, half a hello, a hello and too much data
+        with contextlib.suppress(OSError):  # idle, wrong proofs, half a hello, a hello and too much data
             stranger.send(said[number % len(said)])
         stager.turn()
     rank = _joined(stager, threads)

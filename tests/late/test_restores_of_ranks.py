@@ -170,9 +170,7 @@ def test_parts_cross_in_one_transfer_for_each_section(
         for name, tensor in whole.items():
             assert torch.equal(state["model"][name].tensor.cpu(), box.of(tensor))
     assert pageable == 0
-    assert len(sent) <= 2 * (
-        2 * made.layout.chunks
-    )  # two ranks: sections of bytes read, and of bytes received
+    assert len(sent) <= 2 * (2 * made.layout.chunks)  # two ranks: bytes read, and bytes received
     assert waits <= len(sent) + 2 + 1  # for a window that is sent; at the end; the test's own
     if dimension == 0:
         assert copies <= sum(1 if section.is_whole else section.parts for section in sent)

@@ -150,9 +150,7 @@ class World:
         failed = self.device.failed
         self.said.add(order)
         tier.complete(*order)
-        if (
-            self.device.failed == failed
-        ):  # else the next record stores it, before older slices are overwritten
+        if self.device.failed == failed:  # else the next record stores it, before overwriting older slices
             self.complete = max(self.complete, order)
 
     def act(self, tier: SlotTier, attempt: int) -> None:
@@ -280,9 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
         from tests.simulation.tier_mutations import TIER_MUTATIONS
 
         install(TIER_MUTATIONS[given.mutation])
-    logging.getLogger("holdfast").setLevel(
-        logging.CRITICAL
-    )  # too many reports of damaged seals and failed flushes
+    logging.getLogger("holdfast").setLevel(logging.CRITICAL)  # hide reports of damage and failures
     failures: list[tuple[int, str]] = []
     schedules = calls = 0
     seeds = [given.seed] if given.seed is not None else range(given.first, given.first + given.count)

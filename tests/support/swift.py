@@ -166,9 +166,7 @@ class SwiftServer:
         connection = http.client.HTTPConnection(self._address, self._ports["proxy"], timeout=5)
         try:
             connection.request("GET", "/info")
-            with (
-                connection.getresponse() as response
-            ):  # the response keeps the socket open beyond the connection's end
+            with connection.getresponse() as response:  # holds the socket beyond the connection's end
                 return response.status == 200
         except OSError:
             return False
