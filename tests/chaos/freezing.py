@@ -53,8 +53,8 @@ __all__ = [
 CHUNK_BYTES, IMAGE_BYTES = 64 << 10, 200_000
 STEPS = (5, 6, 7)
 ACTS = 11
-"""The flusher of host A always comes to these acts: of three steps the file, the manifest and the verdict, and of the
-one that is not kept the manifest and the file go; the order of the last ones depends on who is faster."""
+"""Host A's flusher always does these operations: file, manifest and verdict of three steps, and removal of the manifest
+and the file of the step that is not kept; the order of the last ones depends on timing."""
 
 
 TORN_STEP = 8
@@ -180,7 +180,7 @@ def clear_away(
     *,
     doubted: Collection[tuple[int, int]] = (),
 ) -> None:
-    """Check that a third flusher removes the first one's leftovers, and nothing else; its ring is empty, and
+    """Check that a third flusher removes the first one's leftovers and no other file; its ring is empty, and
     removed.
     """
     with host(directory, "a", url, env=env) as third:

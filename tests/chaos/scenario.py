@@ -85,7 +85,7 @@ class Scenario:
         self._markers = directory / "markers"
         self._markers.mkdir()
         self.staged_at_kill: set[int] = set()
-        self._promised: set[int] = set()  # steps that no death may take away
+        self._promised: set[int] = set()  # steps that must survive every kill
         self._trained_until = 0  # by earlier jobs
         self._then, self._then_failed = "", False
         self._torn = ""  # the file that is published torn
@@ -384,7 +384,7 @@ class Scenario:
                 try:
                     _verify(store, item)
                 except (StoreMissing, AssertionError):
-                    # A flusher that lives may be removing it: the manifest goes first, so it must be gone by now.
+                    # A living flusher may be removing it: it removes the manifest first, so that must be gone by now.
                     if item.name in {info.name for info in store.list()}:
                         raise
 

@@ -172,7 +172,7 @@ def test_the_bucket_refuses_requests_without_tls(whole: Rendered) -> None:
     assert not decide(both, "s3:ListBucket", str(bucket["arn"]), aws__SecureTransport="false")
 
 
-# -- what AWS has ----------------------------------------------------------------------------------------------
+# -- AWS's reference -----------------------------------------------------------------------------------------
 
 
 # Deviations of AWS's own examples from its reference.

@@ -86,7 +86,7 @@ def install() -> LateRuntime:
 def _unpacked(home: Path) -> Path:
     """Download and unpack torch's CUDA build and CUDA's headers, from pip's index."""
     version = os.environ.get("LATE_TORCH") or _TORCH
-    # `===`: exactly this version, and not the CPU build of it, which some indexes call 2.13.0+cpu.
+    # `===`: exactly this version, and not its CPU build, which some indexes call 2.13.0+cpu.
     torch = f"torch==={version}"
     wanted = "\n".join((torch, *_HEADERS))
     # Each version has a folder of its own, so that two runs at the same time do not replace each other's.

@@ -151,7 +151,7 @@ class SimRLock(SimLock):
 class SimCondition:
     def __init__(self, lock: Any = None) -> None:
         self._lock = lock if lock is not None else SimLock()
-        self._waiting: list[list[bool]] = []  # one for each that waits: empty until it is notified
+        self._waiting: list[list[bool]] = []  # one for each waiting thread: empty until notified
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def __enter__(self) -> Any:

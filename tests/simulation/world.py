@@ -159,9 +159,7 @@ class Plan:
     doubt_share: float = 0.0  # of the steps after which a rank doubts a step that it has offered
     torn_share: float = 0.0  # of the copies that ranks make; above 0 the real copy thread makes them
     mesh: int = 0  # how tensors are split among the ranks; 0: every rank has all of them
-    growth_chunks: int = (
-        -1
-    )  # slots for which there is memory beside the ring's; -1: its size is set, and kept
+    growth_chunks: int = -1  # memory for further slots, beyond the ring's; -1: the ring's size is fixed
     pause_seconds: float = 0.0  # at most, between two steps: longer steps extend an outage
     reads_slowly: bool = (
         False  # ranks that read the ring themselves: others act between their look and their copy
@@ -383,15 +381,11 @@ class World:
         self.processes: list[Process] = []
         self.offered: list[Offered] = []
         self.images: dict[tuple[int, int], Image] = {}  # (job, step) → its correct image
-        self.torn: set[tuple[int, int]] = (
-            set()
-        )  # (job, step) of which a rank has copied other bytes than were saved
-        self.doubted: set[tuple[int, int]] = (
-            set()
-        )  # (attempt, step) of which a rank has heard that it is doubtful
+        self.torn: set[tuple[int, int]] = set()  # (job, step) whose copy was torn on a rank
+        self.doubted: set[tuple[int, int]] = set()  # (attempt, step) that a rank was told is doubtful
         self.points: dict[tuple[str, str], int] = {}
         self.over = False
-        self.calm = False  # no more faults
+        self.calm = False  # faults have stopped
         self.flip_next_payload = False
         self.intruder: Lease | None = None
         self.acts = {"any": 0, "visible": 0}  # of flushers on the store
@@ -509,7 +503,7 @@ class World:
         return first
 
     def _restored(self) -> int | None:
-        """The step that a fresh cluster restores, as the real catalog says."""
+        """The step that a fresh cluster restores, from the real catalog."""
         try:
             return Catalog(pristine(self.store)).get().step
         except HoldfastError:
