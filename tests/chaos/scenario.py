@@ -246,9 +246,8 @@ class Scenario:
         self._jobs += 1
         out = self._out(self._jobs)
         env = {**self._place.env, **more, FIRED_VARIABLE: str(self._markers)}
-        env.setdefault(
-            "HOLDFAST_COPY_INSIDE_MS_MAX", "0"
-        )  # the state is small, and must be copied behind the gate
+        # The state is small, and must be copied behind the gate.
+        env.setdefault("HOLDFAST_COPY_INSIDE_MS_MAX", "0")
         env["HOLDFAST_EVENTS"] = str(self._event_log(self._jobs))
         if faults:
             env[VARIABLE] = faults
@@ -331,9 +330,8 @@ class Scenario:
         with Ring.attach(runtime_directory(self._place.url, self._machines[-1])) as ring:
 
             def used() -> bool:
-                ended = (
-                    job.process.poll() is not None
-                )  # before the look, which the ring's end does not prevent
+                # Check for the job's end first: the ring stays readable after it.
+                ended = job.process.poll() is not None
                 ring.see_added()
                 found = any(record.slot >= first_chunks for record in ring.remains())
                 assert found or not ended, (

@@ -183,8 +183,7 @@ def play_rank_shares(cell: RankShareCell, request: pytest.FixtureRequest, direct
     )
     with contextlib.closing(scenario):
         scenario.kill(*cell.victims, at=cell.where, n=cell.number, staged=cell.staged)
-        if (
-            cell.then == 1 and cell.who != "everything"
-        ):  # else the next job's stager starts that of the second share
+        # Otherwise the next job's stager starts the second share's flusher.
+        if cell.then == 1 and cell.who != "everything":
             scenario.wait_for_flushers()
         scenario.relaunch().check()

@@ -37,9 +37,8 @@ def test_a_tier_whose_writes_do_not_return_costs_no_checkpoint_of_the_stager(tmp
     with cluster.start(RANKS, "8", "2", "4") as job:
         paused = [cluster.out(1) / f"paused-{rank}" for rank in range(RANKS)]
         wait_until(lambda: all(path.exists() for path in paused), job.output, 120)
-        wait_until(
-            lambda: 3 in _steps(events, "complete"), job.output, 120
-        )  # staged is not yet kept in the tier
+        # A staged step is not yet in the tier.
+        wait_until(lambda: 3 in _steps(events, "complete"), job.output, 120)
         calls.hang("pwrite")
         (cluster.out(1) / "go-on").touch()
         job.succeed(150)

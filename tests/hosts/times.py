@@ -25,9 +25,8 @@ def keep(cluster: Cluster, scenario: str, *, start: int) -> None:
             at[phase] = round(lines[0]["time"] - cluster.struck_at_unix, 2)
     if "lost" not in at and (lines := cluster.status("ending")):
         at["lost"] = round(lines[0]["time"] - cluster.struck_at_unix, 2)
-    at = {
-        phase: seconds for phase, seconds in at.items() if seconds <= at["training"]
-    }  # its end is another one
+    # Phases later than `training` belong to the end of the run.
+    at = {phase: seconds for phase, seconds in at.items() if seconds <= at["training"]}
     first = [line["ranks"] for line in cluster.status("launched")]
     result: dict[str, Any] = {
         "scenario": scenario,

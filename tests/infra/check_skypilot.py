@@ -51,9 +51,8 @@ def checked(text: str, warnings: Warnings) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - a user would read its message
         return {"faults": [f"{type(error).__name__}: {error}"]}
     group = dag.name if dag.is_job_group() else ""
-    executors = {
-        task.name: executor_of(task) for task in dag.tasks
-    }  # call it once: it removes the strategy from the task
+    # Call it once: it removes the strategy from the task.
+    executors = {task.name: executor_of(task) for task in dag.tasks}
     return {
         "faults": list(warnings.said),
         "hosts": {task.name: job_group_networking._get_job_address(task.name, group) for task in dag.tasks}

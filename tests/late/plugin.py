@@ -48,7 +48,6 @@ def late_policy(late: LateMachine, request: pytest.FixtureRequest) -> Iterator[s
     torch.cuda.set_device(0)
     torch.cuda.empty_cache()
     for device in range(torch.cuda.device_count()):
-        torch.cuda.reset_peak_memory_stats(
-            device
-        )  # the next test must not leave room for the peak of this one
+        # The next test must not leave room for the peak of this one.
+        torch.cuda.reset_peak_memory_stats(device)
     assert late.violations() == []

@@ -107,9 +107,8 @@ def _unpacked(home: Path) -> Path:
                 packed.extractall(folder, [name for name in packed.namelist() if "cu13/lib/" not in name])
             if wheel.name.startswith("torch-") and not (folder / "torch/lib/libtorch_cuda.so").exists():
                 raise NoLateRuntime(f"the index has a build of torch without CUDA: {wheel.name}")
-    (folder / "torch/bin/torch_shm_manager").chmod(
-        0o755
-    )  # zipfile drops this mode, and torch will not start without it
+    # zipfile drops this mode, and torch will not start without it.
+    (folder / "torch/bin/torch_shm_manager").chmod(0o755)
     stamp.write_text(wanted)
     return folder
 

@@ -202,9 +202,8 @@ def test_a_bit_that_flips_between_the_ranks_is_never_loaded(place: str, split: b
     bytes_of_it = whole.numpy().tobytes()
 
     def flip(_rank: int, memory: memoryview) -> None:
-        is_tensor = bytes(memory[:1000]) in bytes_of_it or (
-            split and place == "store"
-        )  # parcels have columns
+        # Parcels from the store hold columns.
+        is_tensor = bytes(memory[:1000]) in bytes_of_it or (split and place == "store")
         if memory.nbytes > 2000 and is_tensor:
             memory[1999] ^= 1
 

@@ -241,9 +241,7 @@ class Plan:
         match chance.choice(["", "kept", "kept", "one step"]):
             case "kept":  # no process can continue the upload, and only a larger ring holds the image
                 self.store_kind, self.shape = "opaque", 5
-            case (
-                "one step"
-            ):  # a flusher that dies then has not reported the growth, and the next one adds no slots
+            case "one step":  # a flusher dies before it reports the growth, and the next one adds no slots
                 self.shape, number = 0, 1
         if chance.random() < 0.5:
             self.faults, self.full, self.fail_share, self.slow_seconds = [], "", 0.0, 0.0

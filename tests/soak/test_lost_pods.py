@@ -10,9 +10,8 @@ from operator_side.supervise.exit_codes import AGAIN
 from tests.infra.pods import go_on, jobset_document, played, starts, wait_for_ranks
 from tests.integration.jobs.in_a_pod import EVERY, STEPS
 
-SAVED = (
-    STEPS // EVERY * EVERY - EVERY
-)  # the step to run after the newest checkpoint before the ranks stand by
+# The step to run after the newest checkpoint before the ranks stand by.
+SAVED = STEPS // EVERY * EVERY - EVERY
 
 
 def test_a_node_that_is_lost_starts_the_run_again(tmp_path: Path) -> None:

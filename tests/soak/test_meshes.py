@@ -14,9 +14,8 @@ from tests.integration.test_sharded import SECONDS_MAX, Meshes
 from tests.support.cluster import Cluster
 
 pytestmark = [pytest.mark.mpi]
-_JOB = (
-    Path(__file__).parents[1] / "integration" / "jobs" / "mesh_pairs.py"
-)  # not imported: torch's modules warn
+# Not imported: torch's modules warn.
+_JOB = Path(__file__).parents[1] / "integration" / "jobs" / "mesh_pairs.py"
 MESHES_OF = {
     1: ("whole", "fsdp"),
     2: ("whole", "fsdp", "columns", "tp", "pp"),

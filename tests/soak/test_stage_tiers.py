@@ -14,9 +14,8 @@ import pytest
 from tests.support.cluster import SMALL, Cluster, kill_ranks, load, same
 
 pytestmark = [pytest.mark.mpi]
-_JOB = (
-    Path(__file__).parents[1] / "integration" / "jobs" / "virtual_stages.py"
-)  # not imported: torch's modules warn
+# Not imported: torch's modules warn.
+_JOB = Path(__file__).parents[1] / "integration" / "jobs" / "virtual_stages.py"
 SECONDS_MAX = 240
 
 

@@ -21,10 +21,11 @@ from typing import NamedTuple, TypeGuard
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
+# Only docstrings are read there: newcomers read those.
 CHECKS = (
     "tests",
     "benchmarks",
-)  # only docstrings are read there: newcomers read those
+)
 
 OPENING = re.compile(r"(?:What|Who|Whoever|Those|Of|So)\b")
 IDIOM = re.compile(r"\b(?:anew|in vain|at one go|is none|so many|likewise|to the bit)\b", re.IGNORECASE)
