@@ -180,9 +180,7 @@ def clear_away(
     *,
     doubted: Collection[tuple[int, int]] = (),
 ) -> None:
-    """Check that a third flusher removes the first one's leftovers and no other file; its ring is empty, and
-    removed.
-    """
+    """Check that a third flusher removes exactly the first one's leftovers; its own empty ring goes too."""
     with host(directory, "a", url, env=env) as third:
         with contextlib.closing(StagerClient(third.directory)) as stager:
             assert {stager.ring.state(slot) for slot in range(stager.ring.ring_chunks)} == {SlotState.FREE}

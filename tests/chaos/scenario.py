@@ -324,9 +324,7 @@ class Scenario:
         )
 
     def _wait_for_added_slots(self, job: Job, first_chunks: int) -> None:
-        """Wait until a save has filled added slots: these are filled first, unless the save already has all its
-        slots.
-        """
+        """Wait until a save has filled added slots, which are filled first unless a save has all its slots."""
         with Ring.attach(runtime_directory(self._place.url, self._machines[-1])) as ring:
 
             def used() -> bool:

@@ -54,9 +54,7 @@ class ShareStage(NamedTuple):
 
 
 class ShareVictims(NamedTuple):
-    """One column: the shares, from 0, whose stager or flusher is killed. `nodes`: both are killed and the ring is
-    lost.
-    """
+    """One column: shares, from 0, whose stager or flusher is killed. `nodes`: both die and the ring is lost."""
 
     name: str
     stagers: tuple[int, ...] = ()

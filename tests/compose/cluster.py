@@ -102,9 +102,7 @@ class ComposeCluster:
         wait_until(told, _SECONDS_MAX, lambda: f"step {step} does not come:\n{self.log('stager')}")
 
     def in_node(self, *command: str) -> str:
-        """Run a command in a separate container beside the cluster, from the nodes' image and with their
-        environment.
-        """
+        """Run a command in a container beside the cluster, from the nodes' image and with their environment."""
         return self.compose("run", "--rm", "--no-deps", "-T", "stager", *command)
 
     def checkpoints(self, store: str) -> list[dict[str, Any]]:
@@ -145,9 +143,7 @@ class ComposeCluster:
 
 
 def _with_bridge(files: Sequence[str]) -> str:
-    """The network of these files, on a bridge with our name. Compose 1 uses only the last file's definition of a
-    network.
-    """
+    """The network of these files, on a bridge with our name. Compose 1 uses only the last file's network."""
     merged: dict[str, Any] = {}
     for file in files:
         networks = yaml.safe_load((REPOSITORY / file).read_text()).get("networks", {})

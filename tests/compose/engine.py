@@ -218,9 +218,7 @@ def _base() -> Path:
 
 
 def _wheels() -> Path:
-    """All packages that the images install, downloaded by this machine's pip and settings, as a package index on
-    disk.
-    """
+    """All packages that the images install, downloaded by this machine's pip, as a package index on disk."""
     sources = [
         REPOSITORY / name for name in ("constraints.txt", "requirements.lock", "requirements-mpi.lock")
     ]

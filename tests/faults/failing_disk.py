@@ -94,9 +94,7 @@ class Calls:
         }
 
     def fail(self, call: str, number: int, *, times: int = 0, delay_ms: int = 0, named: str = "") -> None:
-        """Make `call` fail with this errno (0: only late), `times` times (0: until `clear`), on paths that contain
-        `named`.
-        """
+        """Make `call` fail with this errno (0: only late), `times` times (0: until `clear`), on paths with `named`."""
         written = self._rules / f"{call}.new"
         written.write_text(f"{number} {times} {delay_ms} {named}")
         written.rename(self._rules / call)

@@ -19,9 +19,7 @@ STAGER = ("--chunk-bytes", "1MiB", "--ring-bytes", "16MiB", "--keep-last", "0")
 
 
 def test_a_tier_whose_writes_do_not_return_costs_no_checkpoint_of_the_stager(tmp_path: Path) -> None:
-    """Writes hang from the middle of the run on. The area is free in time for the next save, and leaving the block
-    ends.
-    """
+    """Writes hang from mid-run on. The area is free in time for the next save, and leaving the block ends."""
     disk, events = tmp_path / "disk", tmp_path / "events.jsonl"
     disk.mkdir()
     calls = Calls(tmp_path / "shim", disk)

@@ -1,6 +1,4 @@
-"""Whole MPI jobs on a store that accepts nothing for a while: which steps are staged and survive, and the log
-messages.
-"""
+"""Whole MPI jobs on a store that accepts nothing for a while: staged steps, surviving steps, and log messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Faults of the TCP transport: cut links, wrong keys and certificates, strangers, jobs started twice, late
-awakenings.
-"""
+"""Faults of the TCP transport: cut links, wrong keys and certificates, strangers, jobs started twice, frozen ranks."""
 
 from __future__ import annotations
 

@@ -1,3 +1,1 @@
-"""Hostile input for every parser and command; run `guided.py` by hand for fuzzing by coverage
-(docs/threat-model.md).
-"""
+"""Hostile input for every parser and command; `guided.py`, run by hand, fuzzes by coverage (docs/threat-model.md)."""

@@ -1,6 +1,4 @@
-"""`make gpu` rehearsed on the late device: its facts are there, and without a device it says so. tests/soak has the
-rest.
-"""
+"""`make gpu` rehearsed on the late device, and without any device; tests/soak has the other phases."""
 
 from __future__ import annotations
 

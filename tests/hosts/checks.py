@@ -40,9 +40,7 @@ def check_same_bits(cluster: Cluster, reference: Path, start: int) -> None:
 
 
 def check_done_twice(cluster: Cluster, start: int, *, ranks: int, steps: int = 2) -> None:
-    """The steps that were repeated had the same samples and losses, bit for bit; there were at least `steps` of
-    them.
-    """
+    """Repeated steps had the same samples and losses, bit for bit; there were at least `steps` of them."""
     for rank in range(ranks):
         before, after = _lines(cluster, 1, rank), _lines(cluster, 2, rank)
         again = [step for step in before if step >= start]
@@ -51,9 +49,7 @@ def check_done_twice(cluster: Cluster, start: int, *, ranks: int, steps: int = 2
 
 
 def check_samples(cluster: Cluster, start: int, ranks: tuple[int, int]) -> None:
-    """With any number of ranks before and after, the steps that count took the epochs' orders one after the other,
-    without a gap or a repetition.
-    """
+    """With any number of ranks, the steps that count took the epochs' orders without a gap or a repetition."""
     taken: list[int] = []
     for step in range(STEPS):
         attempt = 1 if step < start else 2

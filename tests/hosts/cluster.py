@@ -227,9 +227,7 @@ class Cluster:
     # -- afterwards
 
     def assert_nothing_left(self, *but: str) -> None:
-        """Check that no process, ring or segment is left on any running host (except `but`), and no upload in the
-        store.
-        """
+        """Check that running hosts (except `but`) have no process, ring or segment, and the store no upload."""
         hosts = [host for name, host in self._hosts.items() if name not in but and host.pids()]
 
         def left() -> list[str]:

@@ -55,9 +55,7 @@ class PlayedPod:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL each process of the pod, including the flusher, which would otherwise survive the loss of the
-        pod's memory.
-        """
+        """SIGKILL each process of the pod, including the flusher, which would outlive the pod's memory."""
         if self.process.poll() is None:
             for inner in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -125,9 +123,7 @@ class PlayedJobSet:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
 
     def settle(self) -> str:
-        """Run the pods until the policies have acted once; return "Completed", or the action. A restart has begun
-        then.
-        """
+        """Run the pods until the policies act; return "Completed", or the action. A restart has begun then."""
         targets = self._spec["successPolicy"]["targetReplicatedJobs"]
         failed: list[PlayedPod] = []
 

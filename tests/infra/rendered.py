@@ -1,6 +1,4 @@
-"""Resources as Terraform renders them from an example, with their values: parsed from the state of a mocked test
-run.
-"""
+"""Terraform's rendering of an example: every resource with its values, from the state of a mocked test run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""infra/kubernetes against the published models of Kubernetes, JobSet and Kubeflow's Trainer, and the page of exit
-codes.
-"""
+"""infra/kubernetes against published models of Kubernetes, JobSet and Kubeflow's Trainer, and the exit codes' page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The command lines of infra/kubernetes/jobset.yaml in pods that are namespaces, with the file's own names and
-ports.
-"""
+"""The command lines of infra/kubernetes/jobset.yaml in pods that are namespaces, with the file's names and ports."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def _completed_from(jobset: NamespacedJobSet, step_min: int) -> None:
 
 
 def test_over_tls_a_pod_that_is_told_to_go_is_started_again_with_the_others(tmp_path: Path) -> None:
-    """With the page's additions for TLS. The restarted pods have other addresses; the certificate is for the
-    stager's name.
-    """
+    """With the page's additions for TLS. Restarted pods have new addresses; the certificate names the stager."""
     document = jobset_document()
     secrets = _add_tls(document, tmp_path)
     with played_in_namespaces(tmp_path, document, secrets) as jobset:

@@ -9,9 +9,7 @@ __all__ = ["load"]
 
 
 def load() -> None:
-    """Load the kernels; torch calls this at the end of `import torch`, by the entry point in the group
-    torch.backends.
-    """
+    """Load the kernels; `import torch` calls this at its end, by the entry point in the group torch.backends."""
     import torch
     import torch._meta_registrations  # shapes of results, for ops whose shapes Python defines
 

@@ -1,6 +1,4 @@
-"""A pytest plugin for tests on the late device: runs each test under each policy, and fails it if it breaks a rule
-of CUDA.
-"""
+"""A pytest plugin for tests on the late device: runs each under each policy; a broken rule of CUDA fails it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Each missing wait that is planted in the copy from a device tears a copy under some policy; without one, none is
-torn.
-"""
+"""Each missing wait, planted in the copy from a device, tears a copy under some policy; without one none is torn."""
 
 from __future__ import annotations
 import __future__

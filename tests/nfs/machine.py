@@ -262,9 +262,7 @@ class Guest:
         )
 
     def wait_for(self, line: str) -> None:
-        """Read the console until the guest says `line`. Raises `AssertionError` when the guest fails, ends or stays
-        silent.
-        """
+        """Read the console until the guest says `line`. Raises `AssertionError` if it fails, ends or stays silent."""
         self._read_until(lambda said: said == line, line)
 
     def wait_for_number(self, word: str) -> int:

@@ -167,9 +167,7 @@ class Guest:
         )
 
     def wait_for(self, beginning: str) -> str:
-        """Wait for the first line with this prefix. Raises AssertionError when the guest fails, ends or stays silent
-        before.
-        """
+        """Wait for the first line with this prefix. Raises AssertionError if the guest fails, ends or stays silent."""
         assert self._qemu.stdout is not None
         deadline = time.monotonic() + _SECONDS_MAX
         while True:

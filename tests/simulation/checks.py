@@ -554,9 +554,7 @@ class Checks:
             store.objects[damaged] = whole
 
     def deadlines_held(self, job: Job) -> None:
-        """After a process vanished two minutes ago, every step offered before that has its verdict at every living
-        rank.
-        """
+        """Two minutes after a process vanished, every living rank has the verdict of every step offered before."""
         plan = self._world.plan
         if plan.slow_seconds or plan.full or any(fault.what in {"stop", "freeze"} for fault in plan.faults):
             return

@@ -185,9 +185,7 @@ class Disk:
     # -- what may be left ----------------------------------------------------------------------------------------
 
     def after_power_cut(self, count: int, chance: random.Random) -> tuple[dict[str, bytes], list[Any]]:  # noqa: C901
-        """Return one possible state of the disk after `count` calls and a power cut, and the promises made until
-        then.
-        """
+        """Return one possible state after `count` calls and a power cut, and the promises made until then."""
         calls = self.calls[:count]
         synced: dict[Any, int] = {}
         for number, call in enumerate(calls):

@@ -181,9 +181,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
 
 
 def prepare_tcp() -> None:
-    """Also load the code that reaches ranks over TCP, and replace its access to the operating system. Call once per
-    process.
-    """
+    """Also load the code for ranks over TCP, and replace its access to the operating system. Call once per process."""
     global _tcp_is_prepared  # noqa: PLW0603
     prepare()
     if _tcp_is_prepared:

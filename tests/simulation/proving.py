@@ -125,9 +125,7 @@ class ProofChecks:
                 self._broken(f"nothing is wrong, and {name} was never written")
 
     def _kept(self, objects: Any) -> dict[str, CheckpointId]:
-        """Names of the proofs of all checkpoints that retention keeps; a flusher may have been killed during
-        retention.
-        """
+        """Names of the proofs of all kept checkpoints; a flusher may have been killed during retention."""
         listed = [
             Manifest.from_bytes(data, source=name) for name, data in objects.items() if is_manifest_name(name)
         ]

@@ -53,9 +53,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Fault:
-    """A fault of one share: at an event of the world, or when its flusher reaches a point, or at one of its
-    operations.
-    """
+    """A fault of one share: at an event of the world, at a point of its flusher, or at one of its operations."""
 
     what: str
     share: int

@@ -1,6 +1,4 @@
-"""The real PosixStore, with a power failure after each of its calls: all data reported as durable is there and
-whole.
-"""
+"""The real PosixStore, with a power failure after each of its calls: all data reported as durable survives, whole."""
 
 from __future__ import annotations
 

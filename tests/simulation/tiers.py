@@ -197,9 +197,7 @@ class World:
             self.pending.add(writer.order)
 
     def prove(self, tier: SlotTier, order: tuple[int, int]) -> None:
-        """The rank has done the next step, or is killed before. Has its own dice, so that other choices stay the
-        same.
-        """
+        """The rank does the next step, or is killed before. Has its own dice, so that other choices stay the same."""
         if random.Random(f"prove {order}").random() < 0.7:
             tier.prove(*order, {"of": list(order)})
 

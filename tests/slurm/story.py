@@ -85,9 +85,7 @@ class Story:
         self.slurm.said("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def check_ended_well(self, *, restarts: int, steps: int = STEPS) -> None:
-        """Check: COMPLETED; each checkpoint is whole, including the last step's; no process, ring or segment is
-        left.
-        """
+        """Check: COMPLETED; every checkpoint is whole, the last step's too; no process, ring or segment is left."""
         self.slurm.until(self.number, "COMPLETED", _SECONDS_MAX)
         said = self.slurm.job(self.number)
         assert (said["ExitCode"], said["Restarts"]) == ("0:0", str(restarts))

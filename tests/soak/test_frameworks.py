@@ -33,9 +33,7 @@ def test_a_killed_run_of_lightning_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def check_sharded(directory: Path, name: str, *arguments: str, saves: set[int], saved: int) -> None:
-    """The run resumes under FSDP2; each rank has held a part of the model, and the file of the last step has the
-    whole.
-    """
+    """The run resumes under FSDP2; each rank has held a part of the model, and the last step's file the whole."""
     check_goes_on(directory, name, arguments, saves, saved=saved, pause_at=33)
     (file,) = directory.glob(f"store/step-{max(saves):09d}*.pt")
     whole = torch.load(file, weights_only=True)["model"]

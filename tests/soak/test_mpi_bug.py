@@ -1,6 +1,4 @@
-"""A script with a bug under Kubeflow's MPI runtime: `holdfast run` retries, falls back to an older step, and gives
-up.
-"""
+"""A script with a bug under Kubeflow's MPI runtime: `holdfast run` retries, goes back a step, and then gives up."""
 
 from __future__ import annotations
 

@@ -271,9 +271,7 @@ def _torchrun(words: Sequence[str]) -> None:
 
 
 def _pip(words: Sequence[str]) -> None:
-    """Check extras of holdfast; packages of others are not checked. tests/unit/test_installs.py checks how pages
-    install holdfast itself.
-    """
+    """Check extras of holdfast only; tests/unit/test_installs.py checks how pages install holdfast itself."""
     extras = tomllib.loads(_text("pyproject.toml"))["project"]["optional-dependencies"]
     for word in words:
         if found := re.fullmatch(r"(?:holdfast|\.)\[([\w,]+)\](?: @ \S+)?", word):
