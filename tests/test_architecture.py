@@ -1,4 +1,4 @@
-"""The arrows of the design: who may import whom, and what must work where something is not installed."""
+"""The arrows of the design: who may import whom, and imports that must work without an optional package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.parsed import parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
-# What a script imports: it names the roles, and nothing of ours imports it but for `__version__`.
+# Imported by scripts: names the roles; our own code imports from it only `__version__`.
 FACE = ROOT / "holdfast/__init__.py"
 INTEGRATIONS = ROOT / "holdfast/integrations"
 
@@ -43,7 +43,7 @@ def python(code: str, *arguments: str, env: dict[str, str] | None = None) -> sub
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full names of all that a file imports, anywhere in it; `from a import b` gives `a.b`."""
+    """Full names of all imports of a file, anywhere in it; `from a import b` gives `a.b`."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -52,7 +52,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def modules(root: Path, paths: Sequence[Path]) -> dict[str, set[str]]:
-    """Each module with those of the others that it imports, also inside functions and for the type checker alone."""
+    """Each module with its imports among the others, including those inside functions and for the type checker only."""
     names = {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     graph: dict[str, set[str]] = {}
@@ -112,7 +112,7 @@ def test_a_stager_and_a_flusher_load_nothing_that_only_other_stores_metrics_or_f
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_mpi_is_started_in_one_thin_file_per_package_at_most(package: str) -> None:
-    # `holdfast doctor` starts doctor_job.py as a job of its own, and nothing imports it.
+    # `holdfast doctor` starts doctor_job.py as a separate job; no module imports it.
     users = {path.name for path in (ROOT / package).rglob("*.py") if "mpi4py.MPI" in set(imports(path))}
     assert users - {"doctor_job.py"} <= ({"mpi.py"} if package in ("trainer_side", "stager") else set()), (
         users
@@ -135,7 +135,7 @@ def test_every_source_file_says_what_it_owns() -> None:
 
 
 def test_a_file_that_the_docstring_of_a_package_names_is_there() -> None:
-    """A name with folders is one from the root, one without is of any file of the product."""
+    """A name with folders starts at the root, a name without is any file of the product."""
     names = {path.name for path in sources()}
     gone = [
         f"{path.relative_to(ROOT)}: {name}"
@@ -153,17 +153,17 @@ COLLABORATORS_MAX = 7
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many parameters a caller may give: all but `self`; also those that have a default."""
+    """Number of parameters that a caller may give: all but `self`, including those with a default."""
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return len(named) - (bool(named) and named[0].arg in ("self", "cls"))
 
 
 def hands(path: Path) -> Iterator[tuple[str, int]]:
-    """Every constructor and every public function of a file, with its parameters.
+    """Every constructor and every public function of a file, with its number of parameters.
 
-    A dataclass or a named tuple is not among them, because its constructor is not written by hand: it is a value, or a
-    group with a name, and groups are how others come to take less. Nor is a command: its parameters are its options.
+    Dataclasses and named tuples are exempt, because their constructors are generated: such a value groups parameters
+    under a name, so that functions take fewer. Commands are exempt too: their parameters are their options.
     """
     module = parsed(path)
     for node in ast.walk(module):
@@ -206,7 +206,7 @@ SHARED_CLASSES = {
 
 
 def shared(names: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:
-    """Names that stand in more than one file, with the files."""
+    """Names that occur in more than one file, with the files."""
     found: dict[str, list[str]] = {}
     for name, path in names:
         found.setdefault(name, []).append(str(path.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""The house: maps name what is there, rooms keep to a budget, files and tests have telling names."""
+"""House rules: maps name existing files, rooms keep to a budget, files and tests have descriptive names."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ MAP_LINE = re.compile(r"^((?:[\w*]+/?)(?:, [\w*]+/?)*) {2,}\S", re.MULTILINE)
 
 
 def children(folder: Path) -> set[str]:
-    """The rooms (`name/`) and files (`name`) of a package that its map has to name."""
+    """The rooms (`name/`) and files (`name`) that a package's map must name."""
     files = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")}
     return files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
 
 
 def map_errors(docstring: str, there: set[str]) -> list[str]:
-    """What a package's map must add or remove."""
+    """Names that a package's map must add or remove."""
     named = [name for names in MAP_LINE.findall(docstring) for name in names.split(", ")]
     missing = [one for one in sorted(there) if not any(fnmatch.fnmatchcase(one, name) for name in named)]
     gone = [name for name in named if not fnmatch.filter(there, name)]
     return [f"add {one}" for one in missing] + [f"remove {name}" for name in gone]
 
 
-# A room of more files than this has a map; in a smaller one the first lines of the files are enough.
+# A room with more files than this has a map; in a smaller one the first lines of the files are enough.
 UNMAPPED_MAX = 9
 
 
@@ -57,8 +57,8 @@ def test_a_map_names_all_rooms_and_files(room: str) -> None:
 
 # -- budgets -------------------------------------------------------------------------------------------------------
 
-# Lines that a room may have, the files of its folders included: what it has, rounded up to the next 50. A room that
-# grows pays for it here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines writes its new budget.
+# Limits of lines per room, including its folders: its size, rounded up to the next 50. A room that grows needs a new
+# limit here, on purpose; one that has shrunk by more than GIVEN_BACK_AT lines lowers its limit.
 BUDGETS = {
     "flusher": 5800,
     "holdfast": 2600,
@@ -131,7 +131,7 @@ def test_a_room_keeps_to_its_budget() -> None:
 
 # -- names ---------------------------------------------------------------------------------------------------------
 
-# Files that share no word with what they define, by the reason. A file leaves the list when it complies or is gone.
+# Files that share no word with their definitions, by the reason. Remove a file that complies or is gone.
 NAMED_OTHERWISE = {
     "a program, an entry point, or the one file of a package that starts MPI": [
         "flusher/command.py",
@@ -276,7 +276,7 @@ NEUTRAL = (
     *("stager/session", "holdfast/image", "holdfast/checkpoints", "holdfast/ring"),
 )
 TRANSPORT = re.compile(r"\b(?:MPI|mpi|mpirun|mpi4py|TCP|tcp|torchrun)\b")
-PURE = re.compile(r"\b[Nn]o (?:torch, no )?MPI\b")  # a pure core says so
+PURE = re.compile(r"\b[Nn]o (?:torch, no )?MPI\b")  # the docstring of a pure core says so
 
 
 def transport_words(root: Path, room: str) -> Iterator[str]:
@@ -303,7 +303,7 @@ UNTOLD = re.compile(
 
 def test_a_test_is_named_after_its_unit_and_behaviour() -> None:
     files = (ROOT / "tests").rglob("test_*.py")
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)  # of use once: none is kept
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)  # used once, so not cached
     names = {name for tree in trees for name in defined(tree) if name.startswith("test_")}
     assert len(names) > 3000
     assert sorted(filter(UNTOLD.match, names)) == []
@@ -315,7 +315,7 @@ _MAKERS = {"empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"
 
 
 def test_new_tensors_name_their_device() -> None:
-    """Else torch.set_default_device of a script would put them somewhere else."""
+    """Otherwise a script's torch.set_default_device would put them on another device."""
     unnamed = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for path in sorted((ROOT / "trainer_side").rglob("*.py"))

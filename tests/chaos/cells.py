@@ -1,18 +1,19 @@
 """The kill matrix as data: every stage of a checkpoint's life, every set of victims, and how each cell is run.
 
     stage     a point that a process reaches (holdfast/faultpoint.py), in the second of three checkpoints
-    victims   who gets SIGKILL there; when others than who reaches it, that one is held by SIGSTOP until they are dead
-    cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere, with a
+    victims   processes that get SIGKILL there; if others than the reacher, SIGSTOP holds the reacher until they are
+    dead cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere,
+    with a
               state that each rank holds or one that FSDP2 has split, over MPI or over TCP
 
 Four parts have stages of their own: ranks that read the stager's ring themselves, in a job after one that was killed
 at once (`READING_CELLS`), a ring that grows for the first checkpoint (`GROWTH_CELLS`), a store that refuses every
 checkpoint until the victims are dead (`OUTAGE_CELLS`), and a checkpoint without its proof (`PROOF_CELLS`).
 
-`make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
-`regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery,
-a torn copy, and a doubt on its way; of split state a kill of a rank, of the stager and of the flusher; over TCP of a
-rank and of the stager; and of the flusher while a rank reads the ring, while it grows, and while the store refuses.
+`make chaos` runs every cell. `MOMENTS` are further points, at which the reacher alone, or all processes, are killed.
+`make check` runs the `regular` cells: one for each set of victims, a flusher that is killed again in recovery, a torn
+copy, and a doubt on its way; of split state a kill of a rank, of the stager and of the flusher; over TCP of a rank and
+of the stager; and of the flusher while a rank reads the ring, while it grows, and while the store refuses.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ class Stage(NamedTuple):
     Attributes:
         name: In the table.
         where: The process that reaches the point, and the point: `flusher@part_written`.
-        number: The how-many-th time. `number_s3`: the same moment on S3, where images and parts are larger.
+        number: Which time, from 1. `number_s3`: the same moment on S3, where images and parts are larger.
             `number_split`: the same moment where both ranks send into each chunk; 0: no other.
-        staged: How many of the saves are written down as staged when it is reached: they must not be lost.
-        staged_max: How many may be, at most: a kill that comes later than it says proves something else.
-        durable: How many have their manifest in the store then: they must not be lost with the machine either.
+        staged: How many saves are recorded as staged when the point is reached: they must not be lost.
+        staged_max: Upper bound for the staged saves: a kill that comes later proves something else.
+        durable: How many have their manifest in the store then: they must survive the loss of the machine too.
         keep_last: The setting; 0 keeps all.
         seeded: How many saves an earlier job has left in the store.
-        then: Another fault, for whoever comes after the dead.
-        ring: Size of the ring, where it is not the place's own.
+        then: Another fault, for the successor of a dead process.
+        ring: Size of the ring, if not the place's own.
         torn: Whether rank 0 finds its copy of the second checkpoint torn when the point is reached.
         doubted: Whether rank 0 has published the second checkpoint torn, and a comparison has shown it.
         ring_left: Whether an earlier job was killed at once when its second checkpoint was staged, and left its ring.
-        grows: Whether nobody has set the ring's size, and it grows for the first checkpoint.
+        grows: Whether the ring has its default size, and grows for the first checkpoint.
         refused: Whether the store has no room for a checkpoint before the victims are dead.
-        gone: How many of the staged ones have given their place in the ring to newer ones when it is reached.
+        gone: How many staged saves have been dropped from the ring for newer ones when the point is reached.
     """
 
     name: str
@@ -93,17 +94,17 @@ class Stage(NamedTuple):
 
     @property
     def reacher(self) -> str:
-        """The process that comes there."""
+        """The process that reaches the point."""
         return self.where.partition("@")[0]
 
     @property
     def point(self) -> Point:
-        """The point."""
+        """The point that is reached."""
         return Point(self.where.partition("@")[2])
 
 
 class Victims(NamedTuple):
-    """One column. `machine`: its memory is gone as well. Without processes who reaches the point stands still there."""
+    """One column. `machine`: the memory is lost too. Without processes the reacher just freezes for a while."""
 
     name: str
     processes: tuple[str, ...]
@@ -159,7 +160,7 @@ MOMENTS = (
     Stage("mid-part, ring smaller than image", "flusher@part_written", _MID_IMAGE, staged=1, ring="1MiB"),
 )
 
-# Rank 1 has handed over its slice, and ends; the copy of rank 0 is torn.
+# Rank 1 has sent its slice, and ends; the copy of rank 0 is torn.
 TORN = Stage("torn on another rank", "rank:1@slice_sent", staged=1, staged_max=1, torn=True)
 _BY_NAME = {victims.name: victims for victims in VICTIMS}
 _OF_REACHER = {"rank:1": "a rank", "stager": "stager", "flusher": "flusher"}
@@ -229,7 +230,7 @@ class Cell(NamedTuple):
 
     @property
     def how(self) -> str:
-        """What tells it from the other runs of the same stage and victims."""
+        """Variant of the cell, to tell it from other runs of the same stage and victims."""
         return ", ".join(
             word
             for word, said in (
@@ -244,7 +245,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In test ids and results."""
+        """Name for test ids and results."""
         how = f" ({self.how})" if self.how else ""
         return f"{self.stage.name} x {self.victims.name}{how}"
 
@@ -351,7 +352,7 @@ _DOUBT_HEARD, _DOUBT_WRITTEN, _DOUBT_MARKED = (
         ("doubt marked", "flusher@doubt_marked"),
     )
 )
-# Not the stager itself when it has only heard of it: then nobody knows (docs/design/006-torn-copies-withdrawn.md).
+# No kill of the stager right after it receives a doubt: the doubt is lost (docs/design/006-torn-copies-withdrawn.md).
 DOUBT_CELLS = (
     *(Cell(_DOUBT_HEARD, _BY_NAME[name]) for name in ("a rank", "all ranks", "flusher")),
     *(Cell(_DOUBT_WRITTEN, victims) for victims in VICTIMS if not victims.machine),
@@ -362,7 +363,7 @@ DOUBT_CELLS = (
     Cell(_DOUBT_MARKED, _NOBODY),
     Cell(_DOUBT_WRITTEN, _BY_NAME["stager"], tcp=True),
 )
-# The manifest of the second checkpoint is there, and what all ranks used in the step after it is not beside it.
+# The manifest of the second checkpoint is published; the digests of the step after it are not.
 _PROOF_HEARD = Stage("published, not proven", "flusher@proof_heard", durable=2)
 PROOF_CELLS = (Cell(_PROOF_HEARD, _BY_NAME["flusher"]), Cell(_PROOF_HEARD, _BY_NAME["everything"]))
 TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))

@@ -1,4 +1,4 @@
-"""What the scenarios of one session share: the uninterrupted runs, and the record of what was run."""
+"""Shared fixtures of the scenarios: the uninterrupted runs, and the record of the cells that were run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ran: list[Result] = []
 
 @pytest.fixture(scope="session")
 def directory_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of the size that scenarios on a directory have."""
+    """An uninterrupted run with the state size of scenarios on a directory."""
     return made_once(
         tmp_path_factory, "chaos", partial(uninterrupted, DirectoryPlace.settings, DirectoryPlace.size)
     )
@@ -48,7 +48,7 @@ def split_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def growing_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of the size for which a ring grows."""
+    """An uninterrupted run with a state size for which a ring grows."""
     return made_once(
         tmp_path_factory, "chaos-growth", partial(uninterrupted, GrowingPlace.settings, GrowingPlace.size)
     )
@@ -56,7 +56,7 @@ def growing_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bucket_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of the size that scenarios on S3 have."""
+    """An uninterrupted run with the state size of scenarios on S3."""
     return made_once(
         tmp_path_factory, "chaos-s3", partial(uninterrupted, BucketPlace.settings, BucketPlace.size)
     )
@@ -64,7 +64,7 @@ def bucket_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    """One with a memory of its own, for jobs without a stager."""
+    """A machine with a memory of its own, for jobs without a stager."""
     memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="holdfast-test-"))
     yield Machine(tmp_path, memory)
     shutil.rmtree(memory)
@@ -74,7 +74,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Write down each cell that was run, for tests/chaos/table.py."""
+    """Record each cell that was run, for tests/chaos/table.py."""
     report = yield
     cell = _cell(item)
     if cell is not None and (report.when == "call" or report.failed) and not report.skipped:
@@ -85,7 +85,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how long the matrix took."""
+    """Print how long the matrix took."""
     if _ran:
         seconds = sum(result.seconds for result in _ran)
         terminalreporter.write_line(

@@ -1,11 +1,11 @@
-"""A flusher is cut off from its S3 server right at an act, another host takes the run over, then the link comes back.
+"""A flusher is cut off from its S3 server right at a request, another host takes the run over, then the link returns.
 
-    host A ─► proxy ─► S3: saves steps 5, 6, 7 ─► at the act: connections are reset ─► repeats …   ─► the link is back
-    host B ──────────► S3:                            takes the run over, saves the same steps        │
-    host A:                                                                                           └─► fenced
+    host A ─► proxy ─► S3: saves steps 5, 6, 7 ─► at the request: connections are reset ─► retries … ─► the link is back
+    host B ──────────► S3:                            takes the run over, saves the same steps       │
+    host A:                                                                                          └─► fenced
 
-A repeats its call for minutes. The next try, once it gets through, looks at the claim first: A sends nothing any more
-that others could see. The freezes (freezing.py) stop a process between its look and its act; here it runs all the time.
+A retries its request for minutes. The first try that gets through checks the claim first: A sends no request any more
+that others could see. The freezes (freezing.py) stop a process between its check and its request; here A keeps running.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class CutCell(NamedTuple):
     """One run.
 
     Attributes:
-        act: What A was about to do, for people.
-        operation: The request that meets the cut link, and `key`: the end of its object's name.
+        act: Name of the request that meets the cut link.
+        operation: Its S3 operation, and `key`: the suffix of its object's name.
     """
 
     act: str
@@ -92,7 +92,7 @@ def play_cut(cell: CutCell, place: S3Place, directory: Path) -> None:
 
 
 def _changes(link: FaultProxy, seen: int) -> list[Request]:
-    """What others can see of the requests since the first `seen`."""
+    """The visible changes among the requests after the first `seen`."""
     return [
         request
         for request in link.requests()[seen:]

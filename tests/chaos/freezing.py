@@ -1,12 +1,12 @@
-"""A flusher stands still right before an act on the store, another host takes the run over, then it wakes.
+"""A flusher freezes right before an operation on the store, another host takes the run over, then the flusher wakes.
 
-    host A: saves steps 5, 6, 7 ─► SIGSTOP after its look at the claim, before the n-th act that others can see
+    host A: saves steps 5, 6, 7 ─► SIGSTOP after checking the claim, before the n-th operation that others can see
     host B:                             takes the run over, saves the same steps, reads them back, ends
     host A:                                                                                        SIGCONT ─► fenced
 
-Whatever A still does, each object of B's attempt is what it was, byte by byte, and restore takes B's newest. In some
-cells a rank of A finds a fourth step torn meanwhile: A's stager withdraws it, and nothing of it is ever published. In
-others it doubts the first two: A may not mark them any more, and they are offered to nobody as good.
+Whatever A still does, each object of B's attempt stays the same, byte by byte, and restore takes B's newest. In some
+cells a rank of A finds a fourth step torn meanwhile: A's stager withdraws the step, which is never published. In others
+the rank doubts the first two: A may not mark them any more, and restore never offers them as good.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ __all__ = [
 CHUNK_BYTES, IMAGE_BYTES = 64 << 10, 200_000
 STEPS = (5, 6, 7)
 ACTS = 11
-"""The flusher of host A always comes to these acts: of three steps the file, the manifest and the verdict, and of the
-one that is not kept the manifest and the file go; the order of the last ones depends on who is faster."""
+"""Host A's flusher always does these operations: file, manifest and verdict of three steps, and removal of the manifest
+and the file of the step that is not kept; the order of the last ones depends on timing."""
 
 
 TORN_STEP = 8
@@ -64,7 +64,7 @@ class FreezeCell(NamedTuple):
     """One run.
 
     Attributes:
-        number: At which act A stands still.
+        number: The operation before which A freezes.
         torn: Whether a step is withdrawn meanwhile, half received.
         doubted: Whether two steps turn out to be doubtful meanwhile.
     """
@@ -111,7 +111,7 @@ FREEZE_CELLS = (
 ELSEWHERE_CELLS = tuple(
     FreezeCell(store, number) for number in (1, 2, 4, 10) for store in ("NFS semantics", "fsspec")
 )
-"""On stores that promise less: answers are lost and listings lag; or nothing but what fsspec gives."""
+"""On stores with weaker guarantees: answers are lost and listings lag, or only fsspec's guarantees hold."""
 
 
 def freeze_parameters(cells: Iterable[FreezeCell]) -> list[object]:
@@ -135,7 +135,7 @@ def play_freeze(cell: FreezeCell, request: pytest.FixtureRequest, directory: Pat
     ):
         for step in STEPS:
             stager.save(ours[0], step)
-        if cell.torn:  # half of it has come, with the CRCs that its sender made of what it had copied
+        if cell.torn:  # half of it has come, with the sender's CRCs of the torn copy
             torn = image_of(directory, 3, nbytes=IMAGE_BYTES, chunk_bytes=CHUNK_BYTES)
             stager.begin(torn, TORN_STEP)
             stager.send(torn, TORN_STEP, range(torn.layout.chunks // 2))
@@ -159,7 +159,7 @@ def play_freeze(cell: FreezeCell, request: pytest.FixtureRequest, directory: Pat
 
 
 def _place(store: str, request: pytest.FixtureRequest, directory: Path) -> tuple[str, dict[str, str]]:
-    """A fresh run's URL, and what its flushers' environment needs beside it."""
+    """A fresh run's URL, and the variables that its flushers need."""
     path = directory / "store" / "run"
     match store:
         case "S3":
@@ -180,7 +180,7 @@ def clear_away(
     *,
     doubted: Collection[tuple[int, int]] = (),
 ) -> None:
-    """A third flusher clears away what the first has left half done, and nothing else; its ring is empty, and goes."""
+    """Check that a third flusher removes exactly the first one's leftovers; its own empty ring goes too."""
     with host(directory, "a", url, env=env) as third:
         with contextlib.closing(StagerClient(third.directory)) as stager:
             assert {stager.ring.state(slot) for slot in range(stager.ring.ring_chunks)} == {SlotState.FREE}

@@ -1,13 +1,13 @@
-"""The training job that is killed: dropout, BatchNorm, AdamW, a scheduler, data order, RNG; a second from start to end.
+"""The training job that is killed: dropout, BatchNorm, AdamW, a scheduler, data order, RNG; takes a second in all.
 
 `python job.py OUT STEPS EVERY`: as tests/integration/jobs/train.py, with gradients averaged by hand. CHAOS_WIDTH in the
-environment is the size of the state: 420 bytes for each unit. CHAOS_TORN is `STEP:FILE`: when that file is there, and
-before the copy of that step has begun, rank 0 changes a weight, and takes that back when the copy is over.
-CHAOS_DOUBTED is a step: so does rank 0 with it, but by numpy, which nobody counts. The torn checkpoint is published,
-and then doubted.
+environment sets the size of the state: 420 bytes for each unit. CHAOS_TORN is `STEP:FILE`: once that file exists, and
+before the copy of that step has begun, rank 0 changes a weight, and undoes the change when the copy is over.
+CHAOS_DOUBTED is a step for which rank 0 does the same, but by numpy, which torch does not count. The torn checkpoint is
+published, and then doubted.
 
-With CHAOS_SPLIT the model is split among the ranks by FSDP2. Before each save rank 0 writes `OUT/truth-STEP.pt`: the
-state in whole tensors, which torch itself has gathered.
+With CHAOS_SPLIT FSDP2 splits the model among the ranks. Before each save rank 0 writes `OUT/truth-STEP.pt`: the state
+in whole tensors, gathered by torch itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init
 SAMPLES, FEATURES, BATCH = 96, 16, 4
 STAGED_SECONDS_MAX = DURABLE_SECONDS_MAX = 60.0
 TEAR_SECONDS_MAX = 60.0
-PLACE = 37  # of a number that no look at four words of a piece falls on
+PLACE = 37  # of a number that is not among the four sampled words of a piece
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
             loss = ((model(x) - x) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
-            for parameter in [] if is_split else model.parameters():  # FSDP2 averages by itself
+            for parameter in [] if is_split else model.parameters():  # FSDP2 averages gradients itself
                 assert parameter.grad is not None
                 torch.distributed.all_reduce(parameter.grad)
                 parameter.grad /= ranks
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 class Tear:
-    """A change of a weight while it is copied, and not in a step of its optimizer."""
+    """Changes a weight during its copy, outside an optimizer's step."""
 
     def __init__(self, weight: torch.Tensor, spec: str) -> None:
         self._weight, self._struck = weight, threading.Event()
@@ -125,7 +125,7 @@ class Tear:
         self.step = int(step)
 
     def hold_back(self, checkpointer: Checkpointer) -> None:
-        """No copy of the step begins before the change."""
+        """Delay the copy of the step until the change."""
         copier = checkpointer._copier
         copy = copier._copy
 
@@ -138,7 +138,7 @@ class Tear:
 
     @torch.no_grad()
     def strike(self, checkpointer: Checkpointer, marker: Path) -> None:
-        """The step was saved: its copy is torn, and a power of two and back leaves training as it was."""
+        """Tear the copy of the saved step; multiplying by a power of two and back leaves training unchanged."""
         deadline = time.monotonic() + TEAR_SECONDS_MAX
         while not Path(self._when).exists() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -150,13 +150,13 @@ class Tear:
 
 
 class UnseenTear(Tear):
-    """A change of one number, by numpy. When the torn step is durable, a comparison has found such a change."""
+    """Changes one number by numpy. A comparison finds the change once the torn step is durable."""
 
     def __init__(self, weight: torch.Tensor, step: str) -> None:
         super().__init__(weight, f"{step}:")
 
     def strike(self, checkpointer: Checkpointer, marker: Path) -> None:
-        """The step was saved: its copy is torn."""
+        """Tear the copy of the saved step."""
         numbers = self._weight.detach().numpy().reshape(-1)
         numbers[PLACE] *= 2
         self._struck.set()
@@ -170,7 +170,7 @@ class UnseenTear(Tear):
 
 
 def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:
-    """Until it is staged or given up: no step is declined because of it, however slow machine and store are."""
+    """Wait until the previous step is staged or given up, so that no step is declined on a slow machine or store."""
     deadline = time.monotonic() + STAGED_SECONDS_MAX
     before, tiers = checkpointer._parts.areas.in_flight(), checkpointer._tiers
 

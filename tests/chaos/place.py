@@ -1,4 +1,4 @@
-"""Where the scenarios of the matrix write: a directory, or a bucket of a real S3 server, and a look behind it."""
+"""Stores for the scenarios of the matrix, with a look behind them: a directory, or a bucket of a real S3 server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BucketPlace", "DirectoryPlace", "GrowingPlace", "Place", "RefusingPl
 
 
 class Place(Protocol):
-    """One run's store, as the scenario needs it."""
+    """One run's store, with the access that a scenario needs."""
 
     @property
     def url(self) -> str:
@@ -24,12 +24,12 @@ class Place(Protocol):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Geometry of ring and chunks that gives an image several parts here."""
+        """Sizes of ring and chunks for which an image has several parts here."""
         ...
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What the processes need to reach it, and the size of the state."""
+        """Variables that the processes need to reach the store, and the size of the state."""
         ...
 
     def objects(self) -> set[str]:
@@ -37,11 +37,11 @@ class Place(Protocol):
         ...
 
     def open_uploads(self) -> list[str]:
-        """Uploads that somebody began and nobody ended, which no listing of objects shows."""
+        """Uploads begun and not ended, which no listing of objects shows."""
         ...
 
     def fetch(self, name: str, into: Path) -> Path:
-        """A file of the run as a plain file."""
+        """Copy a file of the run to a plain file."""
         ...
 
     def put(self, files: Sequence[Path]) -> None:
@@ -54,7 +54,7 @@ class DirectoryPlace:
 
     settings: tuple[str, ...] = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB")
     size: Mapping[str, str] = {"CHAOS_WIDTH": "3200"}
-    # Of 3,201 rows one rank has one more than the other.
+    # 3,201 rows: one rank has one more than the other.
     split_size: Mapping[str, str] = {"CHAOS_WIDTH": "3201", "CHAOS_SPLIT": "1"}
 
     def __init__(self, directory: Path, *, split: bool = False) -> None:
@@ -68,7 +68,7 @@ class DirectoryPlace:
         }
 
     def open_uploads(self) -> list[str]:
-        """A directory has none: what is half written is a file under a hidden name, which `objects` shows."""
+        """None: a directory holds half-written files under hidden names, which `objects` shows."""
         return []
 
     def fetch(self, name: str, into: Path) -> Path:
@@ -83,7 +83,7 @@ class DirectoryPlace:
 
 
 class RefusingPlace(DirectoryPlace):
-    """A directory on a disk that has no room for a checkpoint until it is mended. Small files find room."""
+    """A directory on a disk without room for checkpoints until `mend`. Small files find room."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -92,12 +92,12 @@ class RefusingPlace(DirectoryPlace):
         self.env = {**self.size, **self._calls.environment}
 
     def mend(self) -> None:
-        """There is room."""
+        """Make room."""
         self._calls.clear()
 
 
 class GrowingPlace(DirectoryPlace):
-    """A directory, and a ring that grows: 31 chunks of 4 MiB, for two of which the first 256 MiB are too small."""
+    """A directory, and a ring that grows: the initial 256 MiB do not suffice for two images of 31 chunks of 4 MiB."""
 
     settings = ("--chunk-bytes", "4MiB")
     first_chunks = 64

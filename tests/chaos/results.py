@@ -1,4 +1,4 @@
-"""What was run: one JSON line for each cell and run, appended, so that several sessions add up.
+"""Results: one JSON line for each run of a cell, appended, so that several sessions add up.
 
 {"cell": "mid-part x flusher (S3)", "passed": true, "seconds": 8.1, "session": "2026-11-21T14:20:00", …}
 """
@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
 
 def commit_here() -> str:
-    """The commit that is run here, with a plus where files differ from it; empty where git does not say."""
+    """The commit under test, with a plus if files differ from it; empty if git does not know."""
     said = subprocess.run(
         ["git", "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"],
         cwd=REPOSITORY,

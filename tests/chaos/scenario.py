@@ -1,14 +1,14 @@
-"""One experiment: a real job, a kill at a named point, a relaunch, and what must be true after it.
+"""One experiment: a real job, a kill at a named point, a relaunch, and checks of the result.
 
     Scenario(place, directory, reference).kill("rank:1", at="frame_sent", n=3).relaunch().check()
 
-    kill      start the job; wait for the marker of the point (holdfast/faultpoint.py); SIGKILL the victims; let what
-              is left come to its own end
+    kill      start the job; wait for the marker of the point (holdfast/faultpoint.py); SIGKILL the victims; let the
+              survivors end by themselves
     relaunch  the same line again, on the same machine at once, or on another one after the flusher's end
     check     nothing staged was lost, nothing partial is listed, no orphan is left, and the training is the same
-              bit for bit as one that nobody killed
+              bit for bit as an uninterrupted one
 
-When the victim is who reaches the point, it kills itself there. When others are, who reaches it stands still until they
+A victim that itself reaches the point kills itself there. If the victims are others, the reacher is stopped until they
 are dead.
 """
 
@@ -47,7 +47,7 @@ from tests.support.torchrun import by_torchrun
 
 __all__ = ["Scenario", "uninterrupted"]
 
-_REACH_SECONDS_MAX = 120.0  # start-up of three processes on a machine that may be four times slower
+_REACH_SECONDS_MAX = 120.0  # start-up of three processes, with a margin of four
 _END_SECONDS_MAX = 120.0
 _FLUSHER_SECONDS_MAX = 90.0
 _STATE_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
@@ -56,7 +56,7 @@ _STATE_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
 class Scenario:
     """Args:
     place: The store.
-    directory: For logs, events, markers, and what the ranks write.
+    directory: For logs, events, markers, and the ranks' output.
     ulfm: Whether mpirun is asked to survive a process's death.
     keep_last: As the setting; 0 keeps all.
     ring: Size of the ring, instead of the place's own.
@@ -85,15 +85,15 @@ class Scenario:
         self._markers = directory / "markers"
         self._markers.mkdir()
         self.staged_at_kill: set[int] = set()
-        self._promised: set[int] = set()  # steps that no death may take away
-        self._trained_until = 0  # by jobs that were not ours
+        self._promised: set[int] = set()  # steps that must survive every kill
+        self._trained_until = 0  # by earlier jobs
         self._then, self._then_failed = "", False
         self._torn = ""  # the file that is published torn
 
-    # -- what a script says --------------------------------------------------------------------------------------
+    # -- called by tests -----------------------------------------------------------------------------------------
 
     def after(self, saves: int) -> Scenario:
-        """Begin where an earlier job has left the first `saves` checkpoints in the store."""
+        """Begin with a store that has the first `saves` checkpoints of an earlier job."""
         steps = SAVES[:saves]
         store = self._reference / "store"
         self._place.put([store / f"step-{step:09d}.{end}" for step in steps for end in ("pt", "json")])
@@ -116,21 +116,21 @@ class Scenario:
         gone: int = 0,
         mend: Callable[[], None] = lambda: None,
     ) -> Scenario:
-        """Train until `at`, kill the victims there, and wait until what they left behind has ended.
+        """Train until `at`, kill the victims there, and wait until all survivors have ended.
 
         Args:
-            victims: `rank:N`, `stager`, `flusher`, `mpirun`. None: who reaches the point stands still while the others
-                train on, and wakes.
-            at: A point of the first victim, `frame_sent`, or of somebody else, `flusher@part_written`.
+            victims: `rank:N`, `stager`, `flusher`, `mpirun`. None: the reacher is stopped while the others train on,
+                and wakes.
+            at: A point of the first victim, `frame_sent`, or of another process, `flusher@part_written`.
             n: Which time.
-            machine: The memory of the machine is lost with them: nothing that was only staged is left.
-            then: Another fault, armed for whoever comes after the dead: `flusher@recovering=kill`.
-            staged: How many of the saves are staged at that point although no event may say so yet, and `durable`.
+            machine: The memory of the machine is lost with them, and with it all steps that were only staged.
+            then: Another fault, armed for the successor of a dead process: `flusher@recovering=kill`.
+            staged: How many saves are staged at that point although no event may say so yet, and `durable`.
             torn: Rank 0 finds its copy of this step torn when the point is reached; -1: none.
-            doubted: Rank 0 has published this step torn, and the point is on the way of its doubt; -1: none.
-            gone: How many of the staged ones have given their place in the ring to newer ones.
+            doubted: Rank 0 has published this step torn, and its doubt is on the way at the point; -1: none.
+            gone: How many staged saves have been dropped from the ring for newer ones.
             mend: Called when the victims are dead.
-            first_chunks: Slots of a ring that grows; the job goes on, and fills slots that were added. 0: as it may be.
+            first_chunks: Initial slots of a ring that grows; the job continues, and fills added slots. 0: do not wait.
         """
         self._then = then
         who, _, point = at.rpartition("@")
@@ -166,7 +166,7 @@ class Scenario:
         all_durable = self._events("durable", "flusher") | set(SAVES[:durable])
         assert doubted in {-1, *self._doubts()}, f"nobody doubts step {doubted}:\n{self._all_said()}"
         self._promised = all_durable if machine else all_staged - set(SAVES[:gone])
-        # mpirun's death ends the stager at any moment, also between a checkpoint's journal entry and its event.
+        # mpirun's death ends the stager at any moment, even between a checkpoint's journal entry and its event.
         untold = SAVES[len(all_staged) : len(all_staged) + 1] if "mpirun" in victims and not self._tcp else ()
         self._check_listed(all_staged | set(untold))
         if torn >= 0:
@@ -176,7 +176,7 @@ class Scenario:
         return self
 
     def check_torn(self, step: int) -> None:
-        """The copy of this step was torn before it was done, and what lived withdrew it by that name."""
+        """Check that the copy of this step was torn, and that the survivors withdrew the step by that name."""
         assert (self._out(1) / "torn-0").exists(), "nothing was torn"
         assert f"gives up step {step}: torn: " in self._all_said()
         declined = [
@@ -198,7 +198,7 @@ class Scenario:
                 self._wait_for_stager()
             elif (
                 job.wait(_END_SECONDS_MAX) != 0
-            ):  # its flusher died before it was ready: said so, and started again
+            ):  # its flusher died before it was ready: reported, and restarted
                 self._then_failed = True
         if self._then_failed:
             with self._start("") as job:
@@ -210,7 +210,7 @@ class Scenario:
         return self
 
     def check(self) -> None:
-        """What must be true, in the end."""
+        """Check processes, leftovers, training, proofs and store after the relaunched job."""
         for machine in self._machines:
             if machine not in self._lost_machines:
                 self._wait_for_flusher(machine)
@@ -219,13 +219,13 @@ class Scenario:
                 assert_nothing_left(machine)
         self._check_training()
         self.check_proofs()
-        # What was made durable after the kill counts as well: retention keeps the newest of all.
+        # Saves made durable after the kill count as well: retention keeps the newest of all.
         later = self._events("staged", "stager", self._jobs) | self._events("durable", "flusher")
         must = sorted(self._promised | later)
         self._check_store(set(must[-self._keep_last :]))
 
     def check_proofs(self) -> None:
-        """Each job that resumed has trained as the one before, and none says otherwise."""
+        """Check that each resumed job has trained as the one before, and that no proof differs."""
         for number in range(1, self._jobs + 1):
             said = [one for one in read_events(self._event_log(number)) if one["event"] == "resume_proof"]
             verdicts = {one["verdict"] for one in said}
@@ -234,7 +234,7 @@ class Scenario:
             )
 
     def close(self) -> None:
-        """Nothing of a scenario that failed outlives it, not even what stands still."""
+        """Kill all processes of a failed scenario, stopped ones too."""
         for machine in self._machines:
             for pid in _living(machine):
                 with contextlib.suppress(ProcessLookupError):
@@ -246,9 +246,8 @@ class Scenario:
         self._jobs += 1
         out = self._out(self._jobs)
         env = {**self._place.env, **more, FIRED_VARIABLE: str(self._markers)}
-        env.setdefault(
-            "HOLDFAST_COPY_INSIDE_MS_MAX", "0"
-        )  # the state is small, and is to be copied behind the gate
+        # The state is small, and must be copied behind the gate.
+        env.setdefault("HOLDFAST_COPY_INSIDE_MS_MAX", "0")
         env["HOLDFAST_EVENTS"] = str(self._event_log(self._jobs))
         if faults:
             env[VARIABLE] = faults
@@ -270,7 +269,7 @@ class Scenario:
         return [StandingProcess(self._place.url, env, log.with_suffix(".stager.log"), settings)]
 
     def _wait_for_stager(self) -> None:
-        """A standing one ends after its job by itself."""
+        """Wait for standing stagers, which end after their job."""
         for stager in self._stagers:
             stager.process.wait(_END_SECONDS_MAX)
         self._stagers = []
@@ -282,7 +281,7 @@ class Scenario:
         return self._directory / f"events-{number}.jsonl"
 
     def _events(self, event: str, role: str, number: int | None = None) -> set[int]:
-        """The steps of which an event of this kind was written, by all jobs so far or by one."""
+        """The steps with an event of this kind, in the logs of all jobs so far or of one."""
         found = set()
         for job in range(1, self._jobs + 1) if number is None else (number,):
             for said in read_events(self._event_log(job)):
@@ -291,7 +290,7 @@ class Scenario:
         return found
 
     def _doubts(self) -> set[int]:
-        """The steps of the first job that a rank has doubted, as the stager has heard it until now."""
+        """The steps of the first job whose doubts have reached the stager so far."""
         found: set[int] = set()
         for said in read_events(self._event_log(1)):
             if said["event"] == "doubt" and said["role"] == "stager" and said["steps"]:
@@ -300,7 +299,7 @@ class Scenario:
         return found
 
     def _wait_for(self, job: Job, marker: Path) -> int:
-        """Until the point is reached; the pid of who reached it."""
+        """Wait until the point is reached; return the pid of the process that reached it."""
 
         def reached() -> bool:
             ended = job.process.poll() is not None  # before the look: its last act may be the marker
@@ -313,7 +312,7 @@ class Scenario:
         return int(marker.read_text())
 
     def _wait_for_training(self, job: Job) -> None:
-        """Until the ranks have done all steps before the next save."""
+        """Wait until the ranks have done all steps before the next save."""
         written = [self._out(self._jobs) / f"losses-{rank}" for rank in range(RANKS)]
 
         def trained() -> bool:
@@ -325,13 +324,12 @@ class Scenario:
         )
 
     def _wait_for_added_slots(self, job: Job, first_chunks: int) -> None:
-        """Until a save has filled slots that were added: they serve first, but for a save that has all its slots."""
+        """Wait until a save has filled added slots, which are filled first unless a save has all its slots."""
         with Ring.attach(runtime_directory(self._place.url, self._machines[-1])) as ring:
 
             def used() -> bool:
-                ended = (
-                    job.process.poll() is not None
-                )  # before the look, which the ring's end does not prevent
+                # Check for the job's end first: the ring stays readable after it.
+                ended = job.process.poll() is not None
                 ring.see_added()
                 found = any(record.slot >= first_chunks for record in ring.remains())
                 assert found or not ended, (
@@ -372,17 +370,17 @@ class Scenario:
         directory = runtime_directory(self._place.url, machine)
         wait_until(lambda: not directory.exists(), _FLUSHER_SECONDS_MAX, f"{directory} is still there")
 
-    # -- what must be true ---------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def _check_listed(self, allowed: Iterable[int]) -> None:
-        """Right after the kill, whoever is still at work: what is listed was staged, and is whole."""
+        """Right after the kill, while others may still be working: every listed step was staged, and is whole."""
         with contextlib.closing(cast(Retrying, open_store(self._place.url))) as store:
             for item in Catalog(store).list():
                 assert item.step in allowed, f"{item.name} is listed, staged were only {sorted(allowed)}"
                 try:
                     _verify(store, item)
                 except (StoreMissing, AssertionError):
-                    # A flusher that lives may be removing it: the manifest goes first, so it must be gone by now.
+                    # A living flusher may be removing it: it removes the manifest first, so that must be gone by now.
                     if item.name in {info.name for info in store.list()}:
                         raise
 
@@ -436,7 +434,7 @@ class Scenario:
         names = files | {item.name for item in items}
         objects = self._place.objects()
         claims = {name for name in objects if name.startswith(".holdfast/writer-")}
-        proofs = {proof_name(file) for file in files}  # of a checkpoint that is there
+        proofs = {proof_name(file) for file in files}  # of existing checkpoints
         left = objects - claims
         assert names <= left <= names | proofs, "something partial or forgotten is in the store"
         assert not self._place.open_uploads()
@@ -447,7 +445,7 @@ class Scenario:
 
 
 def uninterrupted(settings: Sequence[str], size: Mapping[str, str], directory: Path) -> None:
-    """The same training, never killed: the reference that scenarios are compared with."""
+    """Run the same training without a kill: the reference for scenarios."""
     with ForkedJob(
         RANKS,
         [training.__file__, str(directory / "out"), str(STEPS), str(EVERY)],
@@ -471,7 +469,7 @@ def _wait_until_stopped(pid: int) -> None:
 
 
 def _remove_lists(machine: Path) -> None:
-    """No stager has come to this machine again, which would have removed a killed one's list; its segments are gone."""
+    """Remove the list of a killed stager, as its successor on this machine would have done; its segments are gone."""
     for path in machine.glob("mpi-segments-*"):
         assert not [name for name in json.loads(path.read_text()) if Path(name).exists()]
         path.unlink()

@@ -1,11 +1,11 @@
 """Several stagers, one file: every stage of a checkpoint's life in two shares, and every set of victims.
 
-    stage     how much of step 6 each stager has, and the point at which each flusher stands still
-    victims   who gets SIGKILL there; of a node the ring is lost, too
+    stage     how much of step 6 each stager has, and the point at which each flusher is stopped
+    victims   processes that get SIGKILL there; a lost node loses its ring too
     cell      a stage, its victims, on a directory or on S3, and how many stagers the next job has
-              frozen: the victims do not die, their machine stands still and wakes after the next job
+              frozen: the victims do not die, their machine freezes and wakes after the next job
 
-Stagers are played by hand (tests/chaos/share_machines.py); flushers and store are real.
+Stagers are simulated (tests/chaos/share_machines.py); flushers and store are real.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Sent(IntEnum):
-    """How much of its share a stager has."""
+    """How much of its share a stager has received."""
 
     BEGUN = 0
     HALF = 1
@@ -37,8 +37,8 @@ class ShareStage(NamedTuple):
     """One row. Each pair: of the first stager, which leads, and of the other one.
 
     Attributes:
-        sent: What the stagers have.
-        stands: Where each flusher stands still, in the second checkpoint; empty: it does not; `IDLE`: before that.
+        sent: How much of its share each stager has received.
+        stands: Where each flusher is stopped, in the second checkpoint; empty: nowhere; `IDLE`: before that.
         sealed: Whether the share is sealed.
     """
 
@@ -49,12 +49,12 @@ class ShareStage(NamedTuple):
 
     @property
     def is_staged(self) -> bool:
-        """Whether every share is."""
+        """Whether every share is staged."""
         return min(self.sent) is Sent.STAGED
 
 
 class ShareVictims(NamedTuple):
-    """One column: the shares, from 0, whose stager or flusher is killed. `nodes`: the ring is lost with both."""
+    """One column: shares, from 0, whose stager or flusher is killed. `nodes`: both die and the ring is lost."""
 
     name: str
     stagers: tuple[int, ...] = ()
@@ -97,9 +97,9 @@ class ShareCell(NamedTuple):
     """One run.
 
     Attributes:
-        then: Stagers of the next job.
-        at_once: Whether the next job's flushers take rings of another number of stagers as they are.
-        frozen: Whether the victims' machines stand still, and wake up when the next job is over.
+        then: Number of stagers of the next job.
+        at_once: Whether the next job's flushers take over rings of another number of stagers at once.
+        frozen: Whether the victims' machines freeze, and wake up when the next job is over.
     """
 
     stage: ShareStage
@@ -127,7 +127,7 @@ class ShareCell(NamedTuple):
 
     @property
     def unsealed(self) -> tuple[int, ...]:
-        """The shares that are lost with their node: there is no seal of them."""
+        """The shares that are lost with their node, without a seal."""
         return tuple(share for share in self.victims.nodes if not self.stage.sealed[share])
 
     @property

@@ -1,11 +1,11 @@
-"""Two machines that write one file, a kill at a named moment, the next job, and what must be true after it.
+"""Two machines that write one file, a kill at a named moment, the next job, and checks of the result.
 
-    machines a, b: each a flusher with its share, and a stager played by hand
-    step 5 is published ─► step 6 comes to the moment ─► SIGKILL ─► who lives goes on ─► the next job saves step 7
+    machines a, b: each a flusher with its share, and a simulated stager
+    step 5 is published ─► step 6 reaches the moment ─► SIGKILL ─► survivors continue ─► the next job saves step 7
 
-A machine that is lost has lost its ring. The stager of a flusher that was killed finds another one, as a real one does.
-In the next job a machine that is left keeps its flusher if its share is the same. With fewer stagers, the flusher of
-one without a job publishes what it has, as `holdfast flusher` does.
+A lost machine has lost its ring. The stager of a killed flusher finds another flusher, as a real stager does. In the
+next job a surviving machine keeps its flusher if its share is the same. With fewer stagers, a flusher without a job
+publishes its steps, as `holdfast flusher` does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.support.stager_client import StagerClient
 __all__ = ["ShareMachines", "play_shares", "share_parameters", "store_of"]
 
 _END_SECONDS_MAX = 60.0
-_CONNECT_SECONDS = 1.0  # its flusher is ready, or is just ending
+_CONNECT_SECONDS = 1.0  # the flusher is ready, or is just ending
 BEFORE, STEP, AFTER = 5, 6, 7
 SIZES = {"directory": (400_000, 64 << 10), "S3": (19_000_000, 1 << 20)}
 FENCED = 8
@@ -74,7 +74,7 @@ class Machine:
         return psutil.Process(self.flusher.process.pid)
 
     def start(self, fault: str = "") -> None:
-        """Another flusher."""
+        """Start another flusher."""
         site = Path(other_host_site.__path__[0])
         env = {
             "PYTHONPATH": f"{site}:{REPOSITORY}",
@@ -103,7 +103,7 @@ class Machine:
         )
 
     def attach(self, lead_attempt: int, *, attempt: int = 0) -> StagerClient:
-        """A stager comes to the flusher. `attempt`: that of a ring it still has."""
+        """Connect a stager to the flusher. `attempt`: that of a ring it still has."""
         before = self.stager
         self.stager = StagerClient(
             runtime_directory(self.url, self.base / "rt", share=self.share.index),
@@ -118,7 +118,7 @@ class Machine:
         return self.stager
 
     def join(self, lead_attempt: int) -> StagerClient:
-        """A new stager finds the flusher or starts one, as a real one does."""
+        """A new stager finds the flusher or starts one, as a real stager does."""
         deadline = time.monotonic() + _END_SECONDS_MAX
         while True:
             if not self.flushers or self.flusher.process.poll() is not None:
@@ -129,7 +129,7 @@ class Machine:
             time.sleep(0.1)
 
     def wait_for(self, point: str) -> None:
-        """The flusher stands still there."""
+        """Wait until the flusher is stopped at the point."""
         marker = self.fired / f"flusher@{point}"
         wait_until(
             lambda: marker.exists() and self.process.status() == psutil.STATUS_STOPPED,
@@ -142,7 +142,7 @@ class Machine:
         self.stager = None
 
     def lose(self) -> None:
-        """Flusher, stager and memory are gone."""
+        """Kill flusher and stager, and remove their memory."""
         if self.flusher.process.poll() is None:
             self.flusher.kill()
         self.kill_stager()
@@ -150,7 +150,7 @@ class Machine:
         self.is_lost = True
 
     def end(self) -> int:
-        """The flusher ends by itself."""
+        """Wait until the flusher ends by itself; return its exit code."""
         wait_until(
             lambda: self.flusher.process.poll() is not None,
             lambda: f"{self.name}: the flusher does not end:\n{self.log()}",
@@ -173,7 +173,7 @@ class Machine:
 
 
 class ShareMachines:
-    """See the module. A context manager: nothing outlives it."""
+    """The machines and the store of one cell. A context manager: kills all processes at the end."""
 
     def __init__(self, place: Path, url: str, cell: ShareCell) -> None:
         self.place, self.url, self.sizes = place, url, SIZES[cell.store]
@@ -191,13 +191,13 @@ class ShareMachines:
         return image_of(self.place, step, nbytes=self.sizes[0], chunk_bytes=self.sizes[1])
 
     def machine(self, share: ShareNumber) -> Machine:
-        """A new one."""
+        """Add a machine."""
         name = "abcdefgh"[len(self.machines)]
         self.machines.append(Machine(self, name, share))
         return self.machines[-1]
 
     def begin(self, stage_points: tuple[str, str]) -> None:
-        """A job with two stagers."""
+        """Start a job with two stagers."""
         for index, point in enumerate(stage_points):
             machine = self.machine(ShareNumber(index, 2))
             machine.start(f"flusher@{point}=stop" if point else "")
@@ -205,19 +205,19 @@ class ShareMachines:
             self.attempt = self.attempt or stager.attempt
 
     def numbered(self, share: int, point: str) -> str:
-        """The point in the second checkpoint."""
+        """The point, with its number in the second checkpoint."""
         if not point:
             return ""
         times = len(self.split[2].parts_of(share)) if point.startswith("part_") else 1
         return f"{point}#{times + 1}"
 
     def chunks(self, share: int, sent: Sent) -> list[int]:
-        """The chunks of a share that have come by then. Half: all but the last."""
+        """The chunks of a share that have been received by then. Half: all but the last."""
         found = list(self.split[2].chunks_of(share))
         return {Sent.BEGUN: [], Sent.HALF: found[:-1], Sent.STAGED: found}[sent]
 
     def send(self, machine: Machine, step: int, sent: Sent, *, before: Sent | None = None) -> None:
-        """A stager receives its share as far as that."""
+        """Let a stager receive its share up to `sent`."""
         share, image, stager = machine.share.index, self.images[step], machine.stager
         assert stager is not None
         if before is None:
@@ -228,7 +228,7 @@ class ShareMachines:
             stager.staged(image, step)
 
     def again(self, machine: Machine, sent: Sent) -> None:
-        """A stager whose flusher was killed goes on with the next one."""
+        """A stager whose flusher was killed continues with the next one."""
         machine.start()
         assert machine.stager is not None
         attempt = machine.stager.attempt
@@ -255,10 +255,10 @@ class ShareMachines:
         for machine in self.machines:
             machine.close()
 
-    # -- what must be true ---------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def check(self, steps: set[int]) -> None:
-        """Exactly these steps are listed, each is what torch wrote, and nothing else is in the store."""
+        """Check that exactly these steps are listed, each as torch wrote it, and that the store has nothing else."""
         store = open_store(self.url)
         items = Catalog(store).list()
         listed = {item.step for item in items}
@@ -279,7 +279,7 @@ class ShareMachines:
         assert same(torch.load(path, weights_only=True), original(newest.step, nbytes=self.sizes[0]))
         there = self._names(store)
         if any(name.endswith("void") for name in there):
-            # It stays for those who still look, until another writer of the run begins.
+            # The file stays for readers, until another writer of the run begins.
             _clear_away(self)
             there = self._names(store)
         assert there == names, f"{sorted(there ^ names)}:\n{self.logs()}"
@@ -305,7 +305,7 @@ class ShareMachines:
         return [str(upload["Key"]) for upload in found]
 
     def said_of_loss(self) -> list[str]:
-        """What logs and event logs say of the step that is given up."""
+        """Lines of logs and event logs about the step that is given up."""
         key = str(CheckpointId(1, STEP))
         said = [line for line in self.logs().splitlines() if key in line]
         for machine in self.machines:
@@ -392,7 +392,7 @@ def _kill(scene: ShareMachines, cell: ShareCell) -> None:
 
 
 def _go_on(scene: ShareMachines, cell: ShareCell) -> None:
-    """What lives does what real stagers and ranks do then."""
+    """Let the survivors act as real stagers and ranks would."""
     sent = cell.stage.sent
     died = bool(cell.victims.stagers or cell.victims.nodes)
     living = [machine for machine in scene.machines if machine.stager is not None]
@@ -415,12 +415,12 @@ def _go_on(scene: ShareMachines, cell: ShareCell) -> None:
 
 
 def _next_job(scene: ShareMachines, cell: ShareCell) -> list[Machine]:
-    """The next job has other stagers, or the same machines; it saves one more step."""
+    """Start the next job, with other stagers or the same machines; it saves one more step."""
     joined: list[Machine] = []
     lead_attempt = 0
     left = [machine for machine in scene.machines if not machine.is_lost]
     over = [one for one in left if one.share != ShareNumber(one.share.index, cell.then)]
-    for machine in over:  # with other stagers each flusher publishes what it has, and ends
+    for machine in over:  # with other stagers each flusher publishes its steps, and ends
         if machine.flusher.process.poll() not in (None, 0) and not (cell.at_once and machine is over[0]):
             machine.start()
     for index in range(cell.then):
@@ -454,7 +454,7 @@ def _next_job(scene: ShareMachines, cell: ShareCell) -> list[Machine]:
 
 
 def _play_frozen(scene: ShareMachines, cell: ShareCell) -> None:
-    """The victims' machines stand still until the next job is over."""
+    """Freeze the victims' machines until the next job is over."""
     frozen = [scene.machines[share] for share in cell.victims.nodes]
     for machine in scene.machines:
         machine.is_lost = machine in frozen
@@ -490,7 +490,7 @@ def _play_frozen(scene: ShareMachines, cell: ShareCell) -> None:
 
 
 def _clear_away(scene: ShareMachines) -> None:
-    """Another flusher removes what the late ones have left half done, and nothing else."""
+    """Check that another flusher removes the late ones' leftovers, and nothing else."""
     last = scene.machine(ShareNumber(0, 1))
     last.join(0).finish()
     last.stager = None
@@ -498,7 +498,7 @@ def _clear_away(scene: ShareMachines) -> None:
 
 
 def _check_said(scene: ShareMachines, cell: ShareCell) -> None:
-    """What was whole on all machines and is lost, is named."""
+    """Check that the logs name a step that was whole on all machines and is lost."""
     nobody_knows = IDLE in cell.stage.stands and len(cell.victims.nodes) == len(cell.stage.stands)
     if cell.stage.is_staged and not cell.survives and not nobody_knows:
         lines = scene.said_of_loss()

@@ -1,10 +1,10 @@
 """The scenario of tests/chaos/scenario.py, with real stagers that write one file, and real ranks under torchrun.
 
     first job    two stagers, each with a fault of its own
-    next job     one stager or two, after the end of the flushers that live
+    next job     one stager or two, after the end of the surviving flushers
 
-For the moments that need ranks: they die while shares are on their way, or before one of the stagers has told them that
-its share is staged.
+For the moments that need ranks: they die while shares are under way, or before a stager has told them that its share
+is staged.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RankShareCell(NamedTuple):
     """One run.
 
     Attributes:
-        moment: For people. `where`: who reaches it, and which; `share`: whose stager or flusher that is.
-        number: The how-many-th time.
-        staged: How many saves are staged by all then.
-        then: Stagers of the next job.
+        moment: Name of the moment. `where`: process and point; `share`: that of the stager or flusher.
+        number: Which time, from 1.
+        staged: How many saves are staged on all machines then.
+        then: Number of stagers of the next job.
     """
 
     moment: str
@@ -100,7 +100,7 @@ RANK_SHARE_CELLS = tuple(
 
 
 class ShareScenario(Scenario):
-    """See the module. `share`: that of the stager in which the fault is armed, and in its flusher."""
+    """A scenario with several stagers. `share`: its stager and flusher have the fault armed."""
 
     def __init__(self, directory: Path, reference: Path, *, share: int, untold: bool, then: int) -> None:
         super().__init__(DirectoryPlace(directory / "store"), directory, reference, tcp=True)
@@ -149,18 +149,18 @@ class ShareScenario(Scenario):
 
     def _wait_for(self, job: Job, marker: Path) -> int:
         pid = super()._wait_for(job, marker)
-        if self._untold:  # its own word is missing, those of the others are not
+        if self._untold:  # this stager's event is missing, those of the others are not
             wait_until(
                 lambda: SAVES[1] in self._staged(self._jobs), 60, lambda: f"not staged:\n{self._said(job)}"
             )
         return pid
 
     def _check_listed(self, allowed: Iterable[int]) -> None:
-        # All flushers of a share that nobody was told of may have it whole.
+        # A share that was not reported as staged may be whole in its ring all the same.
         super()._check_listed({*allowed, *SAVES[:2]})
 
     def wait_for_flushers(self) -> None:
-        """Until those of the first job have ended."""
+        """Wait until the flushers of the first job have ended."""
         self._wait_for_flusher(self._machines[-1])
 
     def _wait_for_flusher(self, machine: Path) -> None:
@@ -183,8 +183,7 @@ def play_rank_shares(cell: RankShareCell, request: pytest.FixtureRequest, direct
     )
     with contextlib.closing(scenario):
         scenario.kill(*cell.victims, at=cell.where, n=cell.number, staged=cell.staged)
-        if (
-            cell.then == 1 and cell.who != "everything"
-        ):  # else the next job's stager starts that of the second share
+        # Otherwise the next job's stager starts the second share's flusher.
+        if cell.then == 1 and cell.who != "everything":
             scenario.wait_for_flushers()
         scenario.relaunch().check()

@@ -1,6 +1,6 @@
-"""Kills at every point of a slot's life, in a real job that has nothing but its local tiers; relaunched and compared.
+"""Kills at every point of a slot's life, in a real job with local tiers only; relaunched and compared.
 
-two ranks, two slots each in memory and on disk; saves 2, 5, 8: the third one takes the slots of the first again
+two ranks, two slots each in memory and on disk; saves 2, 5, 8: the third one reuses the slots of the first
 killed in the third save ─► the relaunch begins after step 5 or 8, never earlier, and is the same bit for bit
 """
 
@@ -27,7 +27,7 @@ _LIMIT_SECONDS = 120.0
 
 
 class SlotCell(NamedTuple):
-    """One run: rank 1 comes to `point` for the `number`-th time, and who is killed then."""
+    """One run: rank 1 reaches `point` for the `number`-th time, and the victims are killed."""
 
     point: Point
     number: int
@@ -41,7 +41,7 @@ class SlotCell(NamedTuple):
         return f"{self.point} in {self.tier} x {'all ranks' if self.all_ranks else 'a rank'}"
 
 
-# Two tiers come there in each save, memory mostly first; 12 frames a save in each. Unsealed is only what was sealed.
+# Two tiers reach each point in each save, memory mostly first; 12 frames a save in each. Only sealed ones get unsealed.
 _PLACES = (
     (Point.SLOT_RECYCLED, 5, 6),
     (Point.SLOT_UNSEALED, 1, 2),

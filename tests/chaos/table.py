@@ -1,8 +1,8 @@
-"""Makes docs/kill-matrix.md of what tests/chaos/results.py has written down: `python -m tests.chaos.table`.
+"""Generates docs/kill-matrix.md from the results of tests/chaos/results.py: `python -m tests.chaos.table`.
 
-Rows are stages, columns victims; a cell says how often each of its variants was run, and how often it held. The page
-has parts, each with the commit that was run and the machine. A part of which these results have no run stays as it is
-on the page: it says of which commit and machine it is.
+Rows are stages, columns victims; a cell shows how often each of its variants was run, and how often it passed. The page
+has parts, each with its commit and machine. A part without new results stays as it is on the page, with its own commit
+and machine.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ stale handle, and listings are late. And through fsspec, as a cloud without its 
 
 
 class Grid(NamedTuple):
-    """A part of the page beside the matrix: what is said of it, and the name of the cell at each row and column."""
+    """A part of the page beside the matrix: its text, and the name of the cell at each row and column."""
 
     head: str
     corner: str
@@ -182,7 +182,7 @@ class Grid(NamedTuple):
         return self.head.partition("\n")[0]
 
     def render(self, results: Sequence[Result], before: str) -> str:
-        """The part; as it was `before`, if nothing of it was run."""
+        """The part of the page; `before` if it has no results."""
         counts = _Counts.of(results, self.cells.values())
         if before and not counts.runs:
             return before
@@ -260,11 +260,11 @@ GRIDS = (
 
 
 def render(results: Iterable[Result], before: str = "") -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        results: What was run.
-        before: The page so far, for the parts of which nothing was run.
+        results: All results.
+        before: The page so far, for parts without results.
     """
     results = list(results)
     first, *parts = before.split("\n\n## ")
@@ -293,7 +293,7 @@ def _matrix(results: Sequence[Result], before: str) -> str:
 
 
 def named_cells(page: str) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """What a page says: (stage, victims, variant) → runs that held, and all runs."""
+    """Read a page: (stage, victims, variant) → runs that passed, and all runs."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     columns: list[str] = []
     for line in page.splitlines():

@@ -1,4 +1,4 @@
-"""Flushers that are cut off from S3 while they are replaced, but for that of tests/chaos/regular."""
+"""Flushers that are cut off from S3 while they are replaced, except the cell in tests/chaos/regular."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flushers that stand still while they are replaced (tests/chaos/freezing.py), but for those of tests/chaos/regular."""
+"""Flushers that freeze while they are replaced (tests/chaos/freezing.py), except the cells in tests/chaos/regular."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kill matrix, but for the cells of tests/chaos/regular: every cell of tests/chaos/cells.py is one test."""
+"""The kill matrix, except the cells in tests/chaos/regular: every cell of tests/chaos/cells.py is one test."""
 
 from __future__ import annotations
 

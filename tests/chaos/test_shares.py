@@ -1,4 +1,4 @@
-"""Several stagers, one file (tests/chaos/share_cells.py): every cell but those of tests/chaos/regular."""
+"""Several stagers, one file (tests/chaos/share_cells.py): every cell except those in tests/chaos/regular."""
 
 from __future__ import annotations
 

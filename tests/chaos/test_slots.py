@@ -1,4 +1,4 @@
-"""Kills in a slot's life (tests/chaos/slots.py), but for those of tests/chaos/regular."""
+"""Kills in a slot's life (tests/chaos/slots.py), except those in tests/chaos/regular."""
 
 from __future__ import annotations
 

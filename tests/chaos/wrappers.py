@@ -1,9 +1,9 @@
-"""A rank's wrapper gets SIGKILL, as when a container or a pod is killed: `holdfast run` calls the rank lost, not buggy.
+"""A rank's wrapper gets SIGKILL, as when a container or a pod is killed: `holdfast run` reports a lost rank, not a bug.
 
-    mpirun ── holdfast run's own process ── the rank              SIGKILL: nobody is left to report the rank's end
+    mpirun ── holdfast run's own process ── the rank              SIGKILL: no process can report the rank's end
     mpirun ── holdfast run's own process ── sh -c ── the rank     SIGKILL to the shell: the rank itself lives on
 
-`holdfast drill --with wrapper` kills, and compares what comes after with an undisturbed run, to the last bit.
+`holdfast drill --with wrapper` kills, and compares the resumed run with an undisturbed one, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECONDS_MAX = 280.0
 
 
 class WrapperCell(NamedTuple):
-    """One run. `wrapper`: whose death it is, for people. `shell`: whether a shell starts the rank."""
+    """One run. `wrapper`: name of the process that dies. `shell`: whether a shell starts the rank."""
 
     wrapper: str
     shell: bool

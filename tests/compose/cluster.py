@@ -1,4 +1,4 @@
-"""The cluster of docker-compose.yml, started, looked at, and taken down, as a user does it by `docker-compose`."""
+"""The cluster of docker-compose.yml, started, inspected and taken down by `docker-compose`, as a user does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ComposeCluster:
 
     Args:
         files: The Compose files, the first one docker-compose.yml.
-        variables: What a user would have in the environment: settings, build arguments.
+        variables: Environment that a user would set: settings, build arguments.
     """
 
     def __init__(self, engine: Engine, files: Sequence[str | Path], variables: dict[str, str]) -> None:
@@ -44,27 +44,27 @@ class ComposeCluster:
         self._compose += [word for file in files for word in ("--file", str(file))]
 
     def compose(self, *words: str, seconds_max: float = _SECONDS_MAX) -> str:
-        """`docker-compose` with these words; what it wrote."""
+        """Run `docker-compose` with these words; return its output."""
         return self.engine.run(*self._compose, *words, seconds_max=seconds_max)
 
     def up(self, *services: str) -> None:
-        """Start what is not running, all that it needs first, as `docker-compose up` does in the background."""
+        """Start services that are not running, dependencies first, as `docker-compose up --detach` does."""
         self.compose("up", "--detach", "--no-build", *services)
 
     def container(self, service: str) -> str:
-        """Id of its container, also when that has ended."""
+        """Id of the service's container, running or ended."""
         return self.engine.run("docker", "ps", "--all", "--quiet", *self._of(service)).split()[0]
 
     def kill(self, *services: str) -> None:
-        """`docker kill`: SIGKILL for all that is in them."""
+        """`docker kill`: SIGKILL all processes of these services."""
         self.engine.run("docker", "kill", *map(self.container, services))
 
     def cut(self, service: str) -> None:
-        """`docker network disconnect`: it runs on, and nobody hears it any more."""
+        """`docker network disconnect`: the container keeps running, and no other container can reach it."""
         self.engine.run("docker", "network", "disconnect", f"{_PROJECT}_cluster", self.container(service))
 
     def state(self, service: str) -> dict[str, Any]:
-        """What the engine knows of its container: `Status`, `ExitCode`, `StartedAt`."""
+        """The engine's record of the container: `Status`, `ExitCode`, `StartedAt`."""
         found: list[dict[str, Any]] = json.loads(
             self.engine.run("docker", "inspect", self.container(service))
         )
@@ -72,7 +72,7 @@ class ComposeCluster:
         return state
 
     def wait_ended(self, service: str) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the end of the service; return its exit code."""
         try:
             return int(
                 self.engine.run("docker", "wait", self.container(service), seconds_max=_TRAINING_SECONDS_MAX)
@@ -81,7 +81,7 @@ class ComposeCluster:
             raise AssertionError(f"{service} runs on:\n{self.log(service)}") from None
 
     def log(self, service: str) -> str:
-        """What it has said since it was last started, on both outputs."""
+        """Both outputs of the service since it was last started."""
         words = ["docker", "logs", "--since", self.state(service)["StartedAt"], self.container(service)]
         done = subprocess.run(
             words, env=self.engine.environment, capture_output=True, text=True, timeout=60, check=True
@@ -89,11 +89,11 @@ class ComposeCluster:
         return done.stdout + done.stderr
 
     def steps(self) -> list[int]:
-        """The steps that rank 0 has told of since the training was last started."""
+        """Steps that rank 0 has reported since the training was last started."""
         return [int(step) for step in _STEP.findall(self.log("stager"))]
 
     def wait_for_step(self, step: int) -> None:
-        """Until rank 0 tells of it, or of a later one."""
+        """Wait until rank 0 reports this step or a later one."""
 
         def told() -> bool:
             assert self.state("stager")["Status"] == "running", self.log("stager")
@@ -102,33 +102,33 @@ class ComposeCluster:
         wait_until(told, _SECONDS_MAX, lambda: f"step {step} does not come:\n{self.log('stager')}")
 
     def in_node(self, *command: str) -> str:
-        """Run it in a container of its own beside the cluster, from the nodes' image and with their environment."""
+        """Run a command in a container beside the cluster, from the nodes' image and with their environment."""
         return self.compose("run", "--rm", "--no-deps", "-T", "stager", *command)
 
     def checkpoints(self, store: str) -> list[dict[str, Any]]:
-        """What `holdfast ls` says of each in the store, newest first."""
+        """Checkpoints as `holdfast ls` lists them, newest first."""
         found: list[dict[str, Any]] = json.loads(self.in_node("holdfast", "ls", store, "--json"))[
             "checkpoints"
         ]
         return found
 
     def ask(self, path: str, **question: str) -> Any:
-        """What Prometheus answers at its port on this machine."""
+        """Prometheus's answer, at its port on this machine."""
         url = f"http://127.0.0.1:{self.prometheus}/api/v1/{path}?{urllib.parse.urlencode(question)}"
         with urllib.request.urlopen(url, timeout=30) as response:
             return json.load(response)["data"]
 
     def value(self, query: str) -> float | None:
-        """The one value that the query has now; None if it has none."""
+        """The single current value of the query; None without a value."""
         result = self.ask("query", query=query)["result"]
         return float(result[0]["value"][1]) if result else None
 
     def volume(self, name: str) -> str:
-        """What the engine calls it."""
+        """The engine's name of a volume."""
         return f"{_PROJECT}_{name}"
 
     def left(self) -> list[str]:
-        """Containers, networks and volumes of the project that are there."""
+        """Remaining containers, networks and volumes of the project."""
         kinds = (("ps", "--all"), ("network", "ls"), ("volume", "ls"))
         label = ("--quiet", "--filter", f"label=com.docker.compose.project={_PROJECT}")
         return [one for kind in kinds for one in self.engine.run("docker", *kind, *label).split()]
@@ -143,7 +143,7 @@ class ComposeCluster:
 
 
 def _with_bridge(files: Sequence[str]) -> str:
-    """The network of these files, on a bridge of our name. Compose 1 keeps only what the last file says of it."""
+    """The network of these files, on a bridge with our name. Compose 1 uses only the last file's network."""
     merged: dict[str, Any] = {}
     for file in files:
         networks = yaml.safe_load((REPOSITORY / file).read_text()).get("networks", {})

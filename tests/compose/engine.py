@@ -1,10 +1,10 @@
-"""A Docker engine of the tests' own, and what images are built from where none can be pulled.
+"""A Docker engine for the tests, and the sources of its images where no image can be pulled.
 
     debootstrap ─► holdfast-base:local ─┐
     pip, on this machine ─► wheels ─► an index on the loopback ─► docker-compose build ─► images ─► containers
 
 Base and wheels are kept in .services/compose. The engine has its own folders, socket and bridge, beside any other on
-this machine, and nothing of it is left afterwards. Builds use this machine's network; no container does.
+this machine, and leaves nothing behind. Builds use this machine's network; no container does.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tests.support.job import REPOSITORY
 __all__ = ["BASE", "BRIDGE", "Engine", "Unbuildable", "index_of_wheels", "running_engine", "why_not"]
 
 BASE = "holdfast-base:local"
-BRIDGE = "hfcompose"  # a name of our own, so that a run that was killed can be cleaned up after
+BRIDGE = "hfcompose"  # our own name, so that leftovers of a killed run can be removed
 _HOME = REPOSITORY / ".services" / "compose"
-# Debian's own programs: a newer client on PATH builds by a plug-in that need not be there.
+# Debian's own programs: a newer client on PATH builds with a plug-in that may be missing.
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _TOOLS = ("dockerd", "docker", "docker-compose", "debootstrap", "iptables", "ip", "setpriv")
 _SUITE = "bookworm"
 _BASE_PACKAGES = "ca-certificates,python3,python3-pip,python-is-python3"
 _UP_SECONDS_MAX = 60.0
 _BUILD_SECONDS_MAX = 1800.0
-# With none of these files an image is smaller by half.
+# Without these files an image is half as large.
 _LEFT_OUT = (
     "var/cache/apt/archives",
     "var/lib/apt/lists",
@@ -50,11 +50,11 @@ _LEFT_OUT = (
 
 
 class Unbuildable(Exception):
-    """The base or the wheels cannot be had on this machine; says why."""
+    """The base or the wheels cannot be made on this machine; the message says why."""
 
 
 def why_not() -> str:
-    """Why no Docker engine can be started here; empty if one can."""
+    """Return why no Docker engine can be started here, or ""."""
     missing = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
     if missing:
         return (
@@ -76,11 +76,11 @@ class Engine:
     """A running engine. Made by `running_engine`.
 
     Attributes:
-        environment: With it `docker` and `docker-compose` speak to this engine and to no other.
+        environment: Makes `docker` and `docker-compose` use this engine only.
     """
 
     def __init__(self, socket: Path) -> None:
-        # BuildKit, for the sake of Dockerfile.dockerignore.
+        # BuildKit reads Dockerfile.dockerignore.
         self.environment = {
             **{
                 name: value
@@ -94,7 +94,7 @@ class Engine:
         }
 
     def run(self, *words: str | Path, seconds_max: float = 120.0) -> str:
-        """Run the command, such as `docker ps`; what it wrote to its output. Its failure is the test's."""
+        """Run a command, such as `docker ps`; return its output. If the command fails, the test fails."""
         done = subprocess.run(
             words,
             cwd=REPOSITORY,
@@ -117,10 +117,10 @@ class Engine:
 
 @contextlib.contextmanager
 def running_engine() -> Iterator[Engine]:
-    """Start one, with the image `BASE` in it. At the end it is stopped, and its images are gone.
+    """Start an engine with the image `BASE`. At the end it is stopped, and its images are removed.
 
     Raises:
-        Unbuildable: There can be no base.
+        Unbuildable: The base cannot be made.
     """
     base = _base()
     with contextlib.ExitStack() as stack:
@@ -134,7 +134,7 @@ def running_engine() -> Iterator[Engine]:
         socket, log = home / "docker.sock", home / "log"
         command: list[str | Path] = ["dockerd", "--host", f"unix://{socket}", "--pidfile", home / "pid"]
         command += ["--data-root", home / "data", "--exec-root", home / "exec", "--group", "root"]
-        # No rule of this machine's firewall is changed: the cluster talks to itself alone, ports go by docker-proxy.
+        # Change no firewall rule of this machine: the cluster has only inner traffic, and docker-proxy forwards ports.
         command += ["--bridge", "none", "--iptables=false", "--ip-forward=false"]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -143,7 +143,7 @@ def running_engine() -> Iterator[Engine]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the test, which then stops it in order
+                start_new_session=True,  # Ctrl-C reaches the test, which then stops the engine
             )
         stack.callback(_stop, process, home)
         wait_until(
@@ -162,7 +162,7 @@ def _stop(process: subprocess.Popen[bytes], home: Path) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    # Nothing is mounted any more if it ended by itself.
+    # An engine that ended by itself has unmounted everything.
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     for mount in reversed([one for one in mounts if one.startswith(f"{home}/")]):
         subprocess.run(["umount", "--lazy", mount], capture_output=True, check=False, timeout=30)
@@ -174,7 +174,7 @@ def _remove_bridge() -> None:
 
 @contextlib.contextmanager
 def _kept(name: str, stamp: str) -> Iterator[Path | None]:
-    """The folder to fill; None if it was filled before, for the same stamp. Several processes may ask at once."""
+    """The folder to fill; None if it is filled already, for the same stamp. Several processes may call this at once."""
     _HOME.mkdir(parents=True, exist_ok=True)
     folder, written = _HOME / name, _HOME / f"{name}.stamp"
     with (_HOME / "lock").open("w") as lock:
@@ -190,7 +190,7 @@ def _kept(name: str, stamp: str) -> Iterator[Path | None]:
 
 
 def _run(*words: str | Path) -> None:
-    """What the engine needs from elsewhere: its failure is no fault of what is tested."""
+    """Run a command that prepares the engine; its failure skips the tests."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS_MAX)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip())[-400:]
@@ -206,7 +206,7 @@ def _base() -> Path:
             debootstrap = shutil.which("debootstrap", path=_PATH)
             assert debootstrap is not None
             _run(debootstrap, "--variant=minbase", f"--include={_BASE_PACKAGES}", _SUITE, tree)
-            # The image is its own environment; the public one has no such mark either.
+            # pip may install into the image, as into the public one.
             for mark in tree.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
                 mark.unlink()
             for name in _LEFT_OUT:
@@ -218,7 +218,7 @@ def _base() -> Path:
 
 
 def _wheels() -> Path:
-    """All that the images install, fetched by this machine's pip with its settings, as a package index on disk."""
+    """All packages that the images install, downloaded by this machine's pip, as a package index on disk."""
     sources = [
         REPOSITORY / name for name in ("constraints.txt", "requirements.lock", "requirements-mpi.lock")
     ]
@@ -235,7 +235,7 @@ def _wheels() -> Path:
                 "--dest",
                 folder / "all",
             ]
-            # For the Python of the base, whatever this one is.
+            # For the Python of the base, not the one that runs here.
             pip += ["--python-version", "3.11", "--only-binary", ":all:"]
             _run(*pip, "--require-hashes", "-r", sources[1], "-r", sources[2])
             _run(*pip, "-c", sources[0], "torch")
@@ -249,15 +249,15 @@ def _wheels() -> Path:
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """No line for each wheel."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
 def index_of_wheels() -> Iterator[str]:
-    """URL of a package index on the loopback that has what the images install.
+    """URL of a package index on the loopback with all packages that the images install.
 
     Raises:
-        Unbuildable: pip cannot fetch it.
+        Unbuildable: pip cannot download them.
     """
     handler = functools.partial(_Quiet, directory=str(_wheels()))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

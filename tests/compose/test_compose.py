@@ -1,4 +1,4 @@
-"""The cluster of docker-compose.yml loses ranks, has one cut off, goes on, and ends as if nothing had happened."""
+"""The cluster of docker-compose.yml loses ranks, has one cut off, continues, and ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUN, REFERENCE = "s3://holdfast/run", "s3://holdfast/reference"
 TAP = "hfcomposetap"
 GRAFANA = REPOSITORY / "infra" / "grafana"
 
-# Fetches both files by S3 alone and opens them by torch alone.
+# Fetches both files through S3 and opens them with torch, without holdfast.
 COMPARE = """
 import sys, boto3, torch
 states = []
@@ -52,7 +52,7 @@ assert not differing(*states, "state"), differing(*states, "state")
 print(len(states[0]["model"]), "tensors of the model, all the same")
 """
 
-# Asks as Grafana's server does: from inside the cluster, at the URL of the data source.
+# Queries as Grafana's server does: from inside the cluster, at the URL of the data source.
 ASK = """
 import json, sys, urllib.parse, urllib.request
 for query in sys.argv[2:]:
@@ -63,7 +63,7 @@ for query in sys.argv[2:]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """A Docker engine; the tests are skipped where none can be started, or no base image be made."""
+    """A Docker engine; skips the tests where none can be started, or no base image can be made."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
@@ -76,7 +76,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def index() -> Iterator[str]:
-    """A package index for the builds; the tests are skipped where pip cannot fetch what is to be in it."""
+    """A package index for the builds; skips the tests where pip cannot download its packages."""
     try:
         with index_of_wheels() as url:
             yield url
@@ -95,7 +95,7 @@ def test_the_cluster_loses_ranks_and_a_link_and_ends_as_if_it_had_not(
         wait_until(lambda: cluster.value("sum(up)") == 2, 60, "Prometheus does not hear stager and flusher")
         _dashboard_is_fed(cluster)
 
-        # Both spot machines are taken away.
+        # Both spot machines are preempted.
         cluster.kill("rank0", "rank1")
         cluster.wait_ended("stager")
         saved = _newest(cluster, RUN)
@@ -103,7 +103,7 @@ def test_the_cluster_loses_ranks_and_a_link_and_ends_as_if_it_had_not(
         cluster.wait_for_step(saved + 1 + 2 * EVERY)
         assert saved < min(cluster.steps()) <= saved + 10, "the training went on elsewhere"
 
-        # The second one is cut from the network: nobody closes its connections.
+        # The second one is cut from the network: its connections are not closed.
         cluster.cut("rank1")
         wait_until(
             lambda: cluster.value("holdfast_ranks_silent") == 1, 120, "Prometheus is not told of the silence"
@@ -117,7 +117,7 @@ def test_the_cluster_loses_ranks_and_a_link_and_ends_as_if_it_had_not(
         assert cluster.wait_ended("stager") == 0, cluster.log("stager")
         assert saved < min(cluster.steps()) <= saved + 10, "the training went on elsewhere"
 
-        # The same training, never disturbed.
+        # The same training without a disturbance.
         engine.environment["HOLDFAST_STORE"] = REFERENCE
         cluster.up("stager")
         assert cluster.wait_ended("stager") == 0, cluster.log("stager")
@@ -132,19 +132,19 @@ def test_the_cluster_loses_ranks_and_a_link_and_ends_as_if_it_had_not(
 
 
 def _alerts(cluster: ComposeCluster) -> set[str]:
-    """The alarms that fire, or will unless their cause goes away."""
+    """Names of alerts that are pending or firing."""
     return {alert["labels"]["alertname"] for alert in cluster.ask("alerts")["alerts"]}
 
 
 def _newest(cluster: ComposeCluster, store: str) -> int:
-    """The newest step in the store, which is whole, as is every other."""
+    """The newest step in the store; checks that every checkpoint is whole."""
     found = cluster.checkpoints(store)
     assert {one["state"] for one in found} <= {"verified", "durable"}, found
     return int(found[0]["step"])
 
 
 def _dashboard_is_fed(cluster: ComposeCluster) -> None:
-    """Grafana itself is not here: what its data source and its dashboard ask is."""
+    """Check the queries of Grafana's data source and dashboard; Grafana itself does not run."""
     (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/holdfast.yml").read_text())["datasources"]
     dashboard: Any = json.loads((GRAFANA / "dashboards/holdfast.json").read_text())
     chosen = {one["name"]: one["current"]["value"] for one in dashboard["templating"]["list"]}
@@ -179,7 +179,7 @@ def test_the_image_for_pods_runs_as_the_job_set_runs_it(engine: Engine, index: s
 def test_the_nfs_server_takes_everybody_for_one_user_and_root_alone(
     engine: Engine, index: str, tmp_path: Path
 ) -> None:
-    """Its client is a guest with a kernel of its own: an engine needs one, and this machine's may have none."""
+    """The client is a guest with its own kernel: mounting needs an NFS client, which this machine's kernel may lack."""
     reason = missing_parts()
     if reason:
         pytest.skip(reason)
@@ -223,7 +223,7 @@ def test_the_nfs_server_takes_everybody_for_one_user_and_root_alone(
 
 
 def _for_this_version(engine: Engine) -> str:
-    """Engines before 24.0.3 let name_to_handle_at through with CAP_SYS_ADMIN alone (moby, pull request 45766)."""
+    """Engines before 24.0.3 allow name_to_handle_at only with CAP_SYS_ADMIN (moby, pull request 45766)."""
     version = engine.run("docker", "version", "--format", "{{.Server.Version}}").partition("+")[0]
     if tuple(map(int, version.strip().split("."))) >= (24, 0, 3):
         return ""

@@ -1,4 +1,4 @@
-/* Lets chosen calls of the C library fail below one directory: LD_PRELOADed into a process that knows nothing of it.
+/* Lets chosen calls of the C library fail below one directory: LD_PRELOADed into an unaware process.
 
    <FAILING_CALLS>/<call> holds "errno times delay_ms named": while the file is there, the call fails with that errno (0:
    it does not fail), `times` times (0: always), after a delay (-1: as long as the file is there: a device that hangs), on
@@ -29,7 +29,7 @@ static int below(const char *file) {
     return root && file && strncmp(file, root, strlen(root)) == 0;
 }
 
-/* 1 and errno set: the call is to fail on this file. */
+/* Returns 1 and sets errno if the call must fail on this file. */
 static int fails(enum call call, const char *file) {
     const char *rules = getenv("FAILING_CALLS");
     char path[4096], named[256] = "";
@@ -114,7 +114,7 @@ int rename(const char *from, const char *to) {
     return NEXT(rename)(from, to);
 }
 
-/* On a name in an opened directory. */
+/* For a name in an opened directory. */
 static int fails_at(enum call call, int directory, const char *name) {
     char link[64], file[8192];
     if (*name == '/') return fails(call, name);

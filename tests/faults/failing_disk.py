@@ -1,4 +1,4 @@
-"""Disks of their own for tests, and calls of the C library that fail: full, read-only, broken, slow, and whole again.
+"""Faulty disks for tests, and failing calls of the C library: full, read-only, broken, slow, and healthy again.
 
 Disk: a small tmpfs, mounted ─► fill ─► no room     ─► make_room
                              ─► remounted read-only ─► writable again
@@ -23,19 +23,19 @@ class Disk:
     """A small tmpfs.
 
     Args:
-        place: Where it is mounted; made.
-        nbytes: How much it holds.
+        place: Mount point, which is created.
+        nbytes: Size.
     """
 
     def __init__(self, place: Path, nbytes: int) -> None:
         self.place = place
         place.mkdir(parents=True)
         self._mount("-t", "tmpfs", "-o", f"size={nbytes},mode=0700", "tmpfs", str(place))
-        # A mount of its own over the first one can be made read-only by itself.
+        # A bind mount over the first mount can be made read-only separately.
         self._mount("--bind", str(place), str(place))
 
     def fill(self, *, free_bytes: int) -> None:
-        """Leave no more room than this. May be called again."""
+        """Fill the disk, except for `free_bytes`. May be called again."""
         self.make_room()
         status = os.statvfs(self.place)
         used_bytes = status.f_bavail * status.f_frsize - free_bytes
@@ -43,19 +43,19 @@ class Disk:
             os.posix_fallocate(file.fileno(), 0, max(1, used_bytes))
 
     def make_room(self) -> None:
-        """What filled it is gone."""
+        """Remove the file that fills the disk."""
         self._filler.unlink(missing_ok=True)
 
     def make_read_only(self) -> None:
-        """As an administrator does, or the kernel after an error."""
+        """Remount read-only, as an administrator does, or the kernel after an error."""
         self._mount("-o", "remount,bind,ro", str(self.place))
 
     def make_writable(self) -> None:
-        """Mended."""
+        """Remount writable."""
         self._mount("-o", "remount,bind,rw", str(self.place))
 
     def unmount(self) -> None:
-        """Away with it, whoever still has files open."""
+        """Unmount, even while processes have files open."""
         for _ in range(2):
             subprocess.run(["umount", "--lazy", str(self.place)], check=False, capture_output=True)
 
@@ -74,8 +74,8 @@ class Calls:
     """Calls of one process that fail below one directory, from now on or until `clear`.
 
     Args:
-        directory: For the shim and its rules; made.
-        below: Where they fail.
+        directory: For the shim and its rules; created.
+        below: The directory below which calls fail.
     """
 
     def __init__(self, directory: Path, below: Path) -> None:
@@ -94,16 +94,16 @@ class Calls:
         }
 
     def fail(self, call: str, number: int, *, times: int = 0, delay_ms: int = 0, named: str = "") -> None:
-        """Let `call` fail with this errno (0: only late), this many times (0: until `clear`), on paths with `named`."""
+        """Make `call` fail with this errno (0: only late), `times` times (0: until `clear`), on paths with `named`."""
         written = self._rules / f"{call}.new"
         written.write_text(f"{number} {times} {delay_ms} {named}")
         written.rename(self._rules / call)
 
     def hang(self, call: str) -> None:
-        """Let `call` not return until `clear`."""
+        """Block `call` until `clear`."""
         self.fail(call, 0, delay_ms=-1)
 
     def clear(self) -> None:
-        """All is well again."""
+        """Remove all rules."""
         for rule in self._rules.iterdir():
             rule.unlink()

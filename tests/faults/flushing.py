@@ -1,4 +1,4 @@
-"""A real flusher process in an environment where things go wrong, and its stager played by hand."""
+"""A real flusher process in a faulty environment, with a simulated stager."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class FaultedFlusher(FlusherProcess):
     """`python -m flusher` with another environment, user rights and store than a healthy one.
 
     Args:
-        base: Where its log, events and runtime directory lie.
+        base: For its log, events and runtime directory.
         store: URL or path of the run.
         env: Added to its environment.
         prefix: Command in front of it, such as `setpriv`.
-        events: Where the events go instead.
+        events: Another place for its events.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FaultedFlusher(FlusherProcess):
         self.said: dict[str, Any] = json.loads(line) if line else {}
 
     def wait_for_event(self, event: str, **fields: object) -> dict[str, Any]:
-        """The first event of this name with these fields."""
+        """Wait for the first event of this name with these fields."""
 
         def look() -> dict[str, Any] | None:
             return next((e for e in self.happened(event) if fields.items() <= e.items()), None)
@@ -76,7 +76,7 @@ class FaultedFlusher(FlusherProcess):
         return found
 
     def resident_bytes(self) -> int:
-        """Its memory that no file and no shared memory backs."""
+        """The flusher's anonymous memory, without files and shared memory."""
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
@@ -90,13 +90,13 @@ def flusher_environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def original(seed: int, *, nbytes: int) -> dict[str, torch.Tensor]:
-    """What is saved."""
+    """The state that is saved."""
     torch.manual_seed(seed)
     return {f"layer.{n}": torch.randn(nbytes // 16) for n in range(4)}
 
 
 def image_of(directory: Path, seed: int, *, nbytes: int, chunk_bytes: int) -> Image:
-    """The image of a file of `torch.save` of about `nbytes`."""
+    """The image of a `torch.save` file of about `nbytes`."""
     path = directory / f"original-{seed}.pt"
     torch.save(original(seed, nbytes=nbytes), path)
     return from_torch_file(path, chunk_bytes=chunk_bytes, ranks=RANKS)
@@ -105,7 +105,7 @@ def image_of(directory: Path, seed: int, *, nbytes: int, chunk_bytes: int) -> Im
 def wait_until(
     condition: Callable[[], bool], message: Callable[[], str], seconds_max: float = WAIT_SECONDS_MAX
 ) -> None:
-    """Look again and again; a failure of the test at the limit."""
+    """Poll until the condition holds; at the limit the test fails."""
     deadline = time.monotonic() + seconds_max
     while not condition():
         assert time.monotonic() < deadline, message()

@@ -1,4 +1,4 @@
-"""A rank whose disk answers no read any more: real ranks, and calls of the C library that do not return."""
+"""A rank whose disk answers no read any more: real ranks, and calls of the C library that never return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _JOB = Path(__file__).with_name("jobs") / "hanging.py"  # not imported: it would
 
 
 def test_a_disk_that_hangs_costs_a_restart_a_part_of_its_time_and_is_named(tmp_path: Path) -> None:
-    """Its slice comes from the store, the other rank's from where it is; and no job begins on it."""
+    """The rank's slice comes from the store, the other rank's from its tier; and no job begins on that disk."""
     run, tiers = tmp_path / "run", tmp_path / "tiers"
     made = saved(5, ranks=2)
     made.publish(run)

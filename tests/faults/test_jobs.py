@@ -1,4 +1,4 @@
-"""Whole MPI jobs on stores that misbehave: real ranks, stager and flusher."""
+"""Whole MPI jobs on faulty stores: real ranks, stager and flusher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGER = ("--chunk-bytes", "1MiB", "--ring-bytes", "16MiB", "--keep-last", "0")
 
 
 def test_a_tier_whose_writes_do_not_return_costs_no_checkpoint_of_the_stager(tmp_path: Path) -> None:
-    """From the middle of the run on. Its area comes back in time for the next save, and leaving the block ends."""
+    """Writes hang from mid-run on. The area is free in time for the next save, and leaving the block ends."""
     disk, events = tmp_path / "disk", tmp_path / "events.jsonl"
     disk.mkdir()
     calls = Calls(tmp_path / "shim", disk)
@@ -35,9 +35,8 @@ def test_a_tier_whose_writes_do_not_return_costs_no_checkpoint_of_the_stager(tmp
     with cluster.start(RANKS, "8", "2", "4") as job:
         paused = [cluster.out(1) / f"paused-{rank}" for rank in range(RANKS)]
         wait_until(lambda: all(path.exists() for path in paused), job.output, 120)
-        wait_until(
-            lambda: 3 in _steps(events, "complete"), job.output, 120
-        )  # staged is not yet kept in the tier
+        # A staged step is not yet in the tier.
+        wait_until(lambda: 3 in _steps(events, "complete"), job.output, 120)
         calls.hang("pwrite")
         (cluster.out(1) / "go-on").touch()
         job.succeed(150)
@@ -45,7 +44,7 @@ def test_a_tier_whose_writes_do_not_return_costs_no_checkpoint_of_the_stager(tmp
     assert job.output().count("takes nothing until its device answers") == RANKS, job.output()
     assert _steps(events, "durable") == {1, 3, 5, 7}
     lines = [json.loads(line) for line in events.read_text().splitlines()]
-    # The first to see it tells the others that step 5 is void; that nothing more is begun there each sees by itself.
+    # The first rank to notice tells the others that step 5 is void; each rank stops using its own tier by itself.
     skipped = [line for line in lines if line["event"] == "skipped_tier"]
     assert {line["cause"] for line in skipped if line["step"] == 7} == {"hangs"}
     assert {(line["rank"], line["step"]) for line in skipped} == {
@@ -55,6 +54,6 @@ def test_a_tier_whose_writes_do_not_return_costs_no_checkpoint_of_the_stager(tmp
 
 
 def _steps(events: Path, event: str) -> set[int]:
-    """The steps of which the log has this event; a last line that is being written is left out."""
+    """Steps with this event in the log, ignoring a last line that is still being written."""
     lines = [json.loads(line) for line in events.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return {line["step"] for line in lines if line["event"] == event}

@@ -1,4 +1,4 @@
-"""Whole MPI jobs on a store that takes nothing for a while: what is staged, what survives, and what is said."""
+"""Whole MPI jobs on a store that accepts nothing for a while: staged steps, surviving steps, and log messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(tmp_path: Path, disk: Disk) -> tuple[Cluster, Job, Path]:
 
 
 def read(events: Path) -> list[dict[str, Any]]:
-    """What the log has; a last line that is being written is left out."""
+    """Events in the log, without a last line that is still being written."""
     if not events.exists():
         return []
     return [json.loads(line) for line in events.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -54,7 +54,7 @@ def steps_of(events: Path, event: str, role: str) -> set[int]:
 
 
 def wait_for_training(cluster: Cluster, job: Job) -> list[dict[str, Any]]:
-    """Until all steps were trained; what each rank has to say of them."""
+    """Wait until all steps were trained; return each rank's report."""
     reports = [cluster.out(cluster.started) / f"rank-{rank}.json" for rank in range(RANKS)]
     wait_until(lambda: all(report.exists() for report in reports), job.output, 120)
     return [json.loads(report.read_text()) for report in reports]
@@ -70,7 +70,7 @@ def check_published(disk: Disk, steps: set[int]) -> None:
 def test_steps_are_staged_while_the_disk_is_full_and_the_newest_come_out_when_it_is_not(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """Also under the event log and the flusher's own log there is no room."""
+    """The event log and the flusher's own log have no room either."""
     notes = Disk(tmp_path / "runtime-1-logs", 1 << 20)
     try:
         disk.fill(free_bytes=300_000)
@@ -98,7 +98,7 @@ def test_steps_are_staged_while_the_disk_is_full_and_the_newest_come_out_when_it
         assert durable == staged - gave_place
         assert max(durable) == STEPS - 1
         assert min(durable) > max(gave_place), "an older step was kept, and a newer one gave its place"
-        # While the first ones filled the ring it was not known yet that the store would go on to take nothing.
+        # While the first steps filled the ring, the flusher did not know yet that the outage would last.
         assert len(staged) > STEPS // 2
         check_published(disk, durable)
         assert_nothing_left(cluster.runtime)

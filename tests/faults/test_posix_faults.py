@@ -1,7 +1,7 @@
-"""A real flusher on a disk that is full, read-only, forbidden, broken or slow: what is staged waits and is not lost.
+"""A real flusher on a disk that is full, read-only, forbidden, broken or slow: staged steps wait and are not lost.
 
 The causes are real where the machine allows it (a small file system that is full, mounted read-only, or without
-permission); errors of hardware are made by a shim that lets the calls of the C library fail.
+permission); a shim that makes calls of the C library fail simulates hardware errors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def check_published(flusher: FaultedFlusher, image: Image, *steps: int) -> None:
-    """These steps, equal to the byte, and nothing else: no temporary file."""
+    """Check that exactly these steps are published, equal byte for byte, and that no temporary file is left."""
     assert flusher.visible() == [f"step-{step:09d}.{end}" for step in steps for end in ("json", "pt")]
     assert flusher.hidden() == []
     for step in steps:
@@ -66,13 +66,13 @@ def check_published(flusher: FaultedFlusher, image: Image, *steps: int) -> None:
 
 
 def full_slots(stager: StagerClient, step: int) -> int:
-    """How many chunks of a step are in the ring."""
+    """Number of chunks of a step in the ring."""
     records = (stager.ring.record(slot) for slot in range(stager.ring.ring_chunks))
     return sum(record.state is SlotState.FULL and record.step == step for record in records)
 
 
 class Trouble:
-    """One way in which a disk refuses, and how it is mended."""
+    """One fault of a disk, and its repair."""
 
     def __init__(self, begin: Callable[[], None], mend: Callable[[], None], *words: str) -> None:
         self.begin, self.mend, self.words = begin, mend, words
@@ -80,7 +80,7 @@ class Trouble:
 
 @pytest.fixture(params=["full", "read-only", "permission", "quota", "broken device"])
 def trouble(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Trouble, dict[str, Any]]]:
-    """The trouble, and how the flusher must be started to be hit by it."""
+    """The fault, and the options of a flusher that meets it."""
     store = tmp_path / "store"
     disk = Disk(store, DISK_BYTES)
     temporary = store / "run" / ".holdfast" / "tmp"
@@ -142,7 +142,7 @@ def test_staged_steps_wait_in_the_ring_until_the_disk_takes_them(
 
 
 def assert_named(text: str, path: Path, words: tuple[str, ...]) -> None:
-    """The path, the cause, and what to do."""
+    """Check that the text has the path, the cause, and the remedy."""
     for word in (re.escape(str(path)), *words):
         assert re.search(word, text), f"{word} is not in: {text}"
 
@@ -176,7 +176,7 @@ def test_told_to_end_while_held_it_leaves_the_ring_and_says_how_to_go_on(
         disk.fill(free_bytes=100_000)
         stager.save(image, 5)
         first.wait_for_event("flush_held", step=5)
-        # By then it has heard that all of the step is there: one that is still being received is no reason to fail.
+        # By then the flusher knows that the step is whole: a step that is still being received is no reason to fail.
         wait_until(lambda: "(failure 2)" in first.log.read_text(), first.log.read_text)
     first.process.terminate()
     assert first.wait() == 4
@@ -264,7 +264,7 @@ def test_a_ring_that_is_full_of_held_steps_takes_no_more_and_loses_none(
 def test_after_a_failed_sync_nothing_with_holes_is_published(
     start: Start, calls: Calls, image: Image
 ) -> None:
-    """What the kernel took and could not write is lost, and a second sync would say that all is well."""
+    """Data that the kernel accepted and could not write is lost, and a second sync would report success."""
     flusher = start("--heartbeat-seconds", "60", env=calls.environment)
     with contextlib.closing(StagerClient(flusher.directory)) as stager:
         stager.save(image, 5)
@@ -282,7 +282,7 @@ def test_after_a_failed_sync_nothing_with_holes_is_published(
 def test_a_file_that_was_lost_before_any_chunk_left_the_ring_is_written_anew(
     start: Start, calls: Calls, image: Image
 ) -> None:
-    """The server forgets the handle, and somebody has removed the temporary file."""
+    """The server forgets the handle, and another process has removed the temporary file."""
     flusher = start(env=calls.environment)
     temporary = flusher.store / ".holdfast" / "tmp"
     with contextlib.closing(StagerClient(flusher.directory)) as stager:
@@ -337,7 +337,7 @@ def test_full_disks_under_the_events_and_the_log_stop_nothing(
             stager.save(image, 5)
             stager.wait("verified", step=5)
             disk.fill(free_bytes=0)
-            for step in range(6, 30):  # each writes more than is left in the files' last pages
+            for step in range(6, 30):  # each step writes more than fits in the files' last pages
                 stager.save(image, step)
                 stager.wait("verified", step=step)
             disk.make_room()
@@ -346,7 +346,7 @@ def test_full_disks_under_the_events_and_the_log_stop_nothing(
             assert [m for m in stager.heard if m.kind in {"failed", "bad"}] == []
         assert flusher.wait() == 0
         check_published(flusher, image, 28, 29, 30)
-        # What found no room is left out; of the line that was cut when it ran out, a piece may stand alone.
+        # Lines without room are missing; a piece of the line that was cut may be left.
         whole, torn = read_events(events)
         steps = {line["step"] for line in whole if line["event"] == "durable"}
         assert {5, 30} <= steps
@@ -357,7 +357,7 @@ def test_full_disks_under_the_events_and_the_log_stop_nothing(
 
 
 def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Lines that are JSON, and those that are not."""
+    """Lines that are JSON, and lines that are not."""
     whole, torn = [], []
     for line in path.read_text().splitlines():
         try:

@@ -1,7 +1,7 @@
-"""The flusher writes to a real Swift through a proxy that breaks requests; the server is then looked at directly.
+"""The flusher writes to a real Swift through a proxy that breaks requests; then the test checks the server directly.
 
-Asked each time: all checkpoints durable, verified and equal to the byte; nothing twice, nothing half, no open upload; a
-bounded number of requests.
+Each test checks: all checkpoints durable, verified and equal byte for byte; nothing twice, nothing half, no open
+upload; a bounded number of requests.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SITE = str(REPOSITORY / "tests" / "faults" / "impatient_site")
 
 
 class Faulty(NamedTuple):
-    """A bucket on a real server, and the proxy before it."""
+    """A bucket on a real server, and the proxy in front of it."""
 
     place: S3Place
     proxy: FaultProxy
 
     @property
     def url(self) -> str:
-        """The run's."""
+        """URL of the run."""
         return self.place.url("team/run")
 
 
@@ -69,7 +69,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[Image]:
 def start(
     faulty: Faulty, base: Path, *options: str, ring: str = "24MiB", impatient: bool = False
 ) -> FaultedFlusher:
-    """A flusher whose way to the store leads through the proxy. `impatient`: it waits for no answer for long."""
+    """A flusher that reaches the store through the proxy. `impatient`: with short timeouts for answers."""
     env = {
         **faulty.place.environment,
         "AWS_ENDPOINT_URL": faulty.proxy.endpoint,
@@ -82,7 +82,7 @@ def start(
 
 @contextlib.contextmanager
 def staging(flusher: FaultedFlusher) -> Iterator[StagerClient]:
-    """Its stager; in the end the flusher must have drained and ended well, without a word of a bug."""
+    """The flusher's stager; at the end the flusher must drain and exit with 0, without a traceback in its log."""
     stager = StagerClient(flusher.directory)
     try:
         yield stager
@@ -97,7 +97,7 @@ def staging(flusher: FaultedFlusher) -> Iterator[StagerClient]:
 
 
 def flush_all(flusher: FaultedFlusher, images: list[Image]) -> None:
-    """Several checkpoints, to the end."""
+    """Flush several checkpoints, until all are durable."""
     with staging(flusher) as stager:
         for step, image in zip(STEPS, itertools.cycle(images), strict=False):
             stager.save(image, step)
@@ -106,7 +106,7 @@ def flush_all(flusher: FaultedFlusher, images: list[Image]) -> None:
 def check_server(
     faulty: Faulty, images: list[Image], *, states: tuple[State, ...] = (State.VERIFIED,)
 ) -> None:
-    """On the server itself: these checkpoints, equal to the byte, and nothing else."""
+    """Check that the server has these checkpoints, equal byte for byte, and nothing else."""
     with contextlib.closing(cast(Retrying, open_store(faulty.url))) as store:
         items = sorted(Catalog(store).list(), key=lambda item: item.step)
         assert [item.step for item in items] == list(STEPS)
@@ -144,7 +144,7 @@ def each(
 ) -> list[Rule]:
     """These faults one after the other, from the `first` request of each operation on.
 
-    The list of uploads is asked for only after a fault of `CREATE`, so the one before comes first.
+    The list of uploads is requested only after a fault of `CREATE`, so its counter starts one earlier.
     """
     return [
         Rule(fault, operation, first=first + later - (operation == LIST_UPLOADS), key=key)
@@ -195,13 +195,13 @@ def test_a_tenth_of_all_requests_fails_and_nobody_notices(
 
 
 def a_tenth() -> list[Rule]:
-    """About every tenth request fails, in one way or the other."""
+    """About every tenth request fails, with one fault or another."""
     kinds = (Fault.RESET_BEFORE, Fault.RESET_MIDWAY, Fault.LOST_ANSWER, *STATUSES)
     return [Rule(fault, times=None, probability=0.1 / len(kinds)) for fault in kinds]
 
 
 def check_a_tenth(faulty: Faulty) -> None:
-    """The proxy did its work, or the test would say nothing."""
+    """Check that the proxy injected enough faults; otherwise the test proves nothing."""
     came, hit = len(faulty.proxy.requests()), len(faulty.proxy.hits())
     assert hit >= came // 40, f"only {hit} of {came}"
 
@@ -237,7 +237,7 @@ def test_a_checkpoint_waits_in_the_ring_for_a_server_that_is_gone_for_a_while(
         wait_until(lambda: len(faulty.proxy.requests(PART)) >= 8, flusher.log.read_text)
         instants = [request.at for request in faulty.proxy.requests(PART)]
         assert instants[-1] - instants[0] > 0.2, "it hammers a server that is down"
-        stager.save(images[1], STEPS[1])  # the ring has room for it: the training goes on
+        stager.save(images[1], STEPS[1])  # the ring has room for it: the training continues
         assert [m for m in stager.heard if m.kind in {"durable", "failed"}] == []
         faulty.proxy.clear()
         stager.save(images[0], STEPS[2])

@@ -1,4 +1,4 @@
-"""The TCP transport on bad days: cut links, wrong keys and certificates, strangers, jobs twice, late awakenings."""
+"""Faults of the TCP transport: cut links, wrong keys and certificates, strangers, jobs started twice, frozen ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer_side.ranks.ports import GenerationOver, StartReplaced
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _RECONNECT_SECONDS = 1.0
-_LONG_SECONDS = 20.0  # to connect again where nobody is to be lost, on a busy machine
+_LONG_SECONDS = 20.0  # to reconnect on a busy machine, in tests that must not lose a rank
 _ranks: list[TcpStagerPort] = []  # of this test
 
 
@@ -110,7 +110,7 @@ def _joined(
 
 
 def _refused(stager: TurnedStager, coming: Future[TcpStagerPort], error: type[Exception]) -> str:
-    """What the rank is told."""
+    """The error message that the rank gets."""
     stager.until(coming.done, "the rank to be refused")
     with pytest.raises(error) as caught:
         coming.result()
@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_come_back_is_lost_once_on_both_sides(
         with pytest.raises(PeerLost, match="could not be reached within 1 s"):
             _poll_until_raised(rank)
         link.refuse(False)
-        # It has been given up: it does not come in again, as a frozen one would try that wakes up late.
+        # The rank was declared lost: it is not admitted again, just like a frozen rank that wakes up late.
         late = threads.submit(_connect, link.port)
         assert "given up" in _refused(stager, late, PeerLost)
     assert [number for number, _ in stager.lost] == [0]
@@ -230,7 +230,7 @@ def test_a_stager_is_not_believed_either(threads: ThreadPoolExecutor) -> None:
             sock.sendall(challenge(b"x" * 32, hello, os.urandom(32)))
             with pytest.raises(ConfigError, match="another key"):
                 coming.result(SECONDS_MAX)
-            assert sock.recv(4096) == b""  # no proof was given to a stranger
+            assert sock.recv(4096) == b""  # the stager sends no proof to a stranger
 
 
 def test_strangers_cost_neither_memory_nor_the_ranks_their_place(
@@ -241,7 +241,7 @@ def test_strangers_cost_neither_memory_nor_the_ranks_their_place(
     said = (b"", b"\xff" * 200, hello[:40], hello + b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n")
     for number, stranger in enumerate(strangers):
         stranger.setblocking(False)
-        with contextlib.suppress(OSError):  # idle ones, liars, half a hello, a hello and then too much
+        with contextlib.suppress(OSError):  # idle, wrong proofs, half a hello, a hello and too much data
             stranger.send(said[number % len(said)])
         stager.turn()
     rank = _joined(stager, threads)
@@ -261,7 +261,7 @@ def test_a_stranger_that_dawdles_is_hung_up_on(
         socket.create_connection(("127.0.0.1", stager.port_number)) as stranger,
     ):
         stranger.sendall(b"HOLD")
-        _joined(stager, threads)  # a stager that serves a job looks as well
+        _joined(stager, threads)  # a stager that serves a job checks strangers too
         stager.until(lambda: _hung_up(stranger), "the stranger to be hung up on")
 
 
@@ -361,7 +361,7 @@ def test_a_restart_of_the_same_launch_takes_over_at_once_and_the_old_one_stays_o
     port = stager.open_next()
     stager.until(restarted.done)
     new = restarted.result()
-    # The old process was frozen all the time, and wakes up: its connection is gone, and so is its place.
+    # The old process was frozen all the time, and wakes up: its connection and its place are gone.
     with pytest.raises(PeerLost, match="job is over, or was started again without it"):
         _turn_until_raised(stager, old)
     late = threads.submit(_connect, stager.port_number)
@@ -445,7 +445,7 @@ def test_ranks_that_were_replaced_by_their_launcher_never_come_again(
 def test_a_start_that_ended_before_its_launcher_began_the_next_one_stays_out(
     stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
-    _joined(stager, threads).leave(0.0, lost=True)  # frozen, and given up
+    _joined(stager, threads).leave(0.0, lost=True)  # frozen, and declared lost
     stager.until(lambda: bool(stager.lost))
     stager.listener.close_job()
     restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
@@ -458,7 +458,7 @@ def test_a_start_that_ended_before_its_launcher_began_the_next_one_stays_out(
 def test_ranks_that_come_again_never_replace_a_start_that_this_stager_serves(
     stager: TurnedStager, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This stager is new, and does not know which of the two starts is the older one."""
+    """This stager is new, and does not know which of the two starts is older."""
     monkeypatch.setattr(connecting, "_BUSY_SECONDS_MAX", 0.2)
     served = _joined(stager, threads)
     again = threads.submit(_connect, stager.port_number, incarnation=b"0" * 16, generation=3)
@@ -475,7 +475,7 @@ def test_ranks_that_come_again_never_replace_a_start_that_this_stager_serves(
 def test_a_rank_that_another_stager_has_admitted_is_not_resumed_where_others_of_its_job_are_served(
     stager: TurnedStager, threads: ThreadPoolExecutor
 ) -> None:
-    """Its messages were counted there: here one would be lost, or heard twice."""
+    """The other stager has counted the rank's messages: here one would be lost, or received twice."""
     with contextlib.closing(TurnedStager()) as before, cut_link(before.port_number) as link:
         coming = threads.submit(_connect, link.port, rank=0, ranks=2)
         before.open_next()
@@ -573,7 +573,7 @@ def test_a_rank_that_has_not_read_for_a_while_leaves_the_stager_nothing_to_spin_
     rank = _joined(stager, threads)
     assert stager.port is not None
     message, heard = bytes(1 << 20), 0
-    for _ in range(16):  # more than the buffers of both ends take
+    for _ in range(16):  # more than the buffers of both ends hold
         stager.port.send(0, message)
     stager.turn()
     assert stager.port.unsent_to(0) > 0
@@ -582,7 +582,7 @@ def test_a_rank_that_has_not_read_for_a_while_leaves_the_stager_nothing_to_spin_
         assert time.monotonic() < deadline
         heard += len(rank.poll())
         stager.turn()
-    for _ in range(20):  # what the payloads' connections still have to say
+    for _ in range(20):  # read the rest of the payloads' connections
         stager.turn()
         time.sleep(0.01)
     assert not stager.reactor.turn()

@@ -1,6 +1,6 @@
-"""What a rank over TCP can make a stager keep, or write: each is bounded, and who goes beyond is lost by name.
+"""Bounds on the memory that a rank over TCP can make a stager use: a rank that exceeds one is lost, and named.
 
-A rank is played by hand on plain sockets here: it has the key, and keeps to nothing else.
+A simulated rank on plain sockets has the key and obeys no other rule.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from stager.trainers import Trainers
 from tests.support.turned_stager import KEY, TurnedStager
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
-_NBYTES = 400_000  # of a payload: more than one call of the system takes
+_NBYTES = 400_000  # of a payload: more than one system call writes
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def _said(stager: TurnedStager, sock: socket.socket, nbytes: int) -> bytes:
 
 
 def _say(stager: TurnedStager, sock: socket.socket, data: bytes | memoryview) -> None:
-    """Send all of it, while the stager takes it."""
+    """Send all of `data` while the stager receives."""
     left = memoryview(data)
     sock.setblocking(False)
 
@@ -315,7 +315,7 @@ def test_half_a_payload_is_not_written_on_into_what_its_slot_holds_by_then(
     assert RECEIPT.unpack(_said(stager, lines[1], RECEIPT.size)) == (second,)
     assert port.received(0, 5) == _NBYTES
     assert slot.count(2) == _NBYTES
-    if first_ends:  # the slot waits for another step while the rest of the first one comes
+    if first_ends:  # the slot waits for another step while the rest of the first one arrives
         port.post(0, 5, memoryview(slot), pieces)
     _say(stager, lines[0], b"\x01" * half)
     assert RECEIPT.unpack(_said(stager, lines[0], RECEIPT.size)) == (1,)

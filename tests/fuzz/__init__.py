@@ -1,1 +1,1 @@
-"""Hostile input for every parser and command; `guided.py` goes on by coverage, by hand (docs/threat-model.md)."""
+"""Hostile input for every parser and command; `guided.py`, run by hand, fuzzes by coverage (docs/threat-model.md)."""

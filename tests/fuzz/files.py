@@ -1,6 +1,6 @@
-"""Hostile portable files: real ones that are changed, pickles that want to run code, and sizes that nobody has.
+"""Hostile portable files: real ones with changes, pickles that try to run code, and absurd sizes.
 
-Each comes with a manifest whose CRCs are true for it: the work of somebody who may write to the store.
+Each has a manifest whose CRCs are true for it: an attacker who may write to the store can make both.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ SEED = _saved({"weight": torch.arange(300.0), "tied": torch.ones(3), "step": 3})
 
 
 def live_state() -> dict[str, Any]:
-    """What it is restored into."""
+    """The state that the file is restored into."""
     return {"weight": torch.zeros(300), "tied": torch.zeros(3), "step": 0}
 
 
 def torch_pickle(tree: Any) -> bytes:
-    """The data.pkl of a file that torch wrote."""
+    """The data.pkl of a file written by torch."""
     with zipfile.ZipFile(io.BytesIO(_saved(tree))) as archive:
         return archive.read("archive/data.pkl")
 
 
 def file_with_pickle(pickled: bytes, storages: Mapping[str, bytes] | None = None) -> bytes:
-    """A file as torch lays it out, with any bytes for its pickle."""
+    """A file in torch's layout, with any bytes as its pickle."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", pickled)
@@ -58,7 +58,7 @@ def file_with_pickle(pickled: bytes, storages: Mapping[str, bytes] | None = None
 
 
 def manifest_for(image: bytes, **changes: Any) -> Manifest:
-    """A manifest that is true for `image` as far as its bytes go; with entries of the seed if it is no zip."""
+    """A manifest that matches the bytes of `image`; with entries of the seed if `image` is not a zip file."""
     try:
         return manifest_of(image, step=7, **changes)
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, IndexError, OSError, KeyError):
@@ -83,7 +83,7 @@ def manifest_for(image: bytes, **changes: Any) -> Manifest:
 
 
 def put(store: MemoryStore, image: bytes, **changes: Any) -> Manifest:
-    """Publish it."""
+    """Publish a file with its manifest."""
     made = manifest_for(image, **changes)
     store.objects[made.file] = image
     store.objects[made.file.removesuffix(".pt") + ".json"] = made.to_bytes()
@@ -91,7 +91,7 @@ def put(store: MemoryStore, image: bytes, **changes: Any) -> Manifest:
 
 
 def restore_bytes(image: bytes, state: dict[str, Any] | None = None) -> Restored | None:
-    """Restore as a job would; raises what it raises."""
+    """Restore as a job would; raises the same errors."""
     if not image:
         return None
     store = MemoryStore()

@@ -2,8 +2,8 @@
 
     pip install atheris && python -m tests.fuzz.guided TARGET [-max_total_time=300] [libFuzzer options]
 
-Without a target: their names. Starts from real inputs in `.fuzz/TARGET`, where what it finds new is kept; a crash
-leaves its input in the working directory, and `tests/fuzz/test_parsers.py` is where it becomes an example.
+Without a target it prints their names. It starts from real inputs in `.fuzz/TARGET`, and keeps new inputs there; a
+crash leaves its input in the working directory: add that to `tests/fuzz/test_parsers.py` as an example.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _instrument(atheris: Any, value: object, module: str) -> None:
-    """Functions and methods of our own modules, in place: they were imported long ago."""
+    """Instrument functions and methods of our own modules in place: they were imported long ago."""
     members = [value, *vars(value).values()] if isinstance(value, type) else [value]
     for member in members:
         function = getattr(member, "__func__", member)

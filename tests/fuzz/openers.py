@@ -1,4 +1,4 @@
-"""How a process of the product opens what somebody else has written, by the kind of it: for `test_claims.py`."""
+"""Openers for `test_claims.py`: a product's process opens foreign files, by kind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_import(path: Path) -> str:
 
 
 def open_run(path: Path) -> str:
-    """As who looks at a run, and as its next writer: in a directory, and by fsspec."""
+    """Open as a reader of a run, and as its next writer: in a directory, and through fsspec."""
     for store in (PosixStore(path), GenericStore(f"file://{path}")):
         faults = [item.fault for item in Catalog(store).list()]
         claim = Lease.take(store)
@@ -43,7 +43,7 @@ def open_run(path: Path) -> str:
 
 
 def open_drill(path: Path) -> str:
-    """As `holdfast drill`, which compares values without torch: the file is a data.pkl."""
+    """Open as `holdfast drill`, which compares values without torch: the file is a data.pkl."""
     values_of(path.read_bytes(), source=str(path))
     return "taken"
 

@@ -1,4 +1,4 @@
-"""Real inputs of every target: where the fuzzers start from."""
+"""Real inputs of every target: the fuzzers start from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.operator_side.report.logs import STATUS as _STATUS_LOG
 
 __all__ = ["SEEDS"]
 
-_OPEN, _AS_IS = b"\x00", b"\xff"  # sealed by the target; taken as it comes
+_OPEN, _AS_IS = b"\x00", b"\xff"  # sealed by the target; parsed unchanged
 _LAYOUT = made_up(1, entries=4, chunk_bytes=4096, ranks=2, entry_bytes_max=5000).layout
 
 

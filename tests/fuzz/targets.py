@@ -1,9 +1,9 @@
-"""What is fuzzed: each takes any bytes, hands them to a parser, and uses what comes out as the product would.
+"""The fuzz targets: each takes any bytes, passes them to a parser, and uses the result as the product would.
 
     hypothesis ─► tests/fuzz/test_parsers.py ─┐
     atheris ────► tests/fuzz/guided.py ───────┴─► target(data)   our own errors are fine, anything else is a finding
 
-Behind a CRC random bytes go nowhere: the first byte of `data` says whether the rest is sealed before it is parsed.
+Random bytes never pass a CRC: the first byte of `data` says whether the target seals the rest before it parses it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _PAGE_BYTES_MAX = 2_000_000
 
 
 def wire(data: bytes) -> None:
-    """A control message and what may be in it."""
+    """A control message and its contents."""
     if data[:1] > b"\x7f":
         decode(data[1:])
         return
@@ -111,7 +111,7 @@ def layout(data: bytes) -> None:
     """A layout, and all that the flusher derives from one."""
     raw = data[1:] if data[:1] > b"\x7f" else zlib.compress(data[1:])
     found = Layout.from_bytes(raw)
-    if found.chunks > 1000:  # sizes of this order are real, and not what is looked for here
+    if found.chunks > 1000:  # sizes of this order are real, and not a target of this test
         return
     index = LayoutIndex(found)
     for chunk in range(found.chunks):
@@ -122,7 +122,7 @@ def layout(data: bytes) -> None:
 
 
 def manifest(data: bytes) -> None:
-    """A manifest, and the tools on the run that has it."""
+    """A manifest, and the tools on a run with it."""
     raw = data[1:] if data[:1] > b"\x7f" else seal(data[1:], "manifest_crc32")
     store = MemoryStore()
     store.objects["step-000000007.json"] = raw
@@ -130,7 +130,7 @@ def manifest(data: bytes) -> None:
     if item.manifest is None:
         return
     found = item.manifest
-    again = Manifest.from_bytes(found.to_bytes(), source="again")  # as rank 0 hands it to the others
+    again = Manifest.from_bytes(found.to_bytes(), source="again")  # as rank 0 sends it to the others
     assert again.model_copy(update={"record": {}}) == found.model_copy(update={"record": {}})
     check_name(found.file)
     stored = StoredCheckpoint.of(found)
@@ -166,7 +166,7 @@ def journal(data: bytes) -> None:
 
 
 def message(data: bytes) -> None:
-    """A packet between stager and flusher; or of one of them to `holdfast status`, which draws it."""
+    """A packet between stager and flusher, or from one of them to `holdfast status`, which draws it."""
     found = Message.from_bytes(data)
     found.to_bytes()
     if found.kind == "state":
@@ -178,19 +178,19 @@ def message(data: bytes) -> None:
 
 
 def events(data: bytes) -> None:
-    """An event log, and the report that is made of it: a page of its own making, whatever the log says."""
+    """An event log, and its report: an HTML page of a fixed structure, whatever the log says."""
     with _file(data) as path:
         facts = gather("/mnt/run", read_logs([path]), dollars_per_hour=1.0)
     json.dumps(
         [facts.unknown, [one._asdict() for one in look_at(facts)], what_happened(facts)], allow_nan=False
     )
     made = page(facts, made_at_unix=2e9)
-    assert made.count(b"<script") == 2  # its own two: the charts' library and what draws with it
+    assert made.count(b"<script") == 2  # its own two: the charts' library and the drawing code
     assert len(made) < _PAGE_BYTES_MAX
 
 
 def claim(data: bytes) -> None:
-    """A writer's claim, found by the next one."""
+    """A writer's claim, found by the next writer."""
     raw = data[1:] if data[:1] > b"\x7f" else seal(data[1:], "claim_crc32")
     store = MemoryStore()
     store.objects[".holdfast/writer-000003.json"] = raw
@@ -199,7 +199,7 @@ def claim(data: bytes) -> None:
 
 
 def name(data: bytes) -> None:
-    """A name in a store: what passes stays inside."""
+    """A name in a store: a valid name stays inside the store."""
     text = data.decode(errors="surrogateescape")
     inside = check_name(text)
     assert not inside.startswith(("/", ".holdfast/tmp"))
@@ -209,7 +209,7 @@ def name(data: bytes) -> None:
 
 
 def trace(data: bytes) -> None:
-    """A trace of preemptions, and the replay of what came out."""
+    """A trace of preemptions, and the replay of the parsed trace."""
     with _file(data) as path:
         found = read_trace(path)
     assert found.end_us > 0
@@ -223,7 +223,7 @@ def trace(data: bytes) -> None:
 
 
 def profile(data: bytes) -> None:
-    """Measured figures, and the settings that are made of them: no text of theirs becomes a setting."""
+    """Measured figures, and the settings made from them: no text of theirs becomes a setting."""
     with _file(data) as path:
         found = load_profile(path)
     strategy = next(iter(found.strategies))
@@ -236,7 +236,7 @@ def profile(data: bytes) -> None:
 
 @contextlib.contextmanager
 def _file(data: bytes) -> Iterator[Path]:
-    """In memory: these parsers read files."""
+    """A file in memory, for parsers that read files."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         file.write(data)
         file.flush()
@@ -244,11 +244,11 @@ def _file(data: bytes) -> Iterator[Path]:
 
 
 def structure(data: bytes) -> None:
-    """A portable file as restore reads it: any bytes with a manifest that says that they are whole."""
+    """A portable file as restore reads it: any bytes, with a manifest that calls them whole."""
     from tests.fuzz.files import restore_bytes
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about what hostile pickles ask for
+        warnings.simplefilter("ignore")  # torch's, about contents of hostile pickles
         restore_bytes(data)
 
 
@@ -259,7 +259,7 @@ TARGETS: dict[str, Callable[[bytes], Any]] = {
 
 
 def within_our_errors(target: Callable[[bytes], Any], data: bytes) -> bool:
-    """Run a target; whether it took the input. Anything but an error of ours goes on to the caller."""
+    """Run a target; return whether it took the input. Errors that are not ours propagate to the caller."""
     try:
         target(data)
     except HoldfastError as error:

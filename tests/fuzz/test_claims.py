@@ -1,6 +1,6 @@
-"""A file of somebody else says how much it holds; a process that reads it never takes memory for a claim.
+"""A foreign file claims sizes; a process that reads it never allocates memory for a claim.
 
-many hostile files ─► one process that opens one after the other ─► by how much its peak grew, and each error
+many hostile files ─► one process that opens one after the other ─► growth of its peak memory per file, and each error
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ for path in map(Path, sys.argv[3:]):
 
 
 class Opened(NamedTuple):
-    """What came of one file.
+    """The result of one file.
 
     Attributes:
         name: The file's.
-        grown_bytes: By how much the peak of the process grew.
+        grown_bytes: Growth of the process's peak memory.
         said: The error.
     """
 
@@ -68,7 +68,7 @@ class Opened(NamedTuple):
 
 
 def opened(opener: str, paths: list[Path]) -> list[Opened]:
-    """Open all in one process, by one of `tests.fuzz.openers`; the first is harmless."""
+    """Open all files in one process, by one of `tests.fuzz.openers`; the first is harmless."""
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, opener, *map(str, paths)],
         cwd=REPOSITORY,
@@ -82,7 +82,7 @@ def opened(opener: str, paths: list[Path]) -> list[Opened]:
 
 
 def complaints(found: list[Opened], *, expected: tuple[str, ...]) -> list[str]:
-    """What grew, and what was not refused by an error of ours that names the file."""
+    """Describe files that made the process grow, or were not refused by an error of ours that names the file."""
     return [
         f"{one.name}: grew by {one.grown_bytes >> 20} MiB: {one.said[:300]}"
         for one in found
@@ -193,7 +193,7 @@ SAFETENSORS: dict[str, Callable[[], bytes]] = {
     "bytes outside": lambda: _safetensors(
         b'{"a":{"dtype":"U8","shape":[1099511627776],"data_offsets":[0,1099511627776]}}'
     ),
-    # Not aligned, so each gets a copy.
+    # Not aligned, so each tensor is copied.
     "the same bytes many times": lambda: _safetensors(
         _many(2000, '{"dtype":"I16","shape":[1048576],"data_offsets":[1,2097153]}'), bytes((2 << 20) + 2)
     ),
@@ -247,7 +247,7 @@ def _changed(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def _claims_a_tensor(metadata: Any) -> None:
-    """2 GiB, expanded from four bytes."""
+    """A tensor of 2 GiB, expanded from four bytes."""
     record = metadata.state_dict_metadata["model.weight"]
     record.size = torch.Size([1 << 29])
     record.chunks[0].sizes = record.size

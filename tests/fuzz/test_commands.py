@@ -246,7 +246,7 @@ _LEADING_OUT = [
 def test_a_manifest_that_names_a_file_elsewhere_opens_nothing(
     file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With true CRCs, and a file there that would fit."""
+    """Even with true CRCs, and a matching file there."""
     image = small_image(1)
     root = tmp_path / "deep" / "run"
     root.mkdir(parents=True)
@@ -302,7 +302,7 @@ def test_an_argument_that_is_no_utf8_is_an_error_of_ours(more: list[str], tmp_pa
 
 
 def test_tools_on_manifests_with_odd_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Whole manifests that say strange things: control sequences, markup, times from nowhere, deep records."""
+    """Whole manifests with strange values: control sequences, markup, impossible times, deep records."""
     image = small_image(1)
     root = tmp_path / "run"
     root.mkdir()
@@ -366,5 +366,5 @@ def test_a_run_full_of_other_peoples_files_is_listed(
     os.mkfifo(root / "step-000000003.json")
     (root / os.fsdecode(b"step-\xff.json")).write_text("x")
     assert _run(capsys, ["ls", str(root)]) in {0, 4, 6}
-    claim = Lease.take(PosixStore(root), sleep=lambda _: None)  # the absurd number makes no run unusable
+    claim = Lease.take(PosixStore(root), sleep=lambda _: None)  # the absurd number does no harm
     assert claim.attempt == 1

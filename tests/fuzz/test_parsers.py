@@ -1,6 +1,6 @@
-"""Every parser, on anything: it takes it or says in an error of ours what is wrong with it.
+"""Every parser, on any input: it accepts the input, or an error of ours names the fault.
 
-Inputs are noise, real inputs that are changed somewhere, and JSON of the right shape with wrong values in it.
+Inputs are noise, real inputs with changes, and JSON of the right shape with wrong values.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tests.fuzz.targets import TARGETS, within_our_errors
 from tests.support.memory_store import MemoryStore
 
 _MEMORY_BYTES_MAX = 256 * 1024 * 1024
-_SECONDS_MAX = 250.0  # of a machine that does much else; a parser that goes wrong takes hours
+_SECONDS_MAX = 250.0  # on a busy machine; a faulty parser takes hours
 _PARSERS = sorted(set(TARGETS) - {"structure"})
 _STRUCTURED = {"wire": b"\x09", "layout": b"", "manifest": b"", "message": b"", "claim": b"", "profile": b""}
-_AS_THEY_ARE = {"message", "profile"}  # no first byte that says whether the rest is sealed
+_AS_THEY_ARE = {"message", "profile"}  # their inputs have no first byte for sealing
 
 _ODD: list[Any] = [
     *(
@@ -75,7 +75,7 @@ _ODD: list[Any] = [
 
 @pytest.fixture(autouse=True)
 def _bounded() -> Iterator[None]:
-    """No test here may take long or much memory, whatever sizes its inputs name."""
+    """Fail a test that takes long or much memory, whatever sizes its inputs name."""
     begun, before_kib = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
@@ -158,7 +158,7 @@ def _paths(node: Any) -> Iterator[list[Any]]:
 
 
 def test_every_field_with_every_odd_value() -> None:
-    """Types, signs, sizes of 2^62, NaN, half surrogates, names that lead out: in each field of each document."""
+    """Types, signs, sizes of 2^62, NaN, half surrogates, names that lead outside: in each field of each document."""
     tried = refused = 0
     for target, document, path in _documents():
         for value in [*_ODD, _Missing]:
@@ -189,7 +189,7 @@ def test_deep_nesting_is_refused_and_fast(target: str, bomb: bytes) -> None:
     within_our_errors(TARGETS[target], prefix + bomb)
 
 
-# -- what was found once ---------------------------------------------------------------------------------------------
+# -- found once ------------------------------------------------------------------------------------------------------
 
 
 def _layout(**changes: Any) -> bytes:
@@ -212,7 +212,7 @@ def test_names_in_a_layout_are_text_that_a_manifest_can_hold(name: Any) -> None:
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan")])
 def test_a_manifest_that_cannot_be_handed_on_is_damage(seconds: float) -> None:
-    """It was readable once, and rank 0's copy of it no longer: restore ended where it should have gone back a step."""
+    """It was once readable, but rank 0's copy of it was not: restore ended instead of going back a step."""
     document = json.loads(SEEDS["manifest"][1][1:]) | {"pgt1_seconds": seconds}
     with pytest.raises(DamageError):
         Manifest.from_bytes(seal(json.dumps(document).encode(), "manifest_crc32"), source="odd")
@@ -240,7 +240,7 @@ def test_a_manifest_of_gigabytes_is_not_even_read() -> None:
 
 
 class _Huge(MemoryStore):
-    """Says of its one object that it has a terabyte."""
+    """Claims that its one object has a terabyte."""
 
     def list(self) -> list[ObjectInfo]:
         return [ObjectInfo("step-000000007.json", 1 << 40)]

@@ -1,4 +1,4 @@
-"""Secrets stay where they were given: not in logs, events, manifests, claims, the ring's files, or process lists."""
+"""Secrets stay where the user put them: not in logs, events, manifests, claims, the ring's files, or process lists."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_runs_that_differ_behind_a_hash_are_not_taken_for_one() -> None:
 
 
 class _Watch:
-    """Looks at the process list again and again, as any user of the machine may."""
+    """Polls the process list, as any user of the machine may."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -77,7 +77,7 @@ class _Watch:
 
 
 def _told(directory: Path) -> dict[str, bytes]:
-    """All that was written below a directory: logs, events, rings, what the ranks left."""
+    """All files below a directory: logs, events, rings, the ranks' output."""
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
@@ -85,7 +85,7 @@ def _told(directory: Path) -> dict[str, bytes]:
 def test_no_secret_leaves_the_environment_of_a_real_job(
     moto_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and a session token in the environment, a run on S3, one that fails on the way, and the tools."""
+    """Keys and a session token in the environment, a run on S3, one that fails midway, and the tools."""
     env = s3_environment(moto_endpoint, "AKIAEXAMPLE", SECRET)
     env |= {"AWS_SESSION_TOKEN": f"{SECRET}-token", "HOLDFAST_EVENTS": str(tmp_path / "events.jsonl")}
     for name, value in env.items():
@@ -128,7 +128,7 @@ def test_no_secret_leaves_the_environment_of_a_real_job(
 
 @pytest.mark.mpi
 def test_a_secret_in_a_url_ends_the_job_and_is_handed_on_to_nobody(tmp_path: Path) -> None:
-    """A user who types it shows it in the process list; holdfast adds no place to that."""
+    """A user who types it shows it in the process list; holdfast exposes it nowhere else."""
     cluster = Cluster(tmp_path, HIDING[0], {}, script=train.__file__, stager=SMALL)
     with _Watch().watching() as watch:
         with cluster.start(1, "4", "2") as job:

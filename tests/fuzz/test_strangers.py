@@ -1,6 +1,7 @@
-"""Another user of the stager's machine: sees nothing of the ring, reaches no socket, and plants nothing that is used.
+"""Another user of the stager's machine sees nothing of the ring, reaches no socket, and cannot plant files that are
+used.
 
-A real process with another uid tries it; only root can start one.
+A real process with another uid tries all this; only root can start one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ print(json.dumps({name: attempt(act) for name, act in acts.items()}))
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory like /dev/shm: everybody's, and sticky."""
+    """A directory like /dev/shm: writable for all, and sticky."""
     path = Path(tempfile.mkdtemp(dir="/dev/shm"))
     path.chmod(0o1777)
     yield path
@@ -75,13 +76,13 @@ def test_the_ring_of_a_running_flusher_is_closed_to_others(shared: Path) -> None
         stager = StagerClient(flusher.directory)
         names = {path.name for path in flusher.directory.iterdir()}
         assert {"ring", "journal", "flusher.sock", "flusher.pid"} <= names
-        # Even where the directory above lets everybody through.
+        # Even if the directories above allow access.
         for above in (flusher.directory.parent, shared):
             above.chmod(above.stat().st_mode | 0o111)
         said = json.loads(_as_stranger(_TRY, str(flusher.directory)))
         assert len(said) == 11
         assert set(said.values()) == {"PermissionError"}, said
-        # One that was lent the way (a mode changed by hand) still finds each file closed.
+        # Even with access to the directory (a mode changed by hand) each file is unreadable.
         flusher.directory.chmod(0o755)
         said = json.loads(_as_stranger(_TRY, str(flusher.directory)))
         said.pop("list")
@@ -112,7 +113,7 @@ else:
 
 @pytest.mark.parametrize("kind", ["directory", "own directory inside", "link"])
 def test_paths_planted_by_a_stranger_are_not_used(shared: Path, kind: str) -> None:
-    """`/dev/shm/holdfast-0` is a name that everybody can guess, and make first."""
+    """Any user can guess the name `/dev/shm/holdfast-0`, and create it first."""
     base, elsewhere = shared / "holdfast-0", shared / "elsewhere"
     elsewhere.mkdir(mode=0o777)
     elsewhere.chmod(0o777)

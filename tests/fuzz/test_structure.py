@@ -1,6 +1,6 @@
-"""Portable files from a hostile hand, restored: no code runs, no size is believed, and what is said is ours.
+"""Portable files from an attacker, restored: no code runs, no size is believed, and errors are ours.
 
-The manifest of each says that its bytes are as they were written: CRCs stop accidents, not attackers.
+Each manifest says that the bytes are as they were written: CRCs stop accidents, not attackers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_the_seed_itself_is_restored() -> None:
 
 
 class _Runs:
-    """Would run `call(*arguments)` in whoever unpickles it."""
+    """Would run `call(*arguments)` in the process that unpickles it."""
 
     def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
         self._call, self._arguments = call, arguments
@@ -76,7 +76,7 @@ def test_a_pickle_that_would_run_code_runs_none(tmp_path: Path) -> None:
             with pytest.raises(DamageError):
                 decode(blob)
             assert not canary.exists(), "the checkpoint ran code"
-    # The canary is a true one: what is refused above does run where pickle is trusted.
+    # The canary works: the refused code does run where pickle is trusted.
     pickle.loads(pickle.dumps(_Runs(Path.touch, canary)))
     assert canary.exists()
 
@@ -97,7 +97,7 @@ def test_no_global_outside_the_allowed_ones_is_called(name: str, tmp_path: Path)
 
 
 def test_a_file_that_is_no_zip_is_not_tried_as_an_older_format(tmp_path: Path) -> None:
-    """torch.load goes on to a tar reader and a bare pickle when a file is no zip."""
+    """torch.load falls back to a tar reader and a bare pickle when a file is not a zip file."""
     canary = tmp_path / "canary"
     with pytest.raises(DamageError, match="not a zip file"):
         restore_bytes(pickle.dumps(_Runs(Path.touch, canary)) + SEED)
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_zip_is_not_tried_as_an_older_format(tmp_path: Path) -
 
 
 def _tensor_of(elements: int, *, size: str = "300", key: bytes = b"0") -> bytes:
-    """The pickle of `{"weight": tensor}` whose storage says that it has this many elements."""
+    """The pickle of `{"weight": tensor}` whose storage claims this many elements."""
     return (
         b"\x80\x02}X\x06\0\0\0weightctorch._utils\n_rebuild_tensor_v2\n"
         b"((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0"
@@ -147,7 +147,7 @@ assert grown < 256 * 1024, f"{grown} KiB of memory were taken"
 
 
 def _restore_in_limited_memory(tmp_path: Path, images: list[bytes]) -> list[str]:
-    """Restore each in a process that may take one GiB more than it has; what it said, line by line."""
+    """Restore each in a process limited to one more GiB; return its output, line by line."""
     paths = []
     for number, image in enumerate(images):
         paths.append(tmp_path / f"{number}.pt")
@@ -167,7 +167,7 @@ def _restore_in_limited_memory(tmp_path: Path, images: list[bytes]) -> list[str]
 
 
 def test_no_size_in_a_file_is_believed(tmp_path: Path) -> None:
-    """Storages, views, buffers and zip records of up to 2^64 bytes, in a process with little memory to give."""
+    """Storages, views, buffers and zip records of up to 2^64 bytes, in a process with little memory."""
     images = [file_with_pickle(_tensor_of(size), {"0": bytes(1200)}) for size in _SIZES]
     images += [file_with_pickle(_tensor_of(300, size=str(size)), {"0": bytes(1200)}) for size in _SIZES]
     for size in _SIZES:
@@ -183,7 +183,7 @@ def test_no_size_in_a_file_is_believed(tmp_path: Path) -> None:
         for at in (12, 16):  # size and offset of the directory
             images.append(SEED[: end + at] + struct.pack("<I", size) + SEED[end + at + 4 :])
     lines = _restore_in_limited_memory(tmp_path, images)
-    # Some fields of a zip are told twice, and read where they are right; then all of the state is right, too.
+    # A zip has some fields twice, and the reader takes the right ones; then all of the state is right, too.
     assert lines.count("restored") <= 5
     assert all(line.startswith(("StateError", "DamageError", "restored")) for line in lines)
 
@@ -199,7 +199,7 @@ def test_nesting_without_end_is_refused_and_soon(tmp_path: Path) -> None:
     doubled = b"\x80\x02]q\0" + b"".join(
         b"](h%sh%se" % (bytes([n]), bytes([n])) + b"q" + bytes([n + 1]) for n in range(200)
     )
-    # Deep enough to use up the stack of whoever hashes it.
+    # Deep enough to exhaust the stack of a process that hashes it.
     key = b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."
     argument = b"\x80\x02ccollections\nCounter\n)" + b"\x85" * 1_000_000 + b"\x85R."
     storage = (

@@ -1,1 +1,1 @@
-"""What only a CUDA device shows. Skipped without one."""
+"""Tests that need a CUDA device; skipped without one."""

@@ -1,6 +1,6 @@
-"""Compiled steps on a CUDA device: each save is exact, training ends as without, with a mirror and behind the gate.
+"""Compiled steps on a CUDA device: each save is exact and leaves training unchanged, with a mirror and behind the gate.
 
-Mode `reduce-overhead` records graphs of what inductor compiles, and the backend `cudagraphs` of torch's own kernels.
+Mode `reduce-overhead` records graphs of inductor's kernels, and the backend `cudagraphs` graphs of torch's own kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`make gpu` rehearsed on the late device: its facts are there, and without a device it says so; soak has the rest."""
+"""`make gpu` rehearsed on the late device, and without any device; tests/soak has the other phases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS_TEXT = str(SECONDS_MAX - 60)
 ROOT = Path(__file__).resolve().parents[2]
 NVIDIA_SMI = "580.159.04, 5, 16, 700.00 W, Disabled"
 WAY = {"call_ms", "stall_ms", "stall_queued_ms", "copy_seconds", "host_bytes", "consistent"}
-# Phase ─► what its figures have among them.
+# Phase ─► some of its figures.
 FIGURES = {
     "facts": {"card", "driver", "torch", "commit", "device_bytes", "works"},
     "stall": {"bare_gb_per_second", "state_bytes", "open_seconds", "ways"},
@@ -45,7 +45,7 @@ FIGURES = {
     "peers-large": {"ways"},
 }
 UNTIMED = ["jobs", "exact", "tests"]
-# Their packages are installed where the index has them.
+# Their packages are installed if the index has them.
 MAY_LACK = {"peers-lm_resiliency", "peers-torch_checkpointing"}
 ANSWERS = pytest.mark.parametrize(
     ("program", "driver"),
@@ -96,7 +96,7 @@ def test_without_a_device_it_says_so_and_ends_with_a_code_of_its_own(tmp_path: P
 
 
 def _nvidia_smi(folder: Path, program: str = f'echo "{NVIDIA_SMI}"') -> str:
-    """A PATH where it is the first one."""
+    """A PATH that finds a fake nvidia-smi first."""
     (folder / "bin").mkdir()
     (folder / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
     (folder / "bin" / "nvidia-smi").chmod(0o755)

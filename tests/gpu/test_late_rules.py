@@ -1,4 +1,4 @@
-"""What holds of saves and restores on any device, and of the device that is not there itself: tests/late."""
+"""Runs the tests of tests/late: rules of saves and restores on any device, and of the late device itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other tests of this folder on a CUDA device that is not there (tests/late), and jobs on such devices."""
+"""Runs the other tests of this folder on the late device (tests/late), and jobs on several such devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(is_late(), reason="this is that device")
 _JOB = Path(__file__).with_name("jobs") / "on_devices.py"  # not imported: FSDP2 takes a second of each worker
 
 
-# How a job runs ─► whether `make rest` has it; the others are in tests/soak/test_late_policies.py.
+# How a job runs ─► whether `make rest` runs it; the others are in tests/soak/test_late_policies.py.
 WAYS = {
     "replicas, mirror": True,
     "replicas, gate": False,
@@ -36,7 +36,7 @@ def test_ranks_on_devices_are_killed_and_go_on_exactly(tmp_path: Path, way: str)
 
 
 def resumes_exactly(tmp_path: Path, way: str) -> None:
-    """Two ranks, each on a device of its own, under mpirun with a stager; what they exchange goes through gloo."""
+    """Two ranks, each on a device of its own, under mpirun with a stager; their collectives use gloo."""
     ranks, steps, pause, saved = 2, 14, 8, 5
     env = late_runtime().environment(policy="lazy", devices=ranks, device_mib=256)
     env["HOLDFAST_ON_FULL"] = "wait"  # steps take a moment here, and none may be declined

@@ -1,4 +1,4 @@
-"""A rank that comes to another device of the machine goes on with its own random numbers."""
+"""A rank that resumes on another device of the machine continues with its own random numbers."""
 
 from __future__ import annotations
 

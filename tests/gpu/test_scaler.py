@@ -1,4 +1,4 @@
-"""A GradScaler in the state: its numbers are of the moment of `save()`, which does not wait for them."""
+"""A GradScaler in the state: its numbers are those at `save()`, which does not wait for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_numbers_of_a_scaler_arrive_as_they_were() -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=512.0)
     scaler.scale(torch.ones(1, device="cuda"))
     expected = scaler.state_dict()
-    Arriving(torch.zeros((), device="cuda")).value()  # pinned memory for a number is there from now on
+    Arriving(torch.zeros((), device="cuda")).value()  # allocates pinned memory for a number
     torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles: half a second
     queued: torch.cuda.Event = torch.cuda.current_stream().record_event()
     tree = collect({"scaler": scaler}, may_arrive=True)

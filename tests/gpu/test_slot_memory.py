@@ -60,7 +60,7 @@ def test_a_slice_is_copied_from_the_device_into_a_slot_and_sealed(
 
 
 def test_registered_slot_memory_is_given_back() -> None:
-    """Else the next mapping at this address could not be registered."""
+    """If the memory stayed registered, the next mapping at this address could not be registered."""
     memory = torch.zeros(1 << 20, dtype=torch.uint8).numpy().data
     for _ in range(3):
         tensor = in_slot(memory, pinned=True)

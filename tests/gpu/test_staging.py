@@ -1,4 +1,4 @@
-"""Copies from a CUDA device: the bytes are those of the moment of `save()`, and only the copy waits for the device."""
+"""Copies from a CUDA device: the bytes are those at `save()`, and only the copy thread waits for the device."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_slice_of_a_model_on_the_device_is_copied_behind_the_gate(device_byt
 
 @STRATEGIES
 def test_with_a_mirror_any_change_after_save_comes_behind_it(device_bytes_max: int | None) -> None:
-    """The device keeps the order of its own stream: no gate, and nobody waits."""
+    """The mirror's copy is ordered by the device's own stream: no gate, and no thread waits."""
     job = OnDevice(device_bytes_max)
     after = job.save()
     assert job.is_mirrored is bool(device_bytes_max)
@@ -138,12 +138,12 @@ def test_the_memory_of_a_mirror_stays_with_torch_and_goes_back_when_somebody_wan
 
 @STRATEGIES
 def test_updates_after_the_gate_opens_are_not_in_the_copy(device_bytes_max: int | None) -> None:
-    """The moment the gate opens the optimizer runs, on the training's own stream."""
+    """The optimizer runs on the training's own stream as soon as the gate opens."""
     job = OnDevice(device_bytes_max)
     other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def update() -> None:
-        # Behind a gate the device has read all; a mirror is in order with the stream on which save() was called.
+        # With a gate the device has read everything; a mirror is ordered with the stream on which save() was called.
         with torch.cuda.stream(torch.cuda.current_stream() if job.is_mirrored else other):
             job.overwrite()
 

@@ -1,12 +1,12 @@
 #!/bin/sh
-# The first process of a host: its file systems, its metadata service, its sshd. When it ends, all of the host ends.
-#   boot.sh NAME ADDRESS DIRECTORY PYTHON      stdin: what the metadata service is to say
+# The first process of a host: sets up file systems, metadata service and sshd. When it ends, the whole host ends.
+#   boot.sh NAME ADDRESS DIRECTORY PYTHON      stdin: commands for the metadata service
 set -eu
 name=$1 address=$2 directory=$3 python=$4
 hostname "$name"
 ip link set lo up
 ip addr replace 169.254.169.254/32 dev lo
-# Memory and disk of its own, empty whenever it boots.
+# Private memory and disk, empty at each boot.
 for place in /dev/shm /run /mnt; do mount -t tmpfs tmpfs "$place"; done
 mkdir -p /run/sshd /mnt/tmp /mnt/home
 mount --bind "$directory/names" /etc/hosts

@@ -1,4 +1,4 @@
-"""What must be true of a run over several attempts: the same bits, and each sample exactly once."""
+"""Checks of a run over several attempts: the same bits, and each sample exactly once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEED = 3  # train.py's
 
 
 def resumed_at(cluster: Cluster, *, ranks: int) -> int:
-    """The first step of the second attempt: behind the newest step that was staged, so that none is lost."""
+    """The first step of the second attempt; checks that it follows the newest staged step, so that none is lost."""
     (restored,) = [line for line in cluster.status("restored") if line["attempt"] == 2]
     (launched,) = [line for line in cluster.status("launched") if line["attempt"] == 2]
     assert launched["ranks"] == ranks
@@ -28,7 +28,7 @@ def resumed_at(cluster: Cluster, *, ranks: int) -> int:
 
 
 def check_same_bits(cluster: Cluster, reference: Path, start: int) -> None:
-    """As many ranks before as after: losses, samples and the final state are those of a run without a loss."""
+    """With as many ranks as before, losses, samples and the final state equal those of an undisturbed run."""
     for rank in range(3):
         want = losses(reference / f"losses-{rank}")
         assert len(want) == STEPS
@@ -40,7 +40,7 @@ def check_same_bits(cluster: Cluster, reference: Path, start: int) -> None:
 
 
 def check_done_twice(cluster: Cluster, start: int, *, ranks: int, steps: int = 2) -> None:
-    """The steps that were done again had the same samples and losses, bit for bit; there were at least this many."""
+    """Repeated steps had the same samples and losses, bit for bit; there were at least `steps` of them."""
     for rank in range(ranks):
         before, after = _lines(cluster, 1, rank), _lines(cluster, 2, rank)
         again = [step for step in before if step >= start]
@@ -49,9 +49,7 @@ def check_done_twice(cluster: Cluster, start: int, *, ranks: int, steps: int = 2
 
 
 def check_samples(cluster: Cluster, start: int, ranks: tuple[int, int]) -> None:
-    """With any number of ranks before and after: what counts of both attempts took the epochs' orders one after the
-    other, without a gap or a repetition.
-    """
+    """With any number of ranks, the steps that count took the epochs' orders without a gap or a repetition."""
     taken: list[int] = []
     for step in range(STEPS):
         attempt = 1 if step < start else 2

@@ -1,8 +1,8 @@
-"""A cluster of a stager's host and trainers' hosts, in which `holdfast run` starts jobs over ssh, as a user's would.
+"""A cluster of a stager's host and trainers' hosts, in which `holdfast run` starts jobs over ssh, as a user would.
 
 cluster.run(3) ─► ssh stager: holdfast run --hosts … ─► mpirun ─► ssh t1, t2, t3: daemons ─► ranks
 cluster.kill("t2"), .vanish("t2"), .notice("t2", seconds=20)
-cluster.offer("t1", "t3", "t4")     the file of hosts, as whoever replaces machines would write it
+cluster.offer("t1", "t3", "t4")     writes the hosts file, as a tool that replaces machines would
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.s3_place import S3Place, plain_client
 __all__ = ["EVERY", "PAUSE_AT", "RING", "STAGER", "STEPS", "Cluster", "cluster_of"]
 
 STEPS, EVERY, PAUSE_AT = 20, 4, 10
-RING = "the stager's ring"  # as a restore names it
+RING = "the stager's ring"  # the restore's name for it
 STAGER = "stager"
 _SECONDS_MAX = 270.0
 
@@ -61,12 +61,12 @@ SetEnv {environment}
 
 
 class Cluster:
-    """See the module. Made by `cluster_of`.
+    """Hosts and the run on them. Made by `cluster_of`.
 
     Args:
-        directory: For keys, logs and what the ranks write down: it stands for the person who looks on.
-        network: What the hosts are wired to.
-        place: The store; None: a folder that all hosts have.
+        directory: For keys, logs and the ranks' output; stands for an observer's machine.
+        network: The hosts' network.
+        place: The store; None: a folder that all hosts share.
         trainers: Trainers' hosts t1, t2, … that are up from the start.
         spares: Further names; their hosts are up after `boot`.
         rate: Each link's.
@@ -99,36 +99,36 @@ class Cluster:
         return self._hosts[name]
 
     def boot(self, *names: str) -> None:
-        """Up, empty, and reachable."""
+        """Boot these hosts, empty and reachable."""
         for name in names:
             self.host(name).boot()
         for name in names:
             self.host(name).ready(self.ssh)
 
     def notice(self, name: str, seconds: float) -> None:
-        """The cloud says that this host will be taken away."""
+        """Announce, as the cloud does, that this host will be preempted."""
         self.host(name).notice(seconds)
 
     def kill(self, *names: str) -> None:
-        """The power of these hosts is cut, now."""
+        """Cut the power of these hosts now."""
         self._strike()
         for name in names:
             self.host(name).kill()
 
     def vanish(self, name: str) -> None:
-        """This host can no longer be reached, and lives on."""
+        """Make this host unreachable; it keeps running."""
         self._strike()
         self.host(name).vanish()
 
     def offer(self, *names: str) -> None:
-        """The hosts that there are to choose from, one rank each."""
+        """Write the hosts file: one rank on each host."""
         text = "".join(f"{name} slots=1\n" for name in names)
         fresh = self.directory / "hosts.new"
         fresh.write_text(text)
         fresh.rename(self.directory / "hosts")
 
     def _strike(self) -> None:
-        """Note when it was, and how many steps were done then."""
+        """Record the time, and how many steps were done by then."""
         self.struck_step = len((self.out(1) / "losses-0").read_text().splitlines())
         self.struck_at_unix = time.time()
 
@@ -137,7 +137,7 @@ class Cluster:
     def run(self, ranks: int, ranks_min: int | None = None, *, pace_seconds: float = 0.0) -> None:
         """`holdfast run` on the stager's host, with the job of these tests.
 
-        Its first attempt pauses (`until_paused`); or it has a pace, and what happens to it may happen anywhere.
+        Its first attempt pauses (`until_paused`), or has a pace, so that a fault may hit it anywhere.
         """
         options = {
             "--ranks": ranks,
@@ -171,18 +171,18 @@ class Cluster:
             )
 
     def wait(self) -> int:
-        """How the newest `holdfast run` ended."""
+        """Exit code of the newest `holdfast run`."""
         try:
             return self._runs[-1].wait(_SECONDS_MAX)
         except subprocess.TimeoutExpired:
             pytest.fail(f"it did not end:\n{self.story()}")
 
     def done(self) -> None:
-        """It ends well."""
+        """Check that the run ends with 0."""
         assert self.wait() == 0, self.story()
 
     def until(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Until status or events have such a line; the newest of them."""
+        """Wait until status or events have such a line; return the newest one."""
         found: list[dict[str, Any]] = []
 
         def there() -> bool:
@@ -198,36 +198,36 @@ class Cluster:
         return found[-1]
 
     def until_paused(self) -> None:
-        """Until the first attempt stands still, some steps behind a step that is durable."""
+        """Wait until the first attempt pauses, some steps after a durable step."""
         self.until("durable", step=PAUSE_AT // EVERY * EVERY - 1)
         wait_until((self.out(1) / "paused-0").exists, _SECONDS_MAX, lambda: f"no pause:\n{self.story()}")
 
     def status(self, event: str = "") -> list[dict[str, Any]]:
-        """What the supervisor has decided."""
+        """Decisions of the supervisor, from its status file."""
         return _lines(self.directory / "logs" / "status.jsonl", event)
 
     def events(self, event: str = "") -> list[dict[str, Any]]:
-        """What stager and flusher have written down."""
+        """Events of stager and flusher."""
         return _lines(self.directory / "logs" / "events.jsonl", event)
 
     def restored_from(self) -> list[set[str]]:
-        """Where each rank of each attempt has read what it restored."""
+        """The sources that each rank of each attempt has restored from."""
         return [set(line["sources"]) for line in _lines(self.directory / "trainers.jsonl", "restore")]
 
     def story(self) -> str:
-        """All that is known, for the message of a test that failed."""
+        """Logs and status, for the message of a failed test."""
         said = self.directory / "said"
         status = "\n".join(map(str, self.status()))
         return f"{said.read_text(errors='replace')[-6000:] if said.exists() else ''}\n{status}"
 
     def out(self, attempt: int) -> Path:
-        """What the ranks of an attempt have written down."""
+        """Folder with the ranks' output of an attempt."""
         return self.directory / f"cluster-{attempt}"
 
     # -- afterwards
 
     def assert_nothing_left(self, *but: str) -> None:
-        """No process of a job, no ring, no segment on any host that is up (but some), and no upload in the store."""
+        """Check that running hosts (except `but`) have no process, ring or segment, and the store no upload."""
         hosts = [host for name, host in self._hosts.items() if name not in but and host.pids()]
 
         def left() -> list[str]:
@@ -245,14 +245,14 @@ class Cluster:
         assert not uploads
         assert not [item["Key"] for item in listed if "/tmp/" in item["Key"]]
 
-    # -- made and taken down
+    # -- set up and torn down
 
     def make(self) -> None:
-        """Keys and settings, then all hosts but the spares."""
+        """Write keys and settings, then boot all hosts but the spares."""
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(REPOSITORY),
-            "HOME": "/mnt/home",  # what this machine's user has in his shell's files is not a host's
+            "HOME": "/mnt/home",  # hosts must not read the shell's files of this machine's user
             "TMPDIR": "/mnt/tmp",
             "XDG_STATE_HOME": "/mnt/state",
             "OMP_NUM_THREADS": "1",
@@ -267,7 +267,7 @@ class Cluster:
         self.boot(STAGER, *self._first)
 
     def remove(self) -> None:
-        """Whatever happened: no process and no name of it is left on this machine."""
+        """Remove all processes and names from this machine, whatever happened."""
         with contextlib.ExitStack() as stack:  # each, even if one fails
             for host in self._hosts.values():
                 stack.callback(host.remove)
@@ -309,7 +309,7 @@ def cluster_of(
     spares: int = 0,
     rate: str = "200mbit",
 ) -> Iterator[Cluster]:
-    """Make it; afterwards nothing of it is left."""
+    """A running cluster, removed at the end."""
     cluster = Cluster(directory, network, place, trainers=trainers, spares=spares, rate=rate)
     try:
         cluster.make()

@@ -1,4 +1,4 @@
-"""What the tests on several hosts share: the network, a store on it, and what the run would be without a loss."""
+"""Fixtures for tests on several hosts: the network, a store on it, and an undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.swift import SwiftServer, install
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[Network]:
-    """A bridge; the tests are skipped where no host can be made."""
+    """A bridge; skips the tests where no host can be made."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
@@ -54,7 +54,7 @@ def place(store_server: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> S3Place
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training on three ranks, never interrupted."""
+    """The same training on three ranks, uninterrupted."""
     directory = tmp_path_factory.mktemp("reference")
     cluster = Cluster(directory, str(directory / "store"), {"TRAIN_WIDTH": job.WIDTH}, script=job.__file__)
     with cluster.start(3, str(STEPS), str(EVERY)) as made:

@@ -1,7 +1,7 @@
 """One host: a network namespace with its own address and name, its own processes, memory, disk, sshd, metadata service.
 
-boot.sh is process 1 of a PID namespace: killing it is cutting the power, the kernel ends whatever runs there, and
-/dev/shm, /run and /mnt, which are its own, are gone with it.
+boot.sh is process 1 of a PID namespace. Killing it works like cutting the power: the kernel ends all processes in the
+namespace, and its private /dev/shm, /run and /mnt are lost.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BURST_BYTES = 64 << 10
 
 
 class Host:
-    """See the module. Not up before `boot`.
+    """A simulated machine, down until `boot`.
 
     Args:
         name: Its host name.
-        network: What it is wired to.
-        rate: Its link's, in both directions, as tc has it.
-        directory: What belongs to its image: keys, settings of sshd.
+        network: Its network.
+        rate: Its link's, in both directions, in tc's notation.
+        directory: Files of its image: keys, settings of sshd.
     """
 
     def __init__(self, name: str, network: Network, rate: str, directory: Path) -> None:
@@ -43,10 +43,10 @@ class Host:
         self._process: subprocess.Popen[bytes] | None = None
         self._made = False
 
-    # -- what happens to it
+    # -- events
 
     def boot(self) -> None:
-        """Up, and empty; `ready` says when it answers."""
+        """Boot, empty; `ready` waits until the host answers."""
         assert not self.pids(), f"{self.name} is up already"
         if not self._made:
             self._make_wire()
@@ -68,7 +68,7 @@ class Host:
             )
 
     def ready(self, ssh: list[str]) -> None:
-        """Until somebody can log in."""
+        """Wait until ssh logins work."""
 
         def answers() -> bool:
             assert self._process is not None
@@ -78,22 +78,22 @@ class Host:
         wait_until(answers, _BOOT_SECONDS_MAX, f"{self.name} does not come up")
 
     def notice(self, seconds: float) -> None:
-        """Its metadata service says from now on that it will be taken away in this many seconds."""
+        """Announce at the metadata service that the host will be preempted in this many seconds."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(f"interrupt {seconds:g}\n".encode())
         self._process.stdin.flush()
 
     def vanish(self) -> None:
-        """Its link goes down. Its processes live on and are not told, nor is anybody else."""
+        """Take the link down. The processes keep running; neither they nor others are notified."""
         command("ip", "link", "set", self.wire, "down")
 
     def come_back(self) -> None:
-        """Its link is up again."""
+        """Bring the link up again."""
         command("ip", "link", "set", self.wire, "up")
 
     def kill(self) -> None:
-        """The power is cut: no packet says goodbye, no process lives, memory and disk are empty."""
+        """Cut the power: no packet is sent, no process survives, memory and disk are empty."""
         if self._made:
             self.vanish()
         for pid in self.pids():
@@ -108,23 +108,23 @@ class Host:
         wait_until(lambda: not self.pids(), 30, lambda: f"{self.name} still has {self.pids()}")
 
     def remove(self) -> None:
-        """Nothing of it is left."""
+        """Remove the host entirely."""
         self.kill()
         if self._made:
-            command("ip", "link", "del", self.wire)  # now; the namespace goes when the kernel finds time
+            command("ip", "link", "del", self.wire)  # at once; the kernel removes the namespace later
             command("ip", "netns", "del", self._space)
             self._made = False
 
-    # -- what is in it
+    # -- contents
 
     def pids(self) -> list[int]:
-        """Its processes, by their number on this machine."""
+        """The host's processes, by their pid on this machine."""
         if not self._made:
             return []
         return [int(pid) for pid in command("ip", "netns", "pids", self._space).split()]
 
     def commands(self) -> list[str]:
-        """Its processes, apart from those that it booted with and logins."""
+        """The host's processes, except boot processes and logins."""
         found = []
         for pid in self.pids():
             try:
@@ -136,7 +136,7 @@ class Host:
         return found
 
     def file(self, path: str) -> Path:
-        """A path of this host, as it can be read from outside."""
+        """A path of this host, readable from outside."""
         assert self._process is not None
         child = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()[0]
         return Path(f"/proc/{child}/root{path}")

@@ -1,8 +1,8 @@
 """The main job on hosts of a test: `python job.py OUT STEPS EVERY [STEP_SECONDS PAUSE_AT]`; attempt N writes to
 OUT/cluster-N.
 
-It is tests/integration/jobs/train.py. Steps of the first attempt take STEP_SECONDS longer, and after step PAUSE_AT (-1:
-none) it stands still, so that something can happen to it in the middle.
+The script is tests/integration/jobs/train.py. Steps of the first attempt take STEP_SECONDS longer, and after step
+PAUSE_AT (-1: none) it pauses, so that a fault can hit it in mid-run.
 """
 
 from __future__ import annotations

@@ -23,14 +23,14 @@ _TOOLS = ("ip", "tc", "unshare", "hostname", "mount", "setpriv", "ssh", "ssh-key
 
 
 def command(*words: str) -> str:
-    """Run it; what it said."""
+    """Run a command; return its output."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
     return done.stdout
 
 
 def why_not() -> str:
-    """Why this machine cannot play several hosts; empty if it can."""
+    """Return why this machine cannot play several hosts, or ""."""
     if os.geteuid() != 0:
         return "hosts of their own need root"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -38,7 +38,7 @@ def why_not() -> str:
         missing.append("sshd")
     if missing:
         return f"no {', '.join(missing)} here (`make hosts` installs openssh-server, iproute2)"
-    # All that a host is made of, tried out in one that is gone at once.
+    # Try all parts of a host in one that ends at once.
     script = "mount -t tmpfs tmpfs /mnt && tc qdisc add dev lo root tbf rate 1mbit burst 64kb latency 50ms"
     spaces = ("--net", "--mount", "--pid", "--fork", "--uts", "--mount-proc")
     tried = subprocess.run(
@@ -61,16 +61,16 @@ class Network:
 
     @property
     def subnet(self) -> str:
-        """All of it."""
+        """The network's address range."""
         return f"{self.prefix}.0/24"
 
     @property
     def here(self) -> str:
-        """Address of this machine, where the store is."""
+        """Address of this machine, which runs the store."""
         return f"{self.prefix}.1"
 
     def new_address(self) -> str:
-        """One that no host of this network has had: whoever replaces a host is not taken for it."""
+        """An address that no host of this network has had, so that a replacement is not taken for its predecessor."""
         self._last += 1
         assert self._last < 255, "too many hosts in one session"
         return f"{self.prefix}.{self._last}"
@@ -78,9 +78,9 @@ class Network:
 
 @contextlib.contextmanager
 def running_network() -> Iterator[Network]:
-    """Make one that nobody else on this machine has; afterwards nothing is left of it.
+    """A network that no other process on this machine uses; removed at the end.
 
-    Its number is locked while this process lives. What a run that was killed has left under it is taken away first.
+    Its number is locked while this process lives. Leftovers of a killed run with that number are removed first.
     """
     with contextlib.ExitStack() as stack:
         for number in range(1, 251):
@@ -94,7 +94,7 @@ def running_network() -> Iterator[Network]:
         _remove(network)
         stack.callback(_remove, network)
         # Without an address of its own a bridge takes the lowest one of its ports: booting a host may change it, and
-        # whoever knew the old one sends to nobody for a minute.
+        # peers would send to the old one for a minute.
         command(
             "ip", "link", "add", network.bridge, "address", f"02:68:66:00:00:{number:02x}", "type", "bridge"
         )

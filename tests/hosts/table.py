@@ -1,4 +1,4 @@
-"""Makes docs/hosts.md of what tests/hosts/times.py has written down: `python -m tests.hosts.table`."""
+"""Generates docs/hosts.md from the results of tests/hosts/times.py: `python -m tests.hosts.table`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ stager's host ends the supervisor too, so its first phases are empty, and *launc
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [_HEAD.format(phases=" | ".join(PHASES), rules="---|" * len(PHASES)).rstrip("\n")]
     for result in results:
         at = result["at_seconds"]

@@ -1,8 +1,8 @@
-"""Whole hosts are lost under `holdfast run`, which goes on by itself on the hosts that there are.
+"""Whole hosts are lost under `holdfast run`, which continues by itself on the remaining hosts.
 
 Three trainers' hosts and a stager's, each with its own address, link (tbf), sshd, metadata service, memory and disk;
-the store is OpenStack Swift behind the same network. `make hosts` runs them; `make check` has
-the one of tests/hosts/regular alone.
+the store is OpenStack Swift behind the same network. `make hosts` runs them; `make check` runs only the story of
+tests/hosts/regular.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_death_without_notice(tmp_path: Path, network: Network, place: S3Place) 
 
 
 def test_notice_then_death(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
-    """The metadata service of one host says so before; what is saved because of it is not lost."""
+    """The metadata service of one host announces it; the step saved because of that is not lost."""
     with cluster_of(tmp_path, network, place, spares=1) as cluster:
         cluster.run(3, pace_seconds=1)
         cluster.boot("t4")
@@ -57,7 +57,7 @@ def test_notice_then_death(tmp_path: Path, network: Network, place: S3Place, ref
 
 
 def test_link_down(tmp_path: Path, network: Network, place: S3Place) -> None:
-    """A host cannot be reached, and nobody replaces it: fewer ranks. When it is back, nothing is left on it."""
+    """A host is unreachable and not replaced: fewer ranks. When it is back, nothing is left on it."""
     with cluster_of(tmp_path, network, place) as cluster:
         cluster.run(3, ranks_min=2, pace_seconds=1)
         cluster.until("durable")
@@ -71,7 +71,7 @@ def test_link_down(tmp_path: Path, network: Network, place: S3Place) -> None:
 
 
 def test_all_trainers_are_gone(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
-    """All at once, as soon as a step is staged; empty hosts take their place, and get it from the stager's ring."""
+    """All at once, as soon as a step is staged; empty hosts replace them, and read the step from the stager's ring."""
     with cluster_of(tmp_path, network, place, spares=3) as cluster:
         cluster.run(3, pace_seconds=1)
         cluster.boot("t4", "t5", "t6")
@@ -89,7 +89,7 @@ def test_all_trainers_are_gone(tmp_path: Path, network: Network, place: S3Place,
 
 
 def test_the_stagers_host_restarts(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
-    """Ring, flusher, mpirun and supervisor are gone with its memory: the same line again goes on from the store."""
+    """Ring, flusher, mpirun and supervisor are lost with its memory: the same command continues from the store."""
     with cluster_of(tmp_path, network, place) as cluster:
         cluster.run(3, pace_seconds=1)
         durable = cluster.until("durable")["step"]
@@ -106,7 +106,7 @@ def test_the_stagers_host_restarts(tmp_path: Path, network: Network, place: S3Pl
 
 
 def test_more_ranks_afterwards(tmp_path: Path, network: Network, place: S3Place) -> None:
-    """It begins with the two hosts that there are; one dies, and two fresh ones come."""
+    """The run begins with the two existing hosts; one dies, and two fresh ones come."""
     with cluster_of(tmp_path, network, place, trainers=2, spares=2) as cluster:
         cluster.run(3, ranks_min=2)
         cluster.boot("t3", "t4")

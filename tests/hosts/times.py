@@ -1,4 +1,4 @@
-"""From the loss to training again, phase by phase, as the supervisor's own record has it; kept for docs/hosts.md."""
+"""From the loss to training again, phase by phase, by the supervisor's own record; kept for docs/hosts.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASES = ("lost", "ended", "launched", "joined", "restored", "training")
 
 
 def keep(cluster: Cluster, scenario: str, *, start: int) -> None:
-    """Write down when each phase of the second attempt was reached, in seconds after the strike."""
+    """Record when each phase of the second attempt was reached, in seconds after the strike."""
     at = {}
     for phase in PHASES:
         lines = [line for line in cluster.status(phase) if line["time"] >= cluster.struck_at_unix]
@@ -25,9 +25,8 @@ def keep(cluster: Cluster, scenario: str, *, start: int) -> None:
             at[phase] = round(lines[0]["time"] - cluster.struck_at_unix, 2)
     if "lost" not in at and (lines := cluster.status("ending")):
         at["lost"] = round(lines[0]["time"] - cluster.struck_at_unix, 2)
-    at = {
-        phase: seconds for phase, seconds in at.items() if seconds <= at["training"]
-    }  # its end is another one
+    # Phases later than `training` belong to the end of the run.
+    at = {phase: seconds for phase, seconds in at.items() if seconds <= at["training"]}
     first = [line["ranks"] for line in cluster.status("launched")]
     result: dict[str, Any] = {
         "scenario": scenario,

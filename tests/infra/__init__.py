@@ -1,1 +1,1 @@
-"""infra/ without a cloud: real Terraform on the provider's schema, policies as rendered, user data run."""
+"""infra/ without a cloud: real Terraform on the provider's schema, rendered policies, user data that is run."""

@@ -1,8 +1,8 @@
 """Check Kubernetes manifests by published models: `check_manifests.py`, documents (JSON) on stdin, faults on stdout.
 
-Run by the Python of `toolbox.manifest_python`. JobSet and Kubeflow's Trainer: the models of kubeflow-trainer-api. These
-drop fields that they do not know, so what comes back from them is compared with what went in. All of Kubernetes itself:
-the strict JSON schemas of kubernetes-validate.
+Run by the Python of `toolbox.manifest_python`. JobSet and Kubeflow's Trainer: the models of kubeflow-trainer-api, which
+drop unknown fields, so their output is compared with their input. Kubernetes itself: the strict JSON schemas of
+kubernetes-validate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Parse SkyPilot's files and commands by SkyPilot itself: {"files": texts, "lines": texts} on stdin.
 
-Run by the Python of `toolbox.sky_python`. On stdout for each line its fault or nothing, and for each file: `faults`,
-`hosts` (the name of each task's first machine), `strategies` (which class restarts each task), and `restarts` (for each
-task, which exit codes of its two machines start it again, asked one after the other). Fields are checked as the API
-server does it; a client lets some unknown ones pass. Nothing is asked of the network: a connection is an error.
+Run by the Python of `toolbox.sky_python`. On stdout for each line its fault or "", and for each file: `faults`, `hosts`
+(the name of each task's first machine), `strategies` (which class restarts each task), and `restarts` (for each task,
+which exit codes of its two machines restart it, tried in a row). Fields are checked as the API server does it; a client
+accepts some unknown ones. The network is not used: a connection is an error.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sky.jobs import job_group_networking, recovery_strategy  # type: ignore[imp
 from sky.server import plugins  # type: ignore[import-not-found]
 from sky.utils import dag_utils  # type: ignore[import-not-found]
 
-# What a user gives on the command line.
+# Secrets that a user gives on the command line.
 SECRETS = [(name, "secret") for name in ("HOLDFAST_KEY", "STAGER_CERT", "STAGER_KEY", "STAGER_CA")]
 ENVS = [("HOLDFAST_STAGER", "10.0.0.1:29411")]
 ENDS = {"lost": [75, 137], "bug": [137, 1], "again": [0, 75]}
 
 
 class Warnings(logging.Handler):
-    """SkyPilot warns of an unknown field in a group's header, and goes on without it."""
+    """Collects SkyPilot's warnings about unknown fields in a group's header, which it ignores."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -48,12 +48,11 @@ def checked(text: str, warnings: Warnings) -> dict[str, Any]:
         dag = dag_utils.load_dag_from_yaml_str(text, ENVS, SECRETS)
         dag_utils.fill_default_config_in_dag_for_job_launch(dag)
         optimizer._validate_inter_connection_pins(dag, quiet=True)
-    except Exception as error:  # noqa: BLE001 - whatever it says is what a user would read
+    except Exception as error:  # noqa: BLE001 - a user would read its message
         return {"faults": [f"{type(error).__name__}: {error}"]}
     group = dag.name if dag.is_job_group() else ""
-    executors = {
-        task.name: executor_of(task) for task in dag.tasks
-    }  # once: it takes the strategy out of the task
+    # Call it once: it removes the strategy from the task.
+    executors = {task.name: executor_of(task) for task in dag.tasks}
     return {
         "faults": list(warnings.said),
         "hosts": {task.name: job_group_networking._get_job_address(task.name, group) for task in dag.tasks}
@@ -76,7 +75,7 @@ def restarts(executor: Any) -> list[bool]:
 
 
 def fault_of(line: str) -> str:
-    """What the parser of `sky` says of a command, without running it."""
+    """The error message of `sky`'s parser for a command, or ""; does not run the command."""
     _, *words = shlex.split(line)
     command: click.Command | None = cli
     name: str | None = "sky"

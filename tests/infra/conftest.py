@@ -1,4 +1,4 @@
-"""Fixtures of the tests of infra/: tools, provider, what the examples render. Skipped where they cannot be had."""
+"""Fixtures of the tests of infra/: tools, provider, rendered examples. Skipped where the tools cannot be installed."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def provider(tools: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def terraform(provider: Path, tmp_path: Path) -> Terraform:
-    """Terraform on a copy of infra/ of this test's own."""
+    """Terraform on this test's own copy of infra/."""
     return terraform_on(tmp_path / "infra", provider)
 
 
 @pytest.fixture(scope="session")
 def shared_terraform(provider: Path, tmp_path_factory: pytest.TempPathFactory) -> Terraform:
-    """Terraform on a copy of infra/ that tests share and leave as it is."""
+    """Terraform on a copy of infra/ that tests share and do not change."""
     return terraform_on(tmp_path_factory.mktemp("shared") / "infra", provider)
 
 
 @pytest.fixture(scope="session")
 def minimal(shared_terraform: Terraform) -> dict[str, Rendered]:
-    """What the example renders, by run of its tests."""
+    """The example as rendered, by the name of the test run."""
     return render(shared_terraform, "examples/cluster")
 
 
 @pytest.fixture(scope="session")
 def efs(minimal: dict[str, Rendered]) -> Rendered:
-    """What the example renders with a file system as the store."""
+    """The example as rendered with a file system as the store."""
     return minimal["with_efs"]
 
 

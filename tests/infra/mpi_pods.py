@@ -1,8 +1,8 @@
 """The pods of Kubeflow's MPI runtime: each has network, processes, host name and /dev/shm of its own on this machine.
 
-The commands are those of runtime-mpi.yaml, each as process 1 of its pod: when it ends, the kernel ends the pod. Played
-are what Trainer adds (hostfile, keys, names, variables), the kubelet's end of a pod and the restart. Replaced are the
-number of ranks, the paths of mounts, and how long a pod waits after its notice.
+The commands are those of runtime-mpi.yaml, each as process 1 of its pod: when it ends, the kernel ends the pod. This
+module simulates Trainer's additions (hostfile, keys, names, variables), the kubelet's end of a pod and the restart. It
+replaces the number of ranks, the paths of mounts, and how long a pod waits after its notice.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class MpiPod(PodHost):
     """One pod."""
 
     def begin_hook(self, line: list[str]) -> subprocess.Popen[bytes]:
-        """The command of the pod's preStop hook, in the pod."""
+        """Start the command of the pod's preStop hook, in the pod."""
         return subprocess.Popen(
             ["nsenter", "--target", str(self.first()), "--all", *line], stdin=subprocess.DEVNULL
         )
 
     def kill_rank(self) -> None:
-        """SIGKILL to the rank of this pod."""
+        """SIGKILL the rank of this pod."""
         found = [pid for pid in self.pids() if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         wrapper, rank = sorted(found)
         assert b"supervise.rank" in Path(f"/proc/{wrapper}/cmdline").read_bytes()
@@ -72,7 +72,7 @@ class PlayedMpiJob:
             "HOLDFAST_RUNTIME_DIR": "/dev/shm/holdfast",
             "XDG_STATE_HOME": str(folder / "state"),
             "OUT": str(folder / "out"),
-            # A pod's /tmp is its own, too; the folder of this test is below this machine's.
+            # A pod has its own /tmp; the folder of this test is below this machine's.
             "TMPDIR": "/run/tmp",
             # In the cluster mpirun is not root.
             **{
@@ -97,7 +97,7 @@ class PlayedMpiJob:
         )
 
     def start(self) -> None:
-        """The pods of the nodes, and the launcher's once they listen."""
+        """Start the nodes' pods, and the launcher's pod once they listen."""
         names = [f"holdfast-node-0-{index}" for index in range(NODES)]
         self.pods = [
             MpiPod(n, self._network, "1gbit", self.folder) for n in (*names, "holdfast-launcher-0-0")
@@ -111,7 +111,7 @@ class PlayedMpiJob:
         self._begin(self.pods[-1], "launcher")
 
     def wait_for_ranks(self) -> None:
-        """Until all ranks stand by in the middle of the run."""
+        """Wait until all ranks stand by in mid-run."""
 
         def ready() -> bool:
             assert all(pod.code() is None for pod in self.pods), self.output()
@@ -120,7 +120,7 @@ class PlayedMpiJob:
         wait_until(ready, _SECONDS_MAX, lambda: f"the ranks do not come so far:\n{self.output()}")
 
     def take(self, pod: MpiPod, told: Callable[[], bool]) -> None:
-        """The kubelet ends a node's pod: first its hook, which here waits until `told`, then SIGTERM."""
+        """End a node's pod as the kubelet does: first its hook, which here waits until `told`, then SIGTERM."""
         line = self._container("node")["lifecycle"]["preStop"]["exec"]["command"]
         over = self.folder / "out" / "over"
         waits = [re.sub(r"\bsleep \d+$", f"until [ -e {over} ]; do sleep 0.1; done", word) for word in line]
@@ -135,7 +135,7 @@ class PlayedMpiJob:
         pod.terminate()
 
     def settle(self) -> str:
-        """Follow the pods until the policies have acted: "Completed", or the action. A restart has begun then."""
+        """Run the pods until the policies have acted; return "Completed", or the action. A restart has begun then."""
         codes: dict[str, int | None] = {}
 
         def settled() -> bool:
@@ -155,7 +155,7 @@ class PlayedMpiJob:
         return action
 
     def stop(self) -> None:
-        """SIGTERM to the launcher with time to write what is staged, then the end of every pod."""
+        """SIGTERM the launcher, give it time to write staged steps, then end every pod."""
         if self.pods and self.pods[-1].pids() and self.pods[-1].code() is None:
             self.pods[-1].terminate()
             with contextlib.suppress(AssertionError):
@@ -165,7 +165,7 @@ class PlayedMpiJob:
         self.pods = []
 
     def output(self) -> str:
-        """What all pods have said."""
+        """Output of all pods."""
         return "\n".join(
             f"--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(self.folder.glob("*.log"))
         )
@@ -200,7 +200,7 @@ class PlayedMpiJob:
             "16": str(NODES),
         }
         words = [here.get(word, word) for word in (*container["command"], *container["args"])]
-        # The image has its configuration below the home directory.
+        # The image has ssh's configuration below the home directory.
         return [re.sub(r"^ssh ", f"ssh -F {self.folder / 'ssh'} ", word) for word in words]
 
     def _wait_ready(self, pod: MpiPod) -> None:
@@ -226,7 +226,7 @@ class PlayedMpiJob:
 
 @contextlib.contextmanager
 def played_mpi(folder: Path) -> Iterator[PlayedMpiJob]:
-    """The pods of runtime-mpi.yaml; none runs yet, and none outlives the block."""
+    """The pods of runtime-mpi.yaml, not yet started; all end with the block."""
     with running_network() as network:
         job = PlayedMpiJob(folder, network)
         try:

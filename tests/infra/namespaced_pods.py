@@ -1,10 +1,10 @@
-"""A JobSet's pods in network, PID and mount namespaces: they have the names, ports and /dev/shm of the file.
+"""A JobSet's pods in network, PID and mount namespaces, with the names, ports and /dev/shm of the file.
 
     holdfast-stager-0-0.holdfast:29411 ── a bridge of this machine ──┬── holdfast-ranks-0-0.holdfast
                                                                      └── holdfast-ranks-0-1.holdfast
 
-A node that is lost sends nothing any more: no connection is closed. Names of a pod that is started again have a new
-address. Replaced are the mount points of secrets and scratch by folders, and the variables that a test gives.
+A lost node sends nothing any more: no connection is closed. The names of a restarted pod have a new address. Mount
+points of secrets and scratch are replaced by folders, and variables by those of the test.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _OWN = "/dev/shm"
 
 @dataclass
 class NamespacedPod(PlayedPod):
-    """One pod with the namespaces that are its host."""
+    """One pod in namespaces of its own."""
 
     host: PodHost | None = None
 
     def terminate(self) -> None:
-        """SIGTERM to process 1 of the pod, as the kubelet sends it."""
+        """SIGTERM process 1 of the pod, as the kubelet does."""
         assert self.host is not None
         if self.process.poll() is None:
             self.host.terminate()
 
     def kill(self) -> None:
-        """Its link goes down, then its processes end; nothing is left of it."""
+        """Take the link down, then end the pod's processes and remove it."""
         assert self.host is not None
         self.host.remove()
 
 
 class NamespacedJobSet(PlayedJobSet):
-    """See the module and `PlayedJobSet`.
+    """A `PlayedJobSet` whose pods run in namespaces.
 
     Args:
         jobset: The document.
-        folder: Where mounts and logs go.
-        network: What the pods are wired to.
+        folder: For mounts and logs.
+        network: The pods' network.
         secrets: Name of a secret or config map → its files → content.
-        variables: In the place of the file's own, or added.
+        variables: Added to the file's own, or replacing them.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class NamespacedJobSet(PlayedJobSet):
         secrets: Mapping[str, Mapping[str, str]],
         variables: Mapping[str, str],
     ) -> None:
-        # A pod's /tmp is its own, too; the folder of this test is below this machine's.
+        # A pod has its own /tmp; the folder of this test is below this machine's.
         super().__init__(jobset, folder, secrets=secrets, variables={**variables, "TMPDIR": "/run/tmp"})
         self._ports = {port: port for port in self._ports}
         self._network, self._hosts = network, dict[str, PodHost]()
         self._names = folder / "names"
 
     def start(self, *jobs: str) -> None:
-        """As of `PlayedJobSet`; first all of these pods have their names and addresses."""
+        """As `PlayedJobSet.start`; all of these pods get their names and addresses first."""
         for job in self._spec["replicatedJobs"]:
             if not jobs or job["name"] in jobs:
                 for index in range(job["template"]["spec"]["parallelism"]):
@@ -77,7 +77,7 @@ class NamespacedJobSet(PlayedJobSet):
                     self._hosts[name] = PodHost(name, self._network, _RATE, self.folder)
         domain = self._spec["network"].get("subdomain", self._name)
         lines = [f"{host.address} {name} {name}.{domain}\n" for name, host in self._hosts.items()]
-        self._names.write_text("127.0.0.1 localhost\n" + "".join(lines))  # in place: pods that run see it
+        self._names.write_text("127.0.0.1 localhost\n" + "".join(lines))  # in place: running pods see it
         super().start(*jobs)
 
     def _stop(self, pods: list[PlayedPod]) -> None:

@@ -20,18 +20,18 @@ mount --bind "$2" /etc/hosts; cd "$3"; shift 3; exec "$@"
 
 
 class PodHost(Host):
-    """One pod; `start` begins its command. When process 1 ends, the kernel ends the pod."""
+    """One pod; `start` runs its command. When process 1 ends, the kernel ends the pod."""
 
     def start(
         self, line: Sequence[str], *, names: Path, place: Path, log: Path, variables: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Begin the command; the process, which ends as process 1 of the pod does.
+        """Start the command; return a process with the exit code of the pod's process 1.
 
         Args:
             line: The command.
-            names: What the pod has as /etc/hosts.
+            names: The pod's /etc/hosts.
             place: Its working directory.
-            log: File that its output goes to.
+            log: File for its output.
             variables: Its environment.
         """
         self._make_wire()
@@ -52,16 +52,16 @@ class PodHost(Host):
         return self._process
 
     def code(self) -> int | None:
-        """How its process 1 ended; None while it runs."""
+        """Exit code of process 1; None while it runs."""
         assert self._process is not None
         return self._process.poll()
 
     def terminate(self) -> None:
-        """What the kubelet does, after its hook if there is one: SIGTERM to process 1 of the pod."""
+        """SIGTERM process 1 of the pod, as the kubelet does after the preStop hook."""
         os.kill(self.first(), signal.SIGTERM)
 
     def first(self) -> int:
-        """Process 1 of the pod, by its number on this machine."""
+        """Process 1 of the pod, by its pid on this machine."""
         assert self._process is not None
         pid = self._process.pid
         (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

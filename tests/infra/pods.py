@@ -1,4 +1,4 @@
-"""Scenes of the pods of infra/kubernetes and the tasks of infra/skypilot: two ranks, one in each, and their stager."""
+"""Scenes for the pods of infra/kubernetes and the tasks of infra/skypilot: two ranks, one in each, and their stager."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 RANKS = 2
-# In the place of the file's own: sizes of a machine, and a store that is not there.
+# Replace the file's sizes of a real machine, and its store.
 SMALLER = {"HOLDFAST_RING_BYTES": "4MiB", "PET_NPROC_PER_NODE": "1"}
 
 
@@ -45,7 +45,7 @@ def jobset_document() -> Any:
 
 
 def tls_additions() -> tuple[Any, Any]:
-    """What infra/kubernetes/README.md adds for TLS to the pod of the stager, and to those of the ranks."""
+    """The additions for TLS in infra/kubernetes/README.md: to the stager's pod, and to the ranks' pods."""
     page = (INFRA / "kubernetes" / "README.md").read_text()
     section = page.partition("## With TLS")[2].partition("\n## ")[0]
     of_stager, of_ranks = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
@@ -53,7 +53,7 @@ def tls_additions() -> tuple[Any, Any]:
 
 
 def add_to_pod(job: Any, part: Any) -> None:
-    """Put such an addition into the `spec` of a Job."""
+    """Merge such an addition into the `spec` of a Job."""
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     container["env"] += part["env"]
@@ -92,7 +92,7 @@ def _document(name: str) -> Any:
 
 @contextlib.contextmanager
 def played(folder: Path, document: Any = None) -> Iterator[PlayedJobSet]:
-    """The pods of the document, of jobset.yaml without one; none runs yet."""
+    """The pods of the document, by default of jobset.yaml; not yet started."""
     variables = _prepare(folder)
     secrets = {"holdfast-key": {"key": new_key()}}
     with PlayedJobSet(document or jobset_document(), folder, secrets=secrets, variables=variables) as jobset:
@@ -103,7 +103,7 @@ def played(folder: Path, document: Any = None) -> Iterator[PlayedJobSet]:
 def played_in_namespaces(
     folder: Path, document: Any, secrets: Mapping[str, Mapping[str, str]] | None = None
 ) -> Iterator[NamespacedJobSet]:
-    """The same, each pod in namespaces of its own; with more secrets than the key. As root."""
+    """As `played`, each pod in namespaces of its own, with further secrets beside the key. Needs root."""
     variables, secrets = _prepare(folder), {"holdfast-key": {"key": new_key()}, **(secrets or {})}
     with (
         running_network() as network,
@@ -114,7 +114,7 @@ def played_in_namespaces(
 
 @contextlib.contextmanager
 def played_group(folder: Path) -> Iterator[PlayedJobGroup]:
-    """The tasks of SkyPilot's job group; none runs yet."""
+    """The tasks of SkyPilot's job group; not yet started."""
     variables = {**_prepare(folder), "HOLDFAST_KEY": new_key()}
     with PlayedJobGroup(_sky_documents("job-group"), folder, variables) as group:
         yield group
@@ -122,14 +122,14 @@ def played_group(folder: Path) -> Iterator[PlayedJobGroup]:
 
 @contextlib.contextmanager
 def played_vms(folder: Path) -> Iterator[PlayedJobGroup]:
-    """SkyPilot's two jobs on VMs, with the address that a user copies from the stager's log; none runs yet."""
+    """SkyPilot's two jobs on VMs, with the address that a user copies from the stager's log; not yet started."""
     stager, ranks = (_sky_documents(name)[0] for name in ("stager", "ranks"))
     closed = f"127.0.0.1:{free_port()}"
     variables = {
         **_prepare(folder),
         "HOLDFAST_KEY": new_key(),
         "HOLDFAST_STAGER": "127.0.0.1:29411",
-        # HOLDFAST_WATCH=auto of the file asks each cloud's metadata server: none answers.
+        # The file's HOLDFAST_WATCH=auto asks each cloud's metadata server: none answers here.
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{closed}",
         "GCE_METADATA_HOST": closed,
         "HOLDFAST_AZURE_METADATA_URL": f"http://{closed}",
@@ -157,7 +157,7 @@ def _prepare(folder: Path) -> dict[str, str]:
 
 
 def wait_for_ranks(jobset: PlayedJobSet | PlayedJobGroup) -> None:
-    """Until all ranks stand by in the middle of the run."""
+    """Wait until all ranks stand by in mid-run."""
 
     def ready() -> bool:
         assert all(pod.process.poll() is None for pod in jobset.pods), jobset.output()
@@ -167,7 +167,7 @@ def wait_for_ranks(jobset: PlayedJobSet | PlayedJobGroup) -> None:
 
 
 def go_on(jobset: PlayedJobSet | PlayedJobGroup) -> None:
-    """Ranks of the next start do not stand by."""
+    """Let ranks of the next start run through, without standing by."""
     (jobset.folder / "out" / "go-on").touch()
 
 

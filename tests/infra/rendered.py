@@ -1,4 +1,4 @@
-"""What Terraform renders from an example: every resource with its values, out of the state of a mocked test run."""
+"""Terraform's rendering of an example: every resource with its values, from the state of a mocked test run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rendered:
         self.outputs = {name: output["value"] for name, output in state["outputs"].items()}
 
     def of(self, kind: str) -> list[Resource]:
-        """All of one type; at least one."""
+        """All resources of one type; at least one."""
         found = [item for item in self.resources if item.type == kind]
         assert found, f"no {kind}"
         return found
@@ -48,7 +48,7 @@ class Rendered:
 
 
 def render(terraform: Terraform, within: str) -> dict[str, Rendered]:
-    """The runs of a module's tests by name, all of which pass."""
+    """Run a module's tests, all of which must pass; return the runs by name."""
     messages = terraform.test(within, "-verbose")
     failed = [
         item

@@ -1,8 +1,8 @@
-"""The tasks of infra/skypilot as processes of this machine, started again by SkyPilot's rules.
+"""The tasks of infra/skypilot as processes of this machine, restarted by SkyPilot's rules.
 
 Each pod of a task runs its `run` as a bash script, as SkyPilot does. When one ends with an error, SkyPilot kills the
-others; then `recover_on_exit_codes` of the task decides (tests/infra/test_skypilot.py asks SkyPilot itself). Replaced
-are: the stager's name by 127.0.0.1, and ports by free ones. Not played: pods themselves, `setup`, names.
+others; then `recover_on_exit_codes` of the task decides (tests/infra/test_skypilot.py asks SkyPilot itself). This
+module replaces the stager's name by 127.0.0.1, and ports by free ones. It ignores `setup`, names and real pods.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _CANCELLED = 137
 
 
 class PlayedJobGroup:
-    """A context manager: no process of a task outlives the block.
+    """The tasks of one group. A context manager: no process of a task outlives the block.
 
     Args:
-        documents: The file's: the group's header, and its tasks.
-        folder: Where logs and homes go; `workspace/train.py` in it is the script.
-        variables: In the place of the file's own, or added.
+        documents: The file's documents: the group's header, and its tasks.
+        folder: For logs and homes; `workspace/train.py` in it is the script.
+        variables: Added to the file's own, or replacing them.
 
     Attributes:
-        pods: The ones that run.
+        pods: The running pods.
     """
 
     def __init__(self, documents: list[dict[str, Any]], folder: Path, variables: Mapping[str, str]) -> None:
@@ -61,16 +61,16 @@ class PlayedJobGroup:
             self._start(name)
 
     def of(self, name: str) -> list[PlayedPod]:
-        """The pods of a task that run now, by index."""
+        """The running pods of a task, by index."""
         return [pod for pod in self.pods if pod.job == name]
 
     def output(self) -> str:
-        """What all pods have said."""
+        """Output of all pods."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
 
     def settle(self) -> list[int]:
-        """Follow the primary tasks until one has ended; if it is to be started again, it has been. Its exit codes."""
+        """Run the primary tasks until one has ended, and restart it if the rules say so; return its exit codes."""
         (name,) = self._header["primary_tasks"]
         pods = self.of(name)
 
@@ -97,7 +97,7 @@ class PlayedJobGroup:
     def _pod(self, task: Mapping[str, Any], index: int, nodes: int) -> PlayedPod:
         home = self.folder / f"{task['name']}-{index}"
         home.mkdir(exist_ok=True)
-        if not (home / "holdfast").exists():  # what `setup` makes
+        if not (home / "holdfast").exists():  # made by `setup`
             (home / "holdfast").symlink_to(sys.prefix)
         given = {
             **{name: value for name, value in task.get("envs", {}).items() if name not in self._variables},

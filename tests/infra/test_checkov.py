@@ -1,4 +1,4 @@
-"""checkov, a scanner for Terraform, over all of infra/: no finding, and a reason for each that is set aside."""
+"""checkov, a scanner for Terraform, over all of infra/: no finding, and a reason for each suppression."""
 
 from __future__ import annotations
 

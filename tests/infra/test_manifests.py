@@ -1,4 +1,4 @@
-"""infra/kubernetes by the published models of Kubernetes, JobSet and Kubeflow's Trainer, and the exit codes' page."""
+"""infra/kubernetes against published models of Kubernetes, JobSet and Kubeflow's Trainer, and the exit codes' page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ JOBS = [
 
 
 def environment_of(job: dict[str, Any]) -> dict[str, Any]:
-    """The variables of the job's container that have a value of their own."""
+    """The variables of the job's container, with their literal values."""
     (container,) = job["template"]["spec"]["containers"]
     return {item["name"]: item.get("value") for item in container.get("env", [])}
 
@@ -120,7 +120,7 @@ def test_no_pod_has_a_privilege_that_it_does_not_need(path: Path, job: dict[str,
 def test_each_wait_is_shorter_than_the_one_around_it(path: Path, job: dict[str, Any]) -> None:
     given = environment_of(job)
     assert given["HOLDFAST_WATCH"] == "sigterm"
-    if path.stem == "runtime-mpi":  # the launcher's variables go to the ranks, in the pods of the nodes
+    if path.stem == "runtime-mpi":  # the launcher forwards its variables to the ranks in the nodes' pods
         (document,) = documents(path)
         job = dict(job_specs(document))["node"]
     pod = job["template"]["spec"]
@@ -171,7 +171,7 @@ def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
             rule | {"targetReplicatedJobs": ["node", "launcher"]} for rule in shown["failurePolicy"]["rules"]
         ]
     }
-    # Another pod of the stager is joined by the ranks that run; one rank less is the end of this start.
+    # Running ranks join a new pod of the stager; the loss of a rank ends this start.
     assert "`action: Ignore` in place of `Count`" in PAGE.read_text()
     for name, job in job_specs(jobset):
         assert job["backoffLimit"] == shown["backoffLimit"]

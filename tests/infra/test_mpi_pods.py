@@ -19,7 +19,7 @@ STAGED = re.compile(r"the checkpoint of step (\d+), saved because rank 1 .* is s
 
 
 def _completed_from(job: PlayedMpiJob, step_min: int) -> None:
-    """The JobSet is done; its last start went on at this step or later, and no step was left out or done twice."""
+    """Check that the JobSet completes; its last start began at this step or later, and each step ran exactly once."""
     assert job.settle() == "Completed", job.output()
     for rank in range(NODES):
         before, after = job.starts(rank)
@@ -45,8 +45,8 @@ def test_a_node_pod_that_is_told_to_go_has_the_ranks_save_and_all_pods_started_a
         gone = job.pods[1]
         job.take(gone, lambda: STAGED.search(job.output()) is not None)
         assert job.settle() == RESTARTED, job.output()
-        # Never with 0: JobSet would take the run for completed.
+        # Not 0: JobSet would take the run for completed.
         assert job.codes[0][gone.name] == AGAIN, job.output()
         assert job.codes[0]["holdfast-launcher-0-0"] != 0, job.output()
-        # The step that the notice made them save is later than any that they would have saved without it.
+        # The step saved because of the notice is later than any step due without it.
         _completed_from(job, MET_AT + 2)

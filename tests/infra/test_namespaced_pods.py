@@ -1,4 +1,4 @@
-"""The command lines of infra/kubernetes/jobset.yaml in pods that are namespaces, by the file's own names and ports."""
+"""The command lines of infra/kubernetes/jobset.yaml in pods that are namespaces, with the file's names and ports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESTARTED = "RestartJobSetAndIgnoreMaxRestarts"
 
 
 def _completed_from(jobset: NamespacedJobSet, step_min: int) -> None:
-    """The last start went on at this step or later, and no step was left out or done twice."""
+    """Check that the last start began at this step or later, and that each step ran exactly once."""
     assert jobset.settle() == "Completed", jobset.output()
     for rank in range(RANKS):
         before, after = starts(jobset, rank)
@@ -40,7 +40,7 @@ def _completed_from(jobset: NamespacedJobSet, step_min: int) -> None:
 
 
 def test_over_tls_a_pod_that_is_told_to_go_is_started_again_with_the_others(tmp_path: Path) -> None:
-    """With what the page adds for TLS. All pods have other addresses then; the certificate is for the stager's name."""
+    """With the page's additions for TLS. Restarted pods have new addresses; the certificate names the stager."""
     document = jobset_document()
     secrets = _add_tls(document, tmp_path)
     with played_in_namespaces(tmp_path, document, secrets) as jobset:
@@ -52,7 +52,7 @@ def test_over_tls_a_pod_that_is_told_to_go_is_started_again_with_the_others(tmp_
         assert jobset.settle() == RESTARTED, jobset.output()
         assert [pod.process.returncode for pod in first] == [AGAIN] * 3, jobset.output()
         assert not set(names.splitlines()[1:]) & set((tmp_path / "names").read_text().splitlines())
-        # The step that the notice made them save is later than any that they would have saved without it.
+        # The step saved because of the notice is later than any step due without it.
         _completed_from(jobset, MET_AT + 2)
         assert "saved because rank 1" in jobset.output()
         ready = [line for line in read_events(tmp_path / "events") if line["event"] == "stager_ready"]
@@ -60,7 +60,7 @@ def test_over_tls_a_pod_that_is_told_to_go_is_started_again_with_the_others(tmp_
 
 
 def test_a_pod_of_a_trainjob_that_is_told_to_go_is_started_again_with_the_others(tmp_path: Path) -> None:
-    """Kubeflow's torch runtime: torchrun's agents meet by the name that the Trainer gives them."""
+    """Kubeflow's torch runtime: torchrun's agents meet at the name that the Trainer sets."""
     with played_in_namespaces(tmp_path, trainer_document()) as jobset:
         jobset.start()
         wait_for_ranks(jobset)
@@ -100,7 +100,7 @@ def _add_tls(document: Any, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _shorten(document: Any, kind: str) -> None:
-    """The rank that is left waits for the one that is lost until it is killed: for 8 seconds, and not for 120."""
+    """Shorten the surviving rank's wait for the lost one, until it is killed, from 120 to 8 seconds."""
     (ranks,) = (one for one in document["spec"]["replicatedJobs"] if one["name"] == kind)
     pod = ranks["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -1,4 +1,4 @@
-"""infra/kubernetes/network-policy.yaml, read as a network reads it: which pods reach which."""
+"""infra/kubernetes/network-policy.yaml, evaluated as a network does: which pods reach which."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _allows(rules: list[dict[str, Any]], side: str, peer: Pod | None, port: int,
 
 
 def reaches(source: Pod | None, target: Pod | None, port: int, protocol: str = "TCP") -> bool:
-    """Whether a connection is let out of the one and into the other; None is outside of the cluster."""
+    """Whether a connection may leave `source` and enter `target`; None is outside of the cluster."""
     for end, peer, kind, side in ((source, target, "Egress", "to"), (target, source, "Ingress", "from")):
         if end is None:
             continue

@@ -1,4 +1,4 @@
-"""The command lines of infra/kubernetes/jobset.yaml as processes: pods are told to go, or lost with their node."""
+"""The command lines of infra/kubernetes/jobset.yaml as processes: pods are evicted, or lost with their node."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_a_pod_that_is_told_to_go_is_started_again_with_the_others_and_the_run_r
         go_on(jobset)
         jobset.of("ranks")[1].terminate()
         assert jobset.settle() == "RestartJobSetAndIgnoreMaxRestarts", jobset.output()
-        # The stager's pod, too, was told to go; it had written what was staged.
+        # The stager's pod was evicted too, and had written all staged steps.
         assert [pod.process.returncode for pod in first] == [AGAIN] * 3, jobset.output()
         assert jobset.settle() == "Completed", jobset.output()
         for rank in range(2):
             before, after = starts(jobset, rank)
             assert before == 0
-            # The step that the notice made them save is later than any that they would have saved without it.
+            # The step saved because of the notice is later than any step due without it.
             assert after > MET_AT + 1
         assert "saved because rank 1" in jobset.output()
 
@@ -51,7 +51,7 @@ def test_the_stagers_pod_is_replaced_and_the_running_ranks_join_it(tmp_path: Pat
         )
         assert jobset.of("ranks") == ranks
         assert all(pod.process.poll() is None for pod in ranks), jobset.output()
-        # The checkpoint that the next notice asks for goes through the stager's new pod.
+        # The checkpoint of the next notice goes through the stager's new pod.
         go_on(jobset)
         ranks[1].terminate()
         assert jobset.settle() == "RestartJobSetAndIgnoreMaxRestarts", jobset.output()

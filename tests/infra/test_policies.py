@@ -1,5 +1,5 @@
-"""Three roles with the least rights that do: what Terraform renders is judged by IAM's rules, by AWS's reference, and
-by moto's server, where holdfast's own store works under it.
+"""Three roles with the least sufficient rights: Terraform's rendering is checked by IAM's rules, by AWS's reference,
+and by moto's server, on which holdfast's own store works with it.
 """
 
 from __future__ import annotations
@@ -172,14 +172,14 @@ def test_the_bucket_refuses_requests_without_tls(whole: Rendered) -> None:
     assert not decide(both, "s3:ListBucket", str(bucket["arn"]), aws__SecureTransport="false")
 
 
-# -- what AWS has ----------------------------------------------------------------------------------------------
+# -- AWS's reference -----------------------------------------------------------------------------------------
 
 
-# Where AWS's own examples say otherwise than its reference.
+# Deviations of AWS's own examples from its reference.
 AS_IN_AWS_EXAMPLES = {
     # Session Manager's minimal policy; bound to an instance, the agent could not register before it knows which it is.
     "ssm:UpdateInstanceInformation can be bound to ['instance', 'managed-instance'], and has Resource *",
-    # Spot instances by RunInstances are checked against the spot request, too.
+    # RunInstances of spot instances is also checked against the spot request.
     f"ec2:RunInstances does not take {EC2}:spot-instances-request/*",
 }
 

@@ -1,4 +1,4 @@
-"""What the examples render as a whole: rules for every resource of a kind, also for one added tomorrow."""
+"""Rules for every resource of a kind in the rendered examples, also for resources added later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAUNCHER_KEYS = {
     "run_id": str,
     "tags": dict,
 }
-# AWS puts no tags on these, or they are parts of something that has them.
+# AWS does not tag these, or they are parts of a tagged resource.
 UNTAGGED = {
     "aws_efs_file_system_policy",
     "aws_efs_mount_target",

@@ -1,4 +1,4 @@
-"""The command lines of infra/skypilot as processes: a rank is killed, and the task is run again."""
+"""The command lines of infra/skypilot as processes: a rank is killed, and the task runs again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_killed_rank_has_its_task_run_again_which_resumes_beside_the_same_stag
             before, after = starts(group, rank)
             assert (before, after >= STEPS - EVERY) == (0, True)
             assert (tmp_path / "out" / f"final-{rank}").read_text() == str(counted_after(after))
-        # Nothing tells the stager to end: the delay before SkyPilot takes its pod away is its time to write.
+        # Nothing tells the stager to end: it writes during the delay before SkyPilot removes its pod.
         assert stager.process.poll() is None
         wait_until(
             lambda: STEPS - 1 in saved(tmp_path),
@@ -47,7 +47,7 @@ def test_a_killed_rank_has_its_task_run_again_which_resumes_beside_the_same_stag
 
 
 def test_a_bug_ends_the_ranks_with_a_code_of_its_own(tmp_path: Path) -> None:
-    """Or with that of its survivor, which asks for one more start, if SkyPilot sees that one first."""
+    """With that code, or with that of its survivor, which asks for a restart, if SkyPilot sees that one first."""
     with played_group(tmp_path) as group:
         (tmp_path / "out" / "bug").touch()
         group.start()

@@ -1,4 +1,4 @@
-"""infra/skypilot as SkyPilot itself reads it, offline."""
+"""infra/skypilot as SkyPilot itself parses it, offline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Parsed = list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def sky(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str], list[str]], dict[str, list[Any]]]:
-    """What SkyPilot makes of the texts of files, and of commands."""
+    """Parse the texts of files, and commands, by SkyPilot."""
     try:
         python = sky_python()
     except Unavailable as reason:
@@ -60,7 +60,7 @@ def parse(sky: Callable[[list[str], list[str]], dict[str, list[Any]]]) -> Callab
 
 @pytest.fixture(scope="session")
 def as_parsed(parse: Callable[[list[str]], Parsed]) -> dict[str, dict[str, Any]]:
-    """By the name of the file."""
+    """SkyPilot's result by the name of the file."""
     found = parse([path.read_text() for path in FILES])
     return {path.stem: one for path, one in zip(FILES, found, strict=True)}
 
@@ -125,13 +125,13 @@ def test_a_job_group_on_machines_of_a_cloud_is_refused_because_it_has_no_names_t
 def test_75_starts_the_ranks_again_as_often_as_it_takes_and_a_bug_three_times(
     as_parsed: dict[str, dict[str, Any]],
 ) -> None:
-    """By SkyPilot's own count; of a task with two machines the first to end has the other one killed: 137."""
+    """By SkyPilot's own count; with two machines the first to end makes SkyPilot kill the other one: 137."""
     for file, task in (("job-group", "ranks"), ("ranks", "holdfast-ranks")):
         assert as_parsed[file]["restarts"][task] == [True] * 9 + [True] * 3 + [False] + [True]
 
 
 def test_each_task_restarts_on_the_machines_that_it_has(as_parsed: dict[str, dict[str, Any]]) -> None:
-    """SkyPilot's default strategy terminates them first, and the stager's ring with them."""
+    """SkyPilot's default strategy terminates the machines first, and the stager's ring with them."""
     for name, found in as_parsed.items():
         assert set(found["strategies"].values()) == {"FailoverStrategyExecutor"}, name
 

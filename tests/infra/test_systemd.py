@@ -1,4 +1,4 @@
-"""infra/systemd: known to systemd, and in step with what the stager does when it is told to stop, and ends with."""
+"""infra/systemd: accepted by systemd, and consistent with the stager's shutdown and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = INFRA.parent / "docs" / "exit-codes.md"
 
 @pytest.fixture
 def unit() -> dict[str, list[str]]:
-    """What each word is set to, in order."""
+    """The values of each setting, in order."""
     found = defaultdict(list)
     for line in UNIT.read_text().splitlines():
         if "=" in line and not line.startswith("#"):
@@ -51,7 +51,7 @@ def test_systemd_knows_every_word_of_it(tmp_path: Path) -> None:
 
 def test_the_unit_has_time_to_write_staged_checkpoints(unit: dict[str, list[str]]) -> None:
     config = StagerConfig.from_sources(store="s3://bucket/run")
-    # What is under way may still come in, then all is written, then the ranks hear that it is over.
+    # Payloads under way may still arrive, then all is written, then the ranks are told.
     takes = max(config.offer_seconds_max, config.chunk_seconds_max)
     takes += service._DRAIN_SECONDS_MAX + standing._GOODBYE_SECONDS_MAX
     (given,) = unit["TimeoutStopSec"]
@@ -59,7 +59,7 @@ def test_the_unit_has_time_to_write_staged_checkpoints(unit: dict[str, list[str]
     assert found
     assert takes < 60 * int(found[1])
     assert unit["KillSignal"] == ["SIGTERM"]
-    # A SIGTERM of systemd to the flusher, too, would end it while steps come in.
+    # If systemd sent SIGTERM to the flusher too, it would end while steps still arrive.
     assert unit["KillMode"] == ["mixed"]
     assert "SendSIGHUP" not in unit
 

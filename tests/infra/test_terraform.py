@@ -1,7 +1,7 @@
 """Terraform itself on every module and example: formatted, initialised, valid, and its own tests pass.
 
-The provider has the schema of hashicorp/aws 6.25.0, and nothing behind it: wrong arguments, types and references are
-found, wrong enumerations and what AWS thinks of it all are not. infra/README.md says how to run this on the true one.
+The provider has the schema of hashicorp/aws 6.25.0, and no code behind it: wrong arguments, types and references are
+found, wrong enumerations and AWS's own rules are not. infra/README.md explains how to use the real provider.
 """
 
 from __future__ import annotations

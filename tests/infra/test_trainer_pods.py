@@ -1,4 +1,4 @@
-"""The commands of Kubeflow's torch runtime as processes, as its Trainer makes a JobSet of runtime and job."""
+"""The commands of Kubeflow's torch runtime as processes, from the JobSet that its Trainer makes of runtime and job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_pod_of_a_trainjob_that_is_told_to_go_has_the_run_started_again(tmp_pa
         for rank in range(2):
             before, after = starts(jobset, rank)
             assert before == 0
-            # The step that the notice made them save is later than any that they would have saved without it.
+            # The step saved because of the notice is later than any step due without it.
             assert after > MET_AT + 1
             assert (tmp_path / "out" / f"final-{rank}").read_text() == str(counted_after(after))
 

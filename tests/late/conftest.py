@@ -1,4 +1,4 @@
-"""Without the late runtime these tests are skipped, each with the reason."""
+"""Skips these tests without the late runtime, each with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if is_late():
-        # They let captures fail, and up to torch 2.11 the generator and the allocator of the process do not recover.
+        # They make captures fail, and up to torch 2.11 the process's generator and allocator do not recover.
         items.sort(key=lambda item: item.path == _HERE / "test_graphs.py")
         return
     for item in items:

@@ -1,4 +1,4 @@
-"""What a test asks the late runtime and orders of it, from inside the process that runs on it."""
+"""Control of the late runtime from inside the process that runs on it: policies, faults, counts."""
 
 from __future__ import annotations
 
@@ -45,24 +45,26 @@ class LateMachine:
         ]
 
     def policy(self, name: str) -> None:
-        """`side_lazy`, `lazy`, `eager` or `dice:SEED`: when what is queued gets done."""
+        """Set when queued work is done: `side_lazy`, `lazy`, `eager` or `dice:SEED`."""
         assert self._library.late_policy(name.encode()) == 0, f"no policy is called {name}"
 
     def fail(
         self, call: str, *, after: int = 0, times: int = 1, error: int = OUT_OF_MEMORY, lasting: bool = False
     ) -> None:
-        """Let `times` calls of this name fail, after this many that do not; "any" is each call. A lasting error is that
-        of every call from then on, as after an illegal access."""
+        """Make `times` calls of this name fail, after `after` calls that succeed; "any" means each call. After a
+        lasting error every call fails with it, as after an illegal access.
+        """
         self._library.late_fail(call.encode(), after, times, error, int(lasting))
 
     def heal(self) -> None:
-        """Take back every fault, and forget the error that one has left."""
+        """Remove all faults, and clear the error that one has left."""
         self._library.late_heal()
 
     def count(self, what: str, *, of_this_thread: bool = False) -> int:
-        """How often a call of the runtime was made, by its name; or `host_waits`, `spinning_waits` (of an event made
-        without blocking synchronisation), `pageable_copies`, `mapped_bytes` (memory that a device had to map, which
-        waits for all that is queued there), `locked_bytes` (host memory that was locked)."""
+        """How often a call of the runtime was made, by its name; or `host_waits`, `spinning_waits` (for an event
+        without blocking synchronization), `pageable_copies`, `mapped_bytes` (memory that a device had to map, which
+        waits for all queued work of that device), `locked_bytes` (host memory that was locked).
+        """
         return int(self._library.late_count(what.encode(), int(of_this_thread)))
 
     def host_waits(self) -> int:
@@ -70,7 +72,7 @@ class LateMachine:
         return self.count("host_waits", of_this_thread=True)
 
     def pending(self) -> int:
-        """How much work is queued and not done."""
+        """Number of queued operations that are not done."""
         return int(self._library.late_pending())
 
     def copied(self, stream: int) -> Copied:
@@ -82,23 +84,23 @@ class LateMachine:
         return int(self._library.late_pinned_bytes())
 
     def device_bytes(self, device: int = 0) -> int:
-        """Memory of a device that is allocated, by torch's allocator or anybody."""
+        """Memory of a device that is allocated, by torch's allocator or any other code."""
         return int(self._library.late_device_bytes(device))
 
     def violations(self) -> list[str]:
-        """Rules that were broken since this was asked last, though no call fails for it."""
+        """Rules that were broken since the last call, although no CUDA call failed for it."""
         return str(self._library.late_violations().decode()).splitlines()
 
     @contextmanager
     def no_mapping(self) -> Iterator[None]:
-        """No device maps memory in this block, for whichever thread."""
+        """Check that no device maps memory in this block, for any thread."""
         before = self.count("mapped_bytes")
         yield
         assert self.count("mapped_bytes") == before
 
     @contextmanager
     def no_host_waits(self) -> Iterator[None]:
-        """Nothing in this block, in this thread, waits for a device."""
+        """Check that this thread does not wait for a device in this block."""
         before = self.host_waits()
         yield
         assert self.host_waits() == before, f"{self.host_waits() - before} waits for the device"

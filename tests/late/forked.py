@@ -1,7 +1,7 @@
-"""`python -m tests.late.forked POLICIES FILE...`: each file in a process of its own, forked from one with torch.
+"""`python -m tests.late.forked POLICIES FILE...`: runs each file in a process of its own, forked from one with torch.
 
-A test may count what its whole process has locked and allocated, or break its generator. Importing torch for each of
-them would be half of all that they take.
+A test may count the memory that its whole process has locked and allocated, or break the generator. Importing torch in
+each process would double the time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import sys
 
 import pytest
-import torch._dynamo  # what the first optimizer imports
+import torch._dynamo  # the first optimizer imports it
 
 
 def _run(policies: str, file: str) -> int:
-    """The exit code of pytest, in a child; it is the first in which the device is touched."""
+    """Run pytest in a child; return its exit code. The parent never touches the device."""
     assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""A pytest plugin for tests on the late device: each test runs under each policy, and breaks no rule of CUDA."""
+"""A pytest plugin for tests on the late device: runs each under each policy; a broken rule of CUDA fails it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("late")
     policies = metafunc.config.getoption("--late-policies").split(",")
-    if marker:  # of its own policies those that are asked for, and all of them where none is
+    if marker:  # those of its own policies that were requested; if there are none, all of its own
         policies = [policy for policy in marker.args if policy in policies] or marker.args
     metafunc.parametrize("late_policy", policies, indirect=True, scope="function")
 
 
 @pytest.fixture(scope="session")
 def late() -> LateMachine:
-    """The machine that this process runs on."""
+    """The late runtime of this process."""
     return LateMachine()
 
 
 @pytest.fixture(autouse=True)
 def late_policy(late: LateMachine, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The policy of this test: of its mark `late`, or of the command line."""
+    """The policy of this test: from its mark `late`, or from the command line."""
     import torch
 
     late.policy(request.param)
@@ -41,12 +41,11 @@ def late_policy(late: LateMachine, request: pytest.FixtureRequest) -> Iterator[s
     late.heal()
     late.policy("eager")
     for device in range(torch.cuda.device_count()):
-        torch.cuda.set_stream(torch.cuda.default_stream(device))  # a capture that fails leaves its own
+        torch.cuda.set_stream(torch.cuda.default_stream(device))  # a failed capture leaves its own stream set
         torch.cuda.synchronize(device)
     torch.cuda.set_device(0)
     torch.cuda.empty_cache()
     for device in range(torch.cuda.device_count()):
-        torch.cuda.reset_peak_memory_stats(
-            device
-        )  # what one test took is nothing that the next is to be left room for
+        # The next test must not leave room for the peak of this one.
+        torch.cuda.reset_peak_memory_stats(device)
     assert late.violations() == []

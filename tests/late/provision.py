@@ -1,6 +1,6 @@
 """torch's CUDA build and the libraries under it, made once: unpacked wheels, compiled sources.
 
-    pip download ─► wheels unpacked ─► which symbols does torch want? ─► ours compiled, empty ones for the rest
+    pip download ─► wheels unpacked ─► which symbols does torch need? ─► ours compiled, stand-ins for the rest
 
 They lie in .services/late, or in the folder that LATE_HOME names, which several working copies may share.
 `python -m tests.late --install` makes them ahead of time. LATE_TORCH names another version of torch than the default.
@@ -32,16 +32,16 @@ _DOWNLOAD_SECONDS_MAX = 600
 
 
 class NoLateRuntime(Exception):
-    """The runtime cannot be made on this machine; says what is missing."""
+    """The runtime cannot be made on this machine; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class LateRuntime:
-    """What `install` made.
+    """The result of `install`.
 
     Attributes:
         torch: The folder to import torch's CUDA build from.
-        libraries: The ones that torch is to find in the place of CUDA's.
+        libraries: Libraries that torch loads in place of CUDA's.
     """
 
     torch: Path
@@ -50,7 +50,7 @@ class LateRuntime:
     def environment(
         self, *, policy: str = "side_lazy", devices: int = 1, device_mib: int = 1024
     ) -> dict[str, str]:
-        """The variables of a process that shall see `devices` devices of so much memory each."""
+        """The variables of a process that sees `devices` devices, with `device_mib` of memory each."""
         return {
             "PYTHONPATH": os.pathsep.join(map(str, (self.torch, self.libraries, _ROOT))),
             "LD_LIBRARY_PATH": str(self.libraries),
@@ -62,10 +62,10 @@ class LateRuntime:
 
 
 def install() -> LateRuntime:
-    """Make what is not there yet; several processes may ask at the same time.
+    """Make the missing parts; several processes may call this at the same time.
 
     Raises:
-        NoLateRuntime: With what could not be had, and why.
+        NoLateRuntime: With the part that could not be made, and why.
     """
     missing = [tool for tool in ("gcc", "g++", "readelf", "nm") if shutil.which(tool) is None]
     if missing:
@@ -84,9 +84,9 @@ def install() -> LateRuntime:
 
 
 def _unpacked(home: Path) -> Path:
-    """torch's CUDA build and CUDA's headers, from the index that pip is set up for."""
+    """Download and unpack torch's CUDA build and CUDA's headers, from pip's index."""
     version = os.environ.get("LATE_TORCH") or _TORCH
-    # `===`: exactly this version, and not the CPU build of it, which some indexes call 2.13.0+cpu.
+    # `===`: exactly this version, and not its CPU build, which some indexes call 2.13.0+cpu.
     torch = f"torch==={version}"
     wanted = "\n".join((torch, *_HEADERS))
     # Each version has a folder of its own, so that two runs at the same time do not replace each other's.
@@ -99,23 +99,22 @@ def _unpacked(home: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=home) as wheels:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        # No cache: the wheel has half a gigabyte, and would lie there once more.
+        # No cache: it would store the wheel of half a gigabyte a second time.
         _run([*pip, "--no-cache-dir", "--dest", wheels, torch, *_HEADERS])
         for wheel in sorted(Path(wheels).glob("*.whl")):
             with zipfile.ZipFile(wheel) as packed:
-                # torch would find the libraries of the other wheels before ours.
+                # Skip CUDA's libraries: torch would find them before ours.
                 packed.extractall(folder, [name for name in packed.namelist() if "cu13/lib/" not in name])
             if wheel.name.startswith("torch-") and not (folder / "torch/lib/libtorch_cuda.so").exists():
                 raise NoLateRuntime(f"the index has a build of torch without CUDA: {wheel.name}")
-    (folder / "torch/bin/torch_shm_manager").chmod(
-        0o755
-    )  # zipfile forgets it, and torch will not start without
+    # zipfile drops this mode, and torch will not start without it.
+    (folder / "torch/bin/torch_shm_manager").chmod(0o755)
     stamp.write_text(wanted)
     return folder
 
 
 def _compiled(home: Path, torch: Path) -> Path:
-    """The libraries of these sources; those of other sources stay, for another working copy."""
+    """The compiled libraries of these sources; those of other sources stay, for another working copy."""
     sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
     seen = hashlib.sha256(str(torch).encode())
     for source in [*sources, HERE / "stand_ins.py", HERE / "provision.py"]:
@@ -143,7 +142,7 @@ def _compiled(home: Path, torch: Path) -> Path:
             *(f"-L{folder}", "-l:libcudart.so.13", "-Wl,--allow-shlib-undefined"),
         ]
     )
-    # torch itself loads what is registered so, in each process that imports it.
+    # torch loads entry points registered like this in each process that imports it.
     registered = folder / "late-1.dist-info"
     registered.mkdir()
     (registered / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1\n")

@@ -1,4 +1,4 @@
-"""Runs tests on the late device in a process of their own; skips where the late runtime cannot be had."""
+"""Runs tests on the late device in a separate process; skips them if the late runtime cannot be made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def late_runtime() -> LateRuntime:
-    """The runtime, made if need be."""
+    """The runtime; installs it first if necessary."""
     try:
         return install()
     except NoLateRuntime as reason:
@@ -24,12 +24,12 @@ def late_runtime() -> LateRuntime:
 
 
 def run_late(*arguments: str) -> None:
-    """`python -m tests.late ARGUMENTS`, which must pass."""
+    """Run `python -m tests.late ARGUMENTS`, which must pass."""
     _pass(*arguments, "-q")
 
 
 def run_late_files(policies: str, files: Sequence[str]) -> None:
-    """The tests of these files, each file in a process of its own."""
+    """Run the tests of these files, each file in a process of its own."""
     _pass("--policies", policies, "--python", "-m", "tests.late.forked", policies, *files)
 
 

@@ -1,7 +1,7 @@
-"""Libraries that torch's CUDA build links to, without CUDA: ours is real, of each other one only the names are there.
+"""Stand-ins for the CUDA libraries that torch's CUDA build links to; only libcudart is ours and real.
 
-A symbol has the version that torch asks for (`cublasCreate_v2@libcublas.so.13`), or the loader refuses it. A stand-in
-that is called says that it is not supported.
+A symbol has the version that torch asks for (`cublasCreate_v2@libcublas.so.13`), or the loader rejects the library. A
+stand-in's function returns "not supported".
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 __all__ = ["write_stand_ins"]
 
 _SYSTEM = re.compile(r"(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux.*|libgomp.*)\.so")
-# Libraries whose symbols have no version: known by how their names begin.
+# Libraries whose symbols have no version: recognized by the prefix of the names.
 _PREFIXES = {
     "libnccl.so.2": "nccl",
     "libcufile.so.0": "cuFile",
     "libcusparseLt.so.0": "cusparseLt",
     "libcuda.so.1": "cu",
 }
-# Those of other libraries that begin like the driver's.
+# Names of other libraries with the driver's prefix.
 _NOT_DRIVER = re.compile(r"cu(da|blas|dnn|sparse|solver|pti|fft|rand|File)")
 _NOT_SUPPORTED = 801  # cudaErrorNotSupported
-# torch asks it before it makes a context; there always is one.
+# torch calls it before it makes a context; there always is one.
 _CONTEXT = (
     "int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) "
     "{ *flags = 0; *active = 1; return 0; }\n"
@@ -33,7 +33,7 @@ _CONTEXT = (
 
 
 def write_stand_ins(torch_libraries: Path, folder: Path, runtime: Sequence[Path]) -> None:
-    """Make in `folder` whatever the libraries of torch need; `runtime`: the compiled files of libcudart."""
+    """Write stand-ins for all that torch's libraries need; `runtime`: the compiled files of libcudart."""
     needed, wanted = _wants(torch_libraries)
     implemented = _defined(runtime)
     for library in sorted(needed):
@@ -50,7 +50,7 @@ def write_stand_ins(torch_libraries: Path, folder: Path, runtime: Sequence[Path]
 
 
 def _wants(folder: Path) -> tuple[set[str], dict[str, set[str]]]:
-    """Libraries that are not there, and the undefined symbols by their version."""
+    """Missing libraries, and the undefined symbols by their version."""
     there = {path.name for path in folder.iterdir()}
     needed: set[str] = set()
     wanted: dict[str, set[str]] = defaultdict(set)
@@ -97,7 +97,7 @@ def _link(folder: Path, library: str, version: str, code: str, objects: Sequence
         script.write_text(f"{version} {{ global: *; }};\n")
         flags.append(f"-Wl,--version-script={script}")
     compiled = source.with_suffix(".o")
-    # -w: the compiler knows other types of some of these names.
+    # -w: the compiler knows some of these names with other types.
     _said("gcc", "-w", "-fPIC", "-c", source, "-o", compiled)
     _said("g++", *flags, compiled, *objects, "-o", folder / library)
 

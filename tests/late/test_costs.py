@@ -1,4 +1,4 @@
-"""What a save costs on the late device, in counts: launches, waits, transfers, bytes that are mapped or locked."""
+"""The cost of a save on the late device, in counts: launches, waits, transfers, bytes that are mapped or locked."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.calls import calls_here
 from tests.unit.trainer_side.tiers.ranks import until
 
 pytestmark = pytest.mark.late("lazy")
-WARM_UP = 2  # saves, of which the first knows nothing of the training
+WARM_UP = 2  # saves; the first knows nothing about the training yet
 SAVES = 6
 LAUNCHES_MAX, COPIES_MAX, BATCHES_MAX = 16, 4, 80
-UPDATE_LAUNCHES = 20  # of the optimizer that updates many
+UPDATE_LAUNCHES = 20  # of the optimizer, per update of many tensors
 SECONDS_MAX = 60
-CALLS_PER_TENSOR_MAX = 20  # each has a dictionary of its own in the state of its optimizer
+CALLS_PER_TENSOR_MAX = 20  # each tensor has its own dictionary in the optimizer's state
 
 # Name ─► device_bytes_max, and whether a slot of a tier in memory is the staging area.
 STRATEGIES: dict[str, tuple[str | None, bool]] = {
@@ -61,7 +61,7 @@ def _now(late: LateMachine) -> list[int]:
 
 @pytest.fixture
 def shared_memory() -> Iterator[Path]:
-    """A folder in memory: what is mapped of one on a disk cannot be locked."""
+    """A folder in memory: a mapped file on a disk cannot be locked."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 
@@ -81,7 +81,7 @@ class CountedRank:
         self.rank = DeviceRank(monkeypatch, **more, **settings)
 
     def costs(self) -> list[Cost]:
-        """For each save, one after the other, with a step between them."""
+        """The cost of each save in a row, with a step between saves."""
         return [self._save(step) for step in range(SAVES)]
 
     def _save(self, step: int) -> Cost:
@@ -98,7 +98,7 @@ class CountedRank:
         return Cost(*own, *(after - had for had, after in zip(before[5:], done[5:], strict=True)))
 
     def _land(self, step: int) -> None:
-        """The bytes are those of the moment of `save()`."""
+        """Check that the bytes are those at `save()`."""
         if not self._in_slot:
             self.rank.land(step)
             return
@@ -125,7 +125,7 @@ def test_from_the_third_save_on_nothing_is_waited_for_mapped_or_locked_in_it(
 
 
 def many(count: int, numbers: int) -> tuple[torch.nn.ParameterList, torch.optim.Optimizer]:
-    """Parameters of one size, and what updates them."""
+    """Parameters of one size, and their optimizer."""
     tensors = torch.nn.ParameterList(torch.zeros(numbers, device="cuda") for _ in range(count))
     for one in tensors:
         one.grad = torch.ones_like(one)
@@ -163,7 +163,7 @@ def test_launches_and_transfers_do_not_grow_with_the_number_of_tensors(
             # Hashes of the frozen tensor, and one launch for each width of elements; large tensors have copies.
             assert cost.launches <= LAUNCHES_MAX
             assert cost.copies <= (count if is_large else 0) + COPIES_MAX
-            # One for each section; at 32 MiB the next one begins.
+            # One copy for each section of 32 MiB.
             assert cost.all_copies - cost.copies <= 1 + count * numbers * 4 // (32 << 20) + COPIES_MAX
         else:
             assert cost.all_copies <= BATCHES_MAX

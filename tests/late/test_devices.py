@@ -1,4 +1,4 @@
-"""The rules of devices, their memory and their errors that the late runtime plays."""
+"""The late runtime's rules of devices, their memory and their errors."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_op_runs_on_the_device_of_its_tensors() -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_gradient_that_nobody_wants_is_none(wanted: bool) -> None:
-    """The first layer's input needs none."""
+    """The first layer's input needs no gradient."""
     there, here = (torch.nn.BatchNorm1d(3).to(device) for device in ("cuda", "cpu"))
     numbers = torch.arange(12.0).view(4, 3) ** 2
     ends = []
@@ -198,7 +198,7 @@ def test_generators_are_of_a_device_each() -> None:
 
 def test_an_allocation_is_refused_where_a_test_wants_it(late: LateMachine) -> None:
     torch.cuda.empty_cache()
-    late.fail("cudaMalloc", after=1, times=2)  # torch frees what it has cached, and asks once more
+    late.fail("cudaMalloc", after=1, times=2)  # torch frees its cache, and tries once more
     kept = block(64)
     with pytest.raises(torch.OutOfMemoryError):
         block(64)
@@ -257,7 +257,7 @@ def test_memory_is_registered_once(late: LateMachine) -> None:
 
 
 def test_a_mapped_file_on_a_disk_cannot_be_registered(tmp_path: Path, tmpfs: Path, late: LateMachine) -> None:
-    """A shared one: what a program changes in a private one is its own."""
+    """A shared mapping: changes to a private one stay in the process."""
     if file_system_of(tmp_path) in IN_MEMORY:
         pytest.skip(f"{tmp_path} is in memory here")
     before = late.pinned_bytes()
@@ -300,7 +300,7 @@ def test_memory_that_cuda_gave_is_taken_back(late: LateMachine) -> None:
 
 
 def test_the_runtime_that_is_called_is_torchs_and_not_another_one_in_the_process(tmp_path: Path) -> None:
-    """Such as that of torch's wheels beside the late one, or that of another package: it may have no device."""
+    """Another runtime in the process, such as that of torch's wheels or of another package, may have no device."""
     source, other = tmp_path / "other.c", tmp_path / "libcudart.so.11"
     source.write_text(
         "int cudaGetLastError(void) { return 35; }\nint cudaHostRegister(void) { return 35; }\n"

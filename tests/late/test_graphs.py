@@ -1,4 +1,4 @@
-"""The rules of captured graphs that the late runtime plays: what a replay does again, what ends a capture."""
+"""The late runtime's rules of captured graphs: which work a replay repeats, which calls end a capture."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_call_of_another_thread_invalidates_a_capture_in_global_mode(
         }
         try:
             calls[call]()
-        except Exception as error:  # noqa: BLE001 - which one CUDA raises is looked at below
+        except Exception as error:  # noqa: BLE001 - the error is checked below
             failed.append(error)
 
     graph = torch.cuda.CUDAGraph()
@@ -108,7 +108,7 @@ def test_a_call_of_another_thread_invalidates_a_capture_in_global_mode(
 
 
 def _malloc() -> None:
-    """What torch's allocator guards with a relaxed mode of its own, as anybody else calls it."""
+    """Call cudaMalloc outside torch's allocator, which would guard the call by a relaxed capture mode."""
     import ctypes
 
     pointer = ctypes.c_void_p()

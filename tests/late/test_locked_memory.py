@@ -1,4 +1,4 @@
-"""Memory of slots and areas is locked beside the training, in a thread of its own, and goes back whatever happens."""
+"""Memory of slots and areas is locked in a thread beside the training, and is unlocked whatever happens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 60
 
 
 class Locks:
-    """Each lock of much memory, and the thread that asked for it. The locks of other threads wait until they may."""
+    """Records each lock of much memory with its thread. Locks by other threads wait for permission."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -33,7 +33,7 @@ class Locks:
 
     def note(self, lock: Callable[..., int]) -> Callable[..., int]:
         def noted(runtime: DeviceRuntime, address: int, nbytes: int) -> int:
-            if nbytes > 9 << 20:  # not the 8 MiB through which small tensors cross
+            if nbytes > 9 << 20:  # not the 8 MiB buffer for small tensors
                 self.threads.append(threading.current_thread().name)
                 if len(self.threads) > 1 and threading.current_thread().name == "holdfast-memory":
                     assert self.may.wait(SECONDS)
@@ -53,7 +53,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
 def rank(
     request: pytest.FixtureRequest, tmp_path: Path, tmpfs: Path, monkeypatch: pytest.MonkeyPatch, locks: Locks
 ) -> Iterator[DeviceRank]:
-    """With slots that are areas, or with areas of its own."""
+    """A rank with slots as areas, or with areas of its own."""
     direct = {"tiers": [f"memory:{tmpfs}"], "tier_slots": SLOTS, "store": f"file://{tmp_path}/store"}
     more: dict[str, Any] = direct if request.param == "slots" else {"in_flight_max": SLOTS}
     found = DeviceRank(monkeypatch, device_bytes_max="0", on_full="wait", **more)

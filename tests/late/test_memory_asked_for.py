@@ -1,4 +1,4 @@
-"""A step of training that takes all that is left of the device gets it, after a save and beside a copy."""
+"""A training step that needs all remaining memory of the device gets it, after a save and during a copy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainer_side.save.copier import Copier, CopyJob
 pytestmark = pytest.mark.late("lazy", "side_lazy")
 SECONDS_MAX = 60
 _MIB = 1 << 20
-_LEFT_MIB = 80  # of the device, beside what is somebody else's
+_LEFT_MIB = 80  # of the device, beside other users' memory
 _HOLE_BYTES = 3 * _MIB // 2  # the smallest that torch takes from a segment of large blocks
-_BESIDE_BYTES = 4 * _MIB  # what a step takes beside its one large activation
+_BESIDE_BYTES = 4 * _MIB  # used by a step beside its one large activation
 _ONE_PIECE_MIB = 400
-_ROOM_MIB, _NO_ROOM_MIB = 160, 60  # free beside: a tenth of the device is left alone
+_ROOM_MIB, _NO_ROOM_MIB = 160, 60  # free beside; saves leave a tenth of the device alone
 _SEGMENT_BYTES = 12 * _MIB  # a block that torch takes for itself alone
 _MIRRORED = "copied on the device first"
 
@@ -33,7 +33,7 @@ def block(nbytes: int) -> torch.Tensor:
 
 
 def filled_up(left_mib: int = _LEFT_MIB) -> tuple[list[torch.Tensor], int]:
-    """Memory of somebody else, and the bytes that are left: in one piece, and nowhere else."""
+    """Fill the device; return the blocking tensors, and the number of free bytes, which lie in one piece."""
     gc.collect()
     torch.cuda.empty_cache()
     kept, before = [], torch.cuda.memory_reserved()
@@ -42,7 +42,7 @@ def filled_up(left_mib: int = _LEFT_MIB) -> tuple[list[torch.Tensor], int]:
     kept.pop()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    for mib in itertools.count(left_mib):  # the device has holes as well
+    for mib in itertools.count(left_mib):  # the device's memory has holes too
         try:
             kept.append(block(free - mib * _MIB))
             break
@@ -55,7 +55,7 @@ def filled_up(left_mib: int = _LEFT_MIB) -> tuple[list[torch.Tensor], int]:
 def test_an_activation_that_fills_the_device_is_given(
     limit: dict[str, Any], late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each copy begins only when the step after its save has had all of its memory."""
+    """Each copy begins only after the step after its save has allocated all of its memory."""
     may_copy, copy = threading.Event(), Copier._copy
 
     def late_copy(copier: Copier, job: CopyJob) -> None:
@@ -73,7 +73,7 @@ def test_an_activation_that_fills_the_device_is_given(
         rank.update()
         if step:
             rank.land(step - 1)
-        if step > 1:  # the first ends its copy itself: no hook is proven yet
+        if step > 1:  # the first save finishes its own copy: no hook is proven yet
             may_copy.clear()
         rank._noted = {f"model.{name}": one.cpu() for name, one in rank.model.state_dict().items()}
         assert rank.checkpointer.save(step)
@@ -89,7 +89,7 @@ def test_an_activation_that_fills_the_device_is_given(
 def test_a_block_that_torch_keeps_is_given_in_one_piece_while_a_mirror_lives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The device has room for a mirror beside it, and not for a second such block."""
+    """The device has room for a mirror beside the block, and not for a second such block."""
     caplog.set_level("INFO", "holdfast.trainer")
     may_begin = as_late_as_may_be(monkeypatch)
     rank = DeviceRank(monkeypatch, in_flight_max=1)
@@ -113,7 +113,7 @@ def test_a_block_that_torch_keeps_is_given_in_one_piece_while_a_mirror_lives(
 
 
 def of_a_graph(nbytes: int) -> object:
-    """Memory that only the replays of a graph use."""
+    """Memory reserved for the replays of a graph."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -122,7 +122,7 @@ def of_a_graph(nbytes: int) -> object:
 
 
 def of_a_pool(nbytes: int) -> object:
-    """Memory that only tensors made under this pool get."""
+    """Memory reserved for tensors made under this pool."""
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         block(nbytes)
@@ -157,12 +157,12 @@ def test_private_memory_that_is_not_in_use_is_no_room_for_a_mirror(
 def test_memory_of_a_copy_is_kept_by_torch_and_in_use_no_longer_than_the_copy(
     limit: str, late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next save finds it again; `empty_cache` gives all of it back."""
+    """The next save reuses the memory; `empty_cache` frees all of it."""
     rank = DeviceRank(monkeypatch, device_bytes_max=limit, in_flight_max=1)
     rank.save(0)
     rank.land(0)
     assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
-    gc.collect()  # what the test before has left would go meanwhile
+    gc.collect()  # else leftovers of the test before would be freed during the test
     torch.cuda.empty_cache()
     before = late.device_bytes()
     for step in range(1, 5):
@@ -191,7 +191,7 @@ def test_memory_of_a_copy_is_kept_by_torch_and_in_use_no_longer_than_the_copy(
 def test_training_that_wants_what_is_kept_for_copies_gets_it_and_goes_on_saving(
     limit: dict[str, Any], late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asks for all that nobody uses, without a word of `empty_cache`."""
+    """The training allocates all unused memory, without calling `empty_cache`."""
     rank = DeviceRank(monkeypatch, in_flight_max=1, **limit)
     for step in range(4):
         assert rank.save(step)
@@ -209,7 +209,7 @@ def test_training_that_wants_what_is_kept_for_copies_gets_it_and_goes_on_saving(
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() == left, "something was kept from the training"
     assert left > reserved
-    if rank.checkpointer.save(4):  # or it is declined: it never raises
+    if rank.checkpointer.save(4):  # a save may be declined here, but never raises
         rank.land(4)
     assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
     activations.clear()

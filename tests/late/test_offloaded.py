@@ -1,4 +1,4 @@
-"""Moments that an optimizer keeps in host memory, beside a model on a device, come back to host memory."""
+"""Moments that an optimizer keeps in host memory, beside a model on a device, are restored to host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGE = 1 << 16
 
 
 class Offloading(torch.optim.SGD):
-    """As offloading optimizers of others: updates are made on the host, where the moments lie, nested or not."""
+    """Like third-party offloading optimizers: updates run on the host, where the moments lie, nested or not."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -50,7 +50,7 @@ def moments(state: dict[str, Any]) -> list[torch.Tensor]:
 def test_offloaded_moments_stay_in_host_memory(
     steps: int, is_locked: bool, tmp_path: Path, late: LateMachine
 ) -> None:
-    """For an optimizer without a state the file says where."""
+    """For an optimizer without a state, the file tells where moments belong."""
     publish_named(tmp_path, 3, job("cuda", steps=2))
     fresh = job("cuda", steps=steps)
     before = late.device_bytes()

@@ -1,4 +1,4 @@
-"""The rules of order that the late runtime plays: what a missing wait does, and that a right one is enough."""
+"""The late runtime's rules of order: the effect of a missing wait, and that a correct wait is enough."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ N = 1 << 16
 
 
 def numbers() -> torch.Tensor:
-    """On the device, all there."""
+    """Zeros on the device, written already."""
     made = torch.zeros(N, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     return made
@@ -48,7 +48,7 @@ def test_kernels_wait_for_nobody_and_nobody_waits_for_them(late: LateMachine) ->
 def test_a_stream_that_does_not_wait_reads_what_was_there_before(
     waits: bool, late: LateMachine, late_policy: str
 ) -> None:
-    """Under `eager` a stream that waits is right as well as one that does not."""
+    """Under `eager` even a stream that does not wait reads the right bytes."""
     live, copy, side = numbers(), numbers(), stream()
     with torch.cuda.stream(side):
         live.fill_(7)
@@ -137,7 +137,7 @@ def test_only_a_blocking_stream_is_ordered_with_the_default_one(flags: int) -> N
 @LAZY
 @pytest.mark.parametrize("kept", [False, True])
 def test_memory_that_a_queued_kernel_reads_is_given_away_unless_it_is_recorded(kept: bool) -> None:
-    """torch's allocator gives memory back to its own stream at once; another stream has to say that it reads it."""
+    """torch's allocator returns memory to its own stream at once; other streams must record that they read it."""
     torch.cuda.empty_cache()
     live, copy, side = numbers(), numbers(), stream()
     address = live.data_ptr()
@@ -191,7 +191,7 @@ def _with_dice(late: LateMachine, seed: int) -> str:
 
 @LAZY
 def test_dice_fall_one_way_and_the_other_and_again_for_the_same_seed(late: LateMachine) -> None:
-    _with_dice(late, 5)  # with its allocations, which take throws as well
+    _with_dice(late, 5)  # warms up allocations, which throw dice too
     first = _with_dice(late, 5)
     assert set(first) == {"0", "1"}
     assert first == _with_dice(late, 5)

@@ -1,4 +1,4 @@
-"""Each missing wait that is planted in the copy from a device tears a copy under some policy; without, none is torn."""
+"""Each missing wait, planted in the copy from a device, tears a copy under some policy; without one none is torn."""
 
 from __future__ import annotations
 import __future__
@@ -16,9 +16,9 @@ from trainer_side.save.device_copy import DeviceCopy
 from trainer_side.save.device_stream import DeviceStream
 from trainer_side.save.parcel import LiveBatches, Parcel
 
-pytestmark = pytest.mark.late("eager")  # each test goes through its own
+pytestmark = pytest.mark.late("eager")  # each test loops over its own policies
 POLICIES = ("lazy", "side_lazy", "dice:1", "dice:2", "eager")
-# Strategy C; a mirror of what anything may change, from the second save on; a mirror of all.
+# Strategy C; from the second save on a mirror of the tensors that may change; a mirror of all.
 LIMITS = {"behind the gate": 0, "part": 1 << 20, "mirror": PLENTY}
 _VALUES = 199
 _AFTER, _LATER = 200, 201  # no tensor is filled with these before a save
@@ -30,7 +30,7 @@ _SEND = "            crossing.parcel.send(crossing.memory, area)\n"
 _TAKE = "with self.beside(None), torch"
 _TAKE_AGAIN = "        with self.beside(None):\n            refill_all"
 
-# Of which class, and what is planted in the place of what.
+# Bug ─► class ─► (right line, planted line).
 BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
     "a copy does not wait for what was queued before save()": {
         DeviceStream: [
@@ -78,7 +78,7 @@ BUGS: dict[str, dict[type, list[tuple[str, str]]]] = {
 
 
 def plant(of: type, pieces: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the class has other lines."""
+    """Replace lines in the source of the class."""
     source = inspect.getsource(of)
     for right, wrong in pieces:
         assert source.count(right) == 1, f"the source has changed: {right!r}"
@@ -92,7 +92,7 @@ def plant(of: type, pieces: list[tuple[str, str]], monkeypatch: pytest.MonkeyPat
 
 
 class Scene:
-    """Saves of a model on the device whose bytes are known; what is free is overwritten at once."""
+    """Saves of a model on the device with known bytes; freed memory is overwritten at once."""
 
     def __init__(self, late: LateMachine, limit: int) -> None:
         self._late = late
@@ -105,9 +105,9 @@ class Scene:
         self._at = {source.storage.data_ptr(): number for number, source in self._sources.items()}
 
     def save(self, base: int) -> list[str]:
-        """The names of the entries that are torn; `base` tells this save from those before."""
+        """Save once; return the names of torn entries. `base` makes the bytes differ from earlier saves."""
         job, sources = self._job, self._job.taken.sources
-        torch.cuda.empty_cache()  # what is given back is asked of the device then
+        torch.cuda.empty_cache()  # allocations after this go to the device
         for number in self._sources:
             self._fill(number, (base + 1) % _VALUES)
         torch.cuda.synchronize()
@@ -130,7 +130,7 @@ class Scene:
         held: list[torch.Tensor] = []
 
         def cancelled() -> bool:
-            # What a mirror gives back, the training takes at once, and writes to it.
+            # The training takes memory that a mirror frees at once, and writes to it.
             given_back = taken - self._taken_bytes()
             if given_back > 0:
                 with torch.cuda.stream(torch.cuda.default_stream()):
@@ -142,7 +142,7 @@ class Scene:
             sources, route, after=after, cancelled=cancelled, passed=passed, copied=lambda: None
         )
         assert live.storages or is_mirrored
-        # What a sender would read now, before anybody waits for anything else.
+        # The bytes that a sender would read now, before any other wait.
         entries = job.skeleton.layout.entries
         torn = []
         for number in self._sources:
@@ -152,7 +152,7 @@ class Scene:
         return torn + self._lost()
 
     def _lost(self) -> list[str]:
-        """What the host has laid into the area, and is not there any more."""
+        """Names the bytes that the host has written into the area and that are lost."""
         job, layout = self._job, self._job.skeleton.layout
         image, wanted = bytearray(job.staging.view(0, layout.image_bytes)), bytearray(layout.image_bytes)
         job.skeleton.literals.write(0, memoryview(wanted))
@@ -166,7 +166,7 @@ class Scene:
         return [] if image == wanted else ["what lies between the tensors"]
 
     def _taken_bytes(self) -> int:
-        """The device's, without what torch keeps and does not use."""
+        """Memory in use on the device, without torch's unused cache."""
         return self._late.device_bytes() - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
 
     def _fill(self, number: int, value: int) -> None:
@@ -193,7 +193,7 @@ def test_without_a_bug_no_copy_is_torn(policy: str, limit: str, late: LateMachin
 def test_a_bug_tears_a_copy(bug: str, late: LateMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     for of, pieces in BUGS[bug].items():
         plant(of, pieces, monkeypatch)
-    # Every way of copying under one policy first: what is not waited for behind the gate, for example, was waited for
-    # with the buffers that are captured in save(), and only a mirror shows it.
+    # Every way of copying under one policy first: a wait that is missing behind the gate, for example, may be hidden by
+    # the wait for the buffers that are captured in save(), and only a mirror shows it.
     assert any(_torn(late, limit, policy) for policy in POLICIES for limit in LIMITS.values())
     late.violations()

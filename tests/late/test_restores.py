@@ -30,7 +30,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class Average:
-    """An object of the script's own, which keeps the tensors that it is given."""
+    """An object of the script's own that keeps the tensors it is given."""
 
     def __init__(self, value: float) -> None:
         self.kept = torch.full((50,), value)
@@ -121,7 +121,7 @@ class Kept:
         assert restored.step == 3
 
     def damage(self) -> None:
-        """Turn a bit in the middle of the bytes."""
+        """Flip a bit in the middle of the file."""
         pattern = "tier/*/*.slots" if self.place == "tier" else "run/*.pt"
         (path,) = self.folder.glob(pattern)
         with path.open("r+b") as file:
@@ -151,11 +151,11 @@ def test_the_bits_and_devices_are_those_of_loading_tensor_by_tensor(
 
 
 class Sections:
-    """What crosses to the device."""
+    """Records the sections that a restore sends to the device."""
 
     def __init__(self, late: LateMachine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parts: list[int] = []
-        self.streams: dict[int, int] = {}  # each with the bytes that had crossed on it before
+        self.streams: dict[int, int] = {}  # stream ─► bytes copied on it before
         self.expected_bytes = 0
         self._late = late
         self._send = DeviceSections.send
@@ -194,7 +194,7 @@ def test_sections_cross_through_locked_windows_and_nothing_from_pageable_memory(
     how = HOW[2]  # its counters of steps lie on the device, too
     kept = Kept({**state_of(7, "cpu", how, steps=1), "own": 1}, place, tmpfs)
     state = {**state_of(99, "cuda", how, steps=0), "own": 1}
-    for _ in range(2):  # whatever is mapped for the first time is waited for
+    for _ in range(2):  # mapping memory for the first time waits for the device
         kept.bring_back(state)
     gc.collect()  # other tests have left locked memory
     sections = Sections(late, monkeypatch)

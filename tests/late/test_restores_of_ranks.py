@@ -37,7 +37,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class Sent(NamedTuple):
-    """One section: of this many pieces, and what of the window they span."""
+    """One section: its number of pieces, and the part of the window that they span."""
 
     parts: int
     nbytes: int
@@ -46,7 +46,7 @@ class Sent(NamedTuple):
 
 @contextmanager
 def sections() -> Iterator[list[Sent]]:
-    """Every section that crosses meanwhile."""
+    """Collect every section that is sent to the device in the block."""
     sent: list[Sent] = []
     genuine = DeviceSections.send
 
@@ -111,7 +111,7 @@ def test_replicas_get_the_bits_of_loading_tensor_by_tensor(
 
 
 def _on_device(box: Box, whole: torch.Tensor) -> Split:
-    """Memory for a part, with other values."""
+    """Memory for a part, filled with other values."""
     return Split(torch.full(box.size, 77, device="cuda").to(whole.dtype), whole.shape, box.start)
 
 
@@ -145,7 +145,7 @@ def test_a_rank_restores_any_part_of_any_tensor_on_a_device(scene: Any, place: s
 def test_parts_cross_in_one_transfer_for_each_section(
     place: str, dimension: int, tmp_path: Path, late: LateMachine
 ) -> None:
-    """Nothing from pageable memory; a few transfers, launches and waits for each section, none for each tensor."""
+    """No pageable memory; a few transfers, launches and waits for each section, none for each tensor."""
     count, shape = 120, (16, 64)
     whole = {f"w{number}": numbers(shape, seed=number) for number in range(count)}
     made = checkpoint(lambda _: {"model": Weights(whole)}, ranks=2, step=5, chunk_bytes=CHUNK_BYTES)
@@ -155,7 +155,7 @@ def test_parts_cross_in_one_transfer_for_each_section(
     def states() -> list[dict[str, Any]]:
         return [{"model": {name: _on_device(box, tensor) for name, tensor in whole.items()}} for box in boxes]
 
-    job.bring_back(states())  # whatever is mapped for the first time is waited for
+    job.bring_back(states())  # mapping memory for the first time waits for the device
     mine = states()
     torch.cuda.synchronize()
     names = "cudaMemcpyAsync", "cudaLaunchKernel", "host_waits", "pageable_copies"
@@ -170,8 +170,8 @@ def test_parts_cross_in_one_transfer_for_each_section(
         for name, tensor in whole.items():
             assert torch.equal(state["model"][name].tensor.cpu(), box.of(tensor))
     assert pageable == 0
-    assert len(sent) <= 2 * (2 * made.layout.chunks)  # two ranks: of what each reads, and of what comes
-    assert waits <= len(sent) + 2 + 1  # for a window that crosses; at the end; that of the test
+    assert len(sent) <= 2 * (2 * made.layout.chunks)  # two ranks: bytes read, and bytes received
+    assert waits <= len(sent) + 2 + 1  # for a window that is sent; at the end; the test's own
     if dimension == 0:
         assert copies <= sum(1 if section.is_whole else section.parts for section in sent)
         assert launches < count, (launches, sent)
@@ -202,9 +202,8 @@ def test_a_bit_that_flips_between_the_ranks_is_never_loaded(place: str, split: b
     bytes_of_it = whole.numpy().tobytes()
 
     def flip(_rank: int, memory: memoryview) -> None:
-        is_tensor = bytes(memory[:1000]) in bytes_of_it or (
-            split and place == "store"
-        )  # parcels have columns
+        # Parcels from the store hold columns.
+        is_tensor = bytes(memory[:1000]) in bytes_of_it or (split and place == "store")
         if memory.nbytes > 2000 and is_tensor:
             memory[1999] ^= 1
 
@@ -223,7 +222,7 @@ def test_a_bit_that_flips_between_the_ranks_is_never_loaded(place: str, split: b
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["before its first step", "with moments"])
 def test_parts_of_dtensors(stepped: bool, tmp_path: Path) -> None:
-    """Each rank of a mesh in turn; what its optimizer has no moments for is read where it stays."""
+    """Each rank of a mesh in turn; entries that the optimizer has no moments for are read where they stay."""
     net, optimizer = trained(even=True)
     publish(tmp_path, 5, {"model": net.state_dict(), "optimizer": optimizer.state_dict()}, chunk_bytes=4096)
 

@@ -1,4 +1,4 @@
-"""Whole saves on the late device: each way of a copy, other streams, recorded graphs, a full device, errors."""
+"""Whole saves on the late device: each copy strategy, other streams, recorded graphs, a full device, errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WORDS_BYTES = 4096
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """torch fills new tensors with NaNs, on the stream that they are made on."""
+    """In this mode torch fills new tensors with NaNs, on the stream that makes them."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -78,7 +78,7 @@ def test_a_save_ignores_what_the_script_has_chosen_for_new_tensors(
 def test_with_a_mirror_nothing_of_the_state_crosses_on_the_trainings_stream(
     limit: str, late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even what is not known to stay the same; with one of all the first save has it, too."""
+    """Not even tensors that may have changed; with a mirror of all this holds for the first save too."""
     rank = DeviceRank(monkeypatch, device_bytes_max=limit, in_flight_max=1)
     crossed = []
     for step in range(3):
@@ -98,7 +98,7 @@ def test_with_a_mirror_nothing_of_the_state_crosses_on_the_trainings_stream(
 def test_where_tensors_cannot_be_viewed_by_address_the_bytes_are_right_too(
     mirror: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on XPU."""
+    """On XPU, for example."""
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
     monkeypatch.setattr(stream_of(rank.base().device), "span", lambda *_: None)
     for step in range(4):
@@ -113,7 +113,7 @@ def test_where_tensors_cannot_be_viewed_by_address_the_bytes_are_right_too(
 def test_memory_of_tensors_that_training_has_replaced_is_not_kept(
     mirror: str, by_address: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Views of live tensors are kept from save to save, and the tensors may be replaced at any time."""
+    """Views of live tensors are kept from save to save, and training may replace the tensors at any time."""
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror, in_flight_max=1)
     if not by_address:
         monkeypatch.setattr(stream_of(rank.base().device), "span", lambda *_: None)
@@ -194,7 +194,7 @@ def test_a_save_while_a_graph_is_recorded_is_declined_and_the_graph_is_whole(
 
 
 def recorded_update(rank: DeviceRank) -> torch.cuda.CUDAGraph:
-    """An update as a graph, recorded after three saves by which the hooks are proven."""
+    """Record an update as a graph, after three saves, which prove the hooks."""
     for step in range(3):
         assert rank.save(step)
         rank.update()
@@ -208,7 +208,7 @@ def recorded_update(rank: DeviceRank) -> torch.cuda.CUDAGraph:
 
 @MIRROR
 def test_a_replayed_update_does_not_tear_a_copy(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a mirror no hook holds it back: `save()` has to end the copy first."""
+    """Without a mirror no hook holds the replay back: `save()` must finish the copy first."""
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
     graph = recorded_update(rank)
     for step in range(3, 6):
@@ -223,7 +223,7 @@ def test_a_replayed_update_does_not_tear_a_copy(mirror: str, monkeypatch: pytest
 def test_a_replayed_update_before_a_late_copy_is_not_in_it(
     mirror: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy begins behind the replay, unless `save()` itself waits for it: without a mirror it must."""
+    """The copy begins after the replay, unless `save()` itself waits for the copy, as it must without a mirror."""
     may_begin = as_late_as_may_be(monkeypatch)
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
     may_begin.set()
@@ -244,14 +244,14 @@ def test_a_replayed_update_before_a_late_copy_is_not_in_it(
 def test_beside_a_mirror_only_what_is_in_host_memory_can_be_torn(
     torn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something is changed by no optimizer's step, after `save()` and before its copy begins."""
+    """A tensor changes outside any optimizer's step, after `save()` and before its copy begins."""
     may_begin = as_late_as_may_be(monkeypatch)
     here = torch.nn.Parameter(torch.zeros(1 << 20))
     here.grad = torch.ones_like(here)
     there = torch.optim.SGD([here], lr=1)
     beside = {"here": torch.nn.ParameterList([here]), "host": there}
     rank = DeviceRank(monkeypatch, beside=beside, device_bytes_max="1GiB")
-    for step in range(3):  # the hooks are proven
+    for step in range(3):  # these saves prove the hooks
         may_begin.set()
         assert rank.save(step)
         rank.update()
@@ -298,7 +298,7 @@ def test_the_copy_thread_does_not_end_a_recording(monkeypatch: pytest.MonkeyPatc
 
 @MIRROR
 def test_after_an_error_nothing_writes_into_the_area(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes after one parcel that was queued, after two, and so on until a copy needs no more of them."""
+    """The error comes after one queued parcel, after two, and so on until a copy needs fewer parcels."""
     record, left = DeviceStream.record, 0
 
     def failing(lane: DeviceStream) -> Any:
@@ -317,7 +317,7 @@ def test_after_an_error_nothing_writes_into_the_area(mirror: str, monkeypatch: p
         assert rank.save(step)
         assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
         if step not in rank.link.declined:
-            rank.land(step)  # zip headers are whole in spite of all that went wrong before
+            rank.land(step)  # zip headers are whole in spite of the earlier errors
             break
         assert rank.link.declined[step].cause == DeclineCause.COPY_FAILED
         transfer, area = rank.link.offers[step]
@@ -356,7 +356,7 @@ def test_a_full_device_never_ends_the_training(
 def test_memory_of_a_mirror_of_a_step_that_is_refused_serves_others_only_behind_its_copies(
     late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else they would get memory that the device is still going to write."""
+    """Without this order other steps would get memory that the device is still going to write."""
     rank = DeviceRank(monkeypatch, device_bytes_max="1GiB")
 
     def refused(step: int, _area: Staging, record: SaveRecord, _layout: Layout) -> Transfer:
@@ -415,7 +415,7 @@ def test_the_limit_of_host_memory_counts_all_that_is_locked(
     with pytest.raises(ConfigError, match="host_bytes_max"):
         small.save(0)
     small.checkpointer.close()
-    torch._C._host_emptyCache()  # words and hashes of the saves before
+    torch._C._host_emptyCache()  # words and hashes of earlier saves
     before, limit = late.pinned_bytes(), 2 * area
     rank = DeviceRank(monkeypatch, device_bytes_max="0", in_flight_max=4, host_bytes_max=limit)
     assert [rank.save(step) for step in range(3)] == [True, True, False]
@@ -431,7 +431,7 @@ def test_fingerprints_of_a_device_are_those_of_the_same_bytes_on_the_host() -> N
     samples: dict[torch.device, DeviceSamples] = {}
     for step in range(8):
         texts = []
-        for tensors in (here, [tensor.cuda() for tensor in here]):  # they move at each step
+        for tensors in (here, [tensor.cuda() for tensor in here]):  # the tensors move at each step
             sources = [
                 StoragePart(one.untyped_storage(), 0, one.nbytes).source(n) for n, one in enumerate(tensors)
             ]

@@ -1,4 +1,4 @@
-"""Local tiers beside a device: where a slot is the staging area, and where it cannot be."""
+"""Local tiers beside a device: slots that serve as the staging area, and slots that cannot."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.unit.trainer_side.tiers.ranks import until
 def test_persistent_memory_is_written_from_a_locked_area(
     mirror: str, tmp_path: Path, late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mapped file on a disk cannot be locked, whatever the disk is made of: its slot is no staging area."""
+    """A mapped file on a disk cannot be locked, whatever the disk: its slot is not a staging area."""
     rank = DeviceRank(
         monkeypatch,
         device_bytes_max=mirror,
         store=f"file://{tmp_path}/store",
         tiers=[f"pm:{tmp_path}"],
         on_full="wait",
-        copy="inside",  # and so nothing is compared: here the late device's kernel for that takes pageable memory
+        copy="inside",  # skips the comparison, whose kernel on the late device uses pageable memory
     )
     (tier,) = rank.checkpointer._tiers.tiers
     for step in range(3):
@@ -31,7 +31,7 @@ def test_persistent_memory_is_written_from_a_locked_area(
         assert rank.save(step)
         rank.update()
         until(lambda: rank.checkpointer._tiers.is_idle)
-        # The first save may bring the random factors of the hashes to the device.
+        # The first save may copy the random factors of the hashes to the device.
         assert late.count("pageable_copies") == before or step == 0
         (kept,) = (one for one in tier.kept() if one.seal.step == step)
         image = memoryview(bytearray(kept.layout.image_bytes))

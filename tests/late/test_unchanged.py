@@ -1,4 +1,4 @@
-"""What does not change crosses from the device once; what changes unseen by torch is never taken for the same."""
+"""Unchanged tensors are copied from the device once; a change that torch does not count is never missed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.trainer_side.tiers.ranks import until
 
 pytestmark = pytest.mark.late("lazy", "side_lazy")
 BASE_BYTES = 4 << 20
-HOLES_BYTES = 1 << 18  # what lies between small tensors crosses with them
+HOLES_BYTES = 1 << 18  # gaps between small tensors are copied with them
 
 
 @MIRROR
@@ -50,7 +50,7 @@ def one_number(base: torch.Tensor) -> None:
 
 
 def two_rows_change_places(base: torch.Tensor) -> None:
-    """Rows of one word, side by side; all else stays."""
+    """Swap rows of one word, side by side; the other rows stay."""
     rows = base[: 1 << 10].view(-1, 2)
     rows[[6, 7]] = rows[[7, 6]]
 
@@ -60,7 +60,7 @@ def two_rows_change_places(base: torch.Tensor) -> None:
 def test_a_change_that_torch_does_not_count_withdraws_the_step(
     change: Callable[[torch.Tensor], None], mirror: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it is, and however little, through `.data`."""
+    """Any change through `.data`, however small."""
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror, in_flight_max=1)
     rank.base().data.copy_(torch.arange(rank.base().numel()))
     for step in range(3):
@@ -82,7 +82,7 @@ def test_a_change_that_torch_does_not_count_withdraws_the_step(
 def test_each_slot_of_a_tier_that_is_the_area_has_what_does_not_change(
     mirror: str, tmp_path: Path, tmpfs: Path, late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Strategy D: what one slot holds says nothing of another. The tier itself is read, slot by slot."""
+    """Strategy D: the contents of one slot say nothing about another. The test reads the tier itself, slot by slot."""
     slots, saves, changed_at = 3, 18, 12
     rank = DeviceRank(
         monkeypatch,
@@ -110,7 +110,7 @@ def test_each_slot_of_a_tier_that_is_the_area_has_what_does_not_change(
         image = memoryview(bytearray(kept.layout.image_bytes))
         tier.read_into(kept, 0, image)
         assert rank.base().detach().cpu().numpy().tobytes() in bytes(image), f"step {step}, slot {kept.slot}"
-    # Once into each slot, and twice in all; and again when it has changed.
+    # Once into each slot, at least twice in all; and again after a change.
     wanted = {
         step: place < 1 or step - (0 if step < changed_at else changed_at) < 2
         for steps in at.values()

@@ -1,4 +1,4 @@
-"""A rank that trains on the late device and saves through its checkpointer, with a link that the test plays."""
+"""A rank that trains on the late device and saves through its checkpointer, with a link simulated by the test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_side.save.gate import Gate
 
 __all__ = ["MIRROR", "DeviceRank", "as_late_as_may_be", "counted"]
 
-# Strategy C; the copy on the device first, of what anything may change or of all.
+# Strategy C; a mirror of the tensors that may change; a mirror of all.
 MIRROR = pytest.mark.parametrize("mirror", ["0", "6MiB", "1GiB"], ids=["C", "part", "mirror"])
 
 _BIG = 1 << 20  # elements
@@ -33,8 +33,8 @@ class DeviceRank:
     """Many small layers, a large one, a frozen one and a buffer, all on the device; an optimizer with moments.
 
     Args:
-        ranks: How many the job has; the others are not there.
-        beside: More of the state.
+        ranks: Number of ranks of the job; the others do not exist.
+        beside: Further entries of the state.
         settings: The checkpointer's.
     """
 
@@ -48,7 +48,7 @@ class DeviceRank:
     ) -> None:
         self.link = FakeLink()
         self.link.job.ranks = ranks
-        # A large tensor goes straight into the area, small ones are gathered.
+        # A large tensor is copied straight into the area, small ones are gathered first.
         self.link.job.chunk_bytes = 1 << 20
         monkeypatch.setattr(joining, "meet_stager", self.link.meet)
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ class DeviceRank:
                 events=None,
                 copy_seconds_max=60,
                 copy_inside_ms_max=0,
-                on_not_durable="warn",  # no store is behind the link
+                on_not_durable="warn",  # the link has no store
                 **{"close_seconds_max": 0.5, **settings},
             ),
         )
@@ -81,12 +81,12 @@ class DeviceRank:
         return self.model.get_parameter("base")
 
     def save(self, step: int) -> bool:
-        """As `Checkpointer.save`; what the step is to hold is noted, in the order of the current stream."""
+        """As `Checkpointer.save`; also record the step's expected contents, in the order of the current stream."""
         self.note()
         return self.checkpointer.save(step)
 
     def note(self) -> None:
-        """What the next step that lands is to hold, in the order of the current stream."""
+        """Record the expected contents of the next step that lands, in the order of the current stream."""
         self._noted = {f"model.{name}": one.detach().clone() for name, one in self.model.state_dict().items()}
 
     def update(self) -> None:
@@ -95,12 +95,12 @@ class DeviceRank:
         self.model.get_buffer("seen").add_(1)
 
     def land(self, step: int) -> None:
-        """Wait for the copy, and see that it is of the moment of `save()`; then the area is free."""
+        """Wait for the copy, check that its bytes are those at `save()`, and free the area."""
         self.compare(self.link.bytes_of(step), self.link.layouts[-1], step)
         self.link.stage(step)
 
     def compare(self, image: bytes | memoryview, layout: Layout, step: int) -> None:
-        """See that the image holds what was noted, and all that lies between the tensors."""
+        """Check that the image holds the recorded tensors, and all bytes between them."""
         plan = self.checkpointer._saver._planner._plan
         assert plan is not None
         between, wanted_between = bytearray(image[: layout.image_bytes]), bytearray(layout.image_bytes)
@@ -119,12 +119,12 @@ class DeviceRank:
         assert looked == len(self._noted)
 
     def own_stream(self) -> int:
-        """The project's stream."""
+        """The stream that holdfast uses on the device."""
         return int(_own_stream(self.base().device).cuda_stream)
 
 
 def as_late_as_may_be(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """From now on a copy begins when what this gives is set, or when the training thread waits for it."""
+    """Delay each copy until the returned event is set, or until the training thread waits for the copy."""
     may_begin, copy, wait = threading.Event(), Copier._copy, Gate.wait
 
     def late_copy(copier: Copier, job: CopyJob) -> None:
@@ -142,7 +142,7 @@ def as_late_as_may_be(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @contextmanager
 def counted(late: LateMachine, *streams: int) -> Iterator[list[Copied]]:
-    """The bytes that are copied on each of these streams meanwhile."""
+    """Count the bytes that are copied on each of these streams in the block."""
     before = [late.copied(stream) for stream in streams]
     found: list[Copied] = []
     yield found

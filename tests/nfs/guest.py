@@ -1,9 +1,9 @@
-"""What runs in the guest: checkpoint after checkpoint into the mounted run, each announced on the console.
+"""Runs in the guest: writes checkpoint after checkpoint into the mounted run, and announces each on the console.
 
     GUEST swept 1 ─► part 7 0 ─► part 7 1 ─► ... ─► publish 7 ─► manifest 7 ─► durable 7 ─► part 8 0 ─► ...
 
-The file and its manifest are written as the flusher does it: parts from page-aligned memory, publish, manifest last.
-`durable` is said when the manifest is written, and not before: from there on nothing may take the checkpoint away.
+File and manifest are written as the flusher does: parts from page-aligned memory, publish, manifest last. The guest
+says `durable` only after it has written the manifest: from then on the checkpoint must survive any power cut.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUN = "/run/training"
 
 
 def image_of(step: int) -> memoryview:
-    """The image of a step, in page-aligned memory as the ring's is."""
+    """The image of a step, in page-aligned memory, like the ring's."""
     noise = random.Random(step).randbytes(1 << 16)
     tensor = noise * ((IMAGE_CHUNKS * CHUNK_BYTES - CHUNK_BYTES // 2) // len(noise))
     data = zip_image({"data.pkl": b"step %d" % step, "data/0": tensor, "version": b"3\n"})
@@ -35,7 +35,7 @@ def image_of(step: int) -> memoryview:
 
 
 def write_checkpoint(store: Store, step: int) -> None:
-    """One checkpoint, from the first part to the manifest."""
+    """Write one checkpoint, from the first part to the manifest."""
     image, name, write_id = image_of(step), step_file_name(step), f"write-1-{step}"
     manifest = manifest_of(
         bytes(image),
@@ -57,13 +57,13 @@ def write_checkpoint(store: Store, step: int) -> None:
 
 
 def say(words: str) -> None:
-    """One line on the console, out of this machine before the next thing is done."""
+    """Print one line on the console, and flush it out of this machine before continuing."""
     sys.stdout.write(f"GUEST {words}\n")
     sys.stdout.flush()
 
 
 def main(first: int, count: int) -> None:
-    """Write `count` checkpoints from step `first`, unless somebody pulls the plug."""
+    """Write `count` checkpoints from step `first`, unless the power is cut."""
     Path(RUN).mkdir(exist_ok=True)
     store = open_store(RUN)
     say(f"swept {len(store.sweep())}")

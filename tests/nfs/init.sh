@@ -13,7 +13,7 @@ ifconfig eth0 10.0.2.15 netmask 255.255.255.0
 route add default gw 10.0.2.2
 @BEFORE_RUN@
 
-# 10.0.2.2 is the host's loopback, as QEMU shows it. The options are those that AWS gives for EFS.
+# 10.0.2.2 is QEMU's address for the host's loopback. The options are AWS's recommendation for EFS.
 nfs=addr=10.0.2.2,clientaddr=10.0.2.15,vers=4.1,port=@PORT@,hard,noresvport,timeo=600,retrans=2
 mkdir -p /root/dev /root/proc /root/tmp /root/run
 ln -s usr/lib usr/lib64 usr/bin /root/

@@ -1,12 +1,12 @@
-"""A true NFSv4.1 mount, whose client can lose its power: nfs-ganesha on this machine, and a QEMU guest that mounts it.
+"""A real NFSv4.1 mount whose client can lose power: nfs-ganesha on this machine, and a QEMU guest that mounts it.
 
     this machine                                      guest (Linux, QEMU without KVM)
     ganesha 127.0.0.1:port ◄─── NFSv4.1, user net ─── /run          the run, read-write
        └── folders of Python and sources, read-only ─ /usr, ...     the guest runs this very Python and code
     console lines ◄────────────── serial ──────────── tests.nfs.guest
 
-SIGKILL of QEMU is a power cut: what the client's kernel had in memory is gone. The kernel of the machine itself need
-know nothing of NFS. Needs root, for the server opens files by their handles.
+SIGKILL of QEMU is a power cut: the contents of the client kernel's memory are lost. This machine's own kernel needs no
+support for NFS. Needs root, since the server opens files by their handles.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _END_SECONDS_MAX = 120.0
 
 
 def missing_parts() -> str:
-    """Why there can be no such mount here, in words; empty if there can."""
+    """Return why this machine cannot make such a mount, or ""."""
     if os.uname().machine != "x86_64":
         return f"the guest is an x86-64 machine, and this is {os.uname().machine}"
     parts = {
@@ -56,7 +56,7 @@ def missing_parts() -> str:
 
 
 def _kernel_version() -> str | None:
-    """The newest of the installed kernels for virtual machines whose modules are there too."""
+    """The newest installed kernel for virtual machines whose modules are installed too."""
     found = sorted(
         path.name.removeprefix("vmlinuz-")
         for path in Path("/boot").glob("vmlinuz-*-cloud-*")
@@ -66,7 +66,7 @@ def _kernel_version() -> str | None:
 
 
 def _folders() -> list[Path]:
-    """What the guest needs to run this Python, each folder once."""
+    """Folders that the guest needs to run this Python, each once."""
     wanted = {Path("/usr"), Path(sys.base_prefix), Path(sys.prefix), SOURCE}
     return sorted(path for path in wanted if not any(other in path.parents for other in wanted))
 
@@ -75,8 +75,8 @@ class RunElsewhere(NamedTuple):
     """Another server that has the run, and a network of this machine on which the guest reaches it.
 
     Attributes:
-        source: What to mount, such as `172.31.250.2:/`.
-        options: How.
+        source: Source of the mount, such as `172.31.250.2:/`.
+        options: Mount options.
         tap: Device of this machine that is the guest's second network card.
         address: That card's, in a network of 256.
     """
@@ -132,7 +132,7 @@ def _settings(exported: Path, recovery: Path, port: int) -> str:
 
     return "\n".join(
         [
-            # Only NFSv4: no portmapper, no lock manager, no second port.
+            # Only NFSv4: needs no portmapper, lock manager or second port.
             f"NFS_CORE_PARAM {{ NFS_Port = {port}; Protocols = 4; Bind_addr = 127.0.0.1;",
             "    Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }",
             "NFS_KRB5 { Active_krb5 = false; }",
@@ -197,7 +197,7 @@ def _run_of(elsewhere: RunElsewhere | None) -> dict[str, str]:
         options = "$nfs,rsize=1048576,wsize=1048576"
         return {"BEFORE_RUN": "", "RUN_OPTIONS": options, "RUN_SOURCE": "10.0.2.2:/run"}
     options = f"{elsewhere.options},clientaddr={elsewhere.address}"
-    # A client that is no root has no reserved port. It comes first: a later mount goes by the connection of the first.
+    # A client without root has no reserved port. Mount it first: later mounts reuse the first one's connection.
     no_root = f'mount -t nfs4 -o "{options},noresvport" {elsewhere.source} /mnt'
     before = [
         f"ifconfig eth1 {elsewhere.address} netmask 255.255.255.0",
@@ -208,7 +208,7 @@ def _run_of(elsewhere: RunElsewhere | None) -> dict[str, str]:
 
 
 def _modules(version: str) -> list[Path]:
-    """Files of the modules with all that they need, in the order in which they go in."""
+    """Files of the modules with their dependencies, in loading order."""
     found: dict[Path, None] = {}
     for name in _MODULES:
         lines = subprocess.run(
@@ -223,7 +223,7 @@ def _modules(version: str) -> list[Path]:
 
 
 class Guest:
-    """A running guest, and what it has said.
+    """A running guest, and its console output.
 
     Args:
         port: The port of the server that has Python's folders, and the run unless it is elsewhere.
@@ -238,7 +238,7 @@ class Guest:
         self.said: list[str] = []
         self._console = b""
         image = build_initramfs(place, port, [str(first), str(count)], elsewhere)
-        # Without KVM, which hangs on some hosts; `max`, for numpy's wheels want more than the oldest x86-64.
+        # Without KVM, which hangs on some hosts; `max`, since numpy's wheels need more than the oldest x86-64.
         machine = (
             "-accel tcg -cpu max -m 768 -netdev user,id=net -device virtio-net-pci,netdev=net -no-reboot"
         )
@@ -253,7 +253,7 @@ class Guest:
                 *console.split(),
                 *("-kernel", f"/boot/vmlinuz-{_kernel_version()}"),
                 *("-initrd", str(image)),
-                # On a busy host the virtual timer may come too late for the kernel's check of it, which is a panic.
+                # On a busy host the virtual timer may fire too late for the kernel's check of it, which panics.
                 *("-append", "console=ttyS0 quiet panic=-1 no_timer_check"),
             ],
             stdin=subprocess.DEVNULL,
@@ -262,15 +262,15 @@ class Guest:
         )
 
     def wait_for(self, line: str) -> None:
-        """Read the console until the guest says `line`. Raises `AssertionError` when it fails, ends or is silent."""
+        """Read the console until the guest says `line`. Raises `AssertionError` if it fails, ends or stays silent."""
         self._read_until(lambda said: said == line, line)
 
     def wait_for_number(self, word: str) -> int:
-        """Read the console until the guest says `word` and a number, and give the number."""
+        """Read the console until the guest says `word` and a number; return the number."""
         return int(self._read_until(lambda said: said.startswith(f"{word} "), word).split()[1])
 
     def kill(self) -> list[str]:
-        """Cut its power, if it has any; then read to the end what it had said by then."""
+        """Cut the guest's power if it still runs; then read the rest of its output."""
         self._qemu.kill()
         self._qemu.wait()
         assert self._qemu.stdout is not None
@@ -281,12 +281,12 @@ class Guest:
         return self.said
 
     def wait_ended(self) -> None:
-        """See that it powers itself off."""
+        """Wait until the guest powers itself off."""
         self._qemu.wait(_END_SECONDS_MAX)
         self.kill()
 
     def durable_steps(self) -> set[int]:
-        """The steps that it has acknowledged."""
+        """The steps that the guest has acknowledged."""
         return {int(line.split()[1]) for line in self.said if line.startswith("durable ")}
 
     def _read_until(self, is_it: Callable[[str], bool], what: str) -> str:

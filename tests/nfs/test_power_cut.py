@@ -1,4 +1,4 @@
-"""A client of a true NFSv4.1 mount loses its power in the middle of a checkpoint: what it acknowledged is there."""
+"""A client of a real NFSv4.1 mount loses power in the middle of a checkpoint: acknowledged checkpoints survive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CUTS = ("part {step} 2", "publish {step}", "part {step} 0", "manifest {step}")
 
 
 def _listed(run: Path) -> set[int]:
-    """The steps that are listed on the server's disk. Each is whole: every byte of it is read and checked."""
+    """The steps that the server's disk lists. Each is whole: every byte of it is read and checked."""
     items = Catalog(open_store(str(run))).list()
     for item in items:
         assert item.manifest is not None, f"{item.name}: {item.fault}"
@@ -58,7 +58,7 @@ def test_a_power_cut_takes_no_acknowledged_checkpoint_and_leaves_none_in_part(tm
             acknowledged |= guest.durable_steps()
             listed = _listed(run)
             assert acknowledged <= listed
-            # At most the one whose manifest was written while its acknowledgement was still on its way.
+            # At most one: its manifest was written, and its acknowledgement was still under way.
             assert len(listed - acknowledged) <= 1
             acknowledged |= listed
             cut_with_unfinished += bool(_unfinished(run))

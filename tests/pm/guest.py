@@ -1,10 +1,10 @@
-"""What runs in the guest: slices into a tier on a DAX file system, step after step, each announced on the console.
+"""Runs in the guest: writes slices into a tier on a DAX file system, step after step, and announces each on the
+console.
 
     GUEST how libpmem, MAP_SYNC … ─► kept 0 ─► complete 1 1 ─► complete 1 2 ─► …        until the power is cut
     GUEST how … ─► kept 2 ─► complete 2 1 …                                             after it: attempt 2
 
-`kept n` is said when n slices were found, and every byte of them was right. The guest has no torch,
-and tiers need none.
+The guest says `kept n` when it has found n slices with every byte right. It has no torch, and tiers need none.
 """
 
 from __future__ import annotations

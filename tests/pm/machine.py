@@ -1,10 +1,10 @@
-"""A QEMU guest with persistent memory, which can lose its power: a range of its memory that Linux takes for PM.
+"""A QEMU guest with simulated persistent memory, which can lose power: Linux uses a range of its memory as PM.
 
     file memory.img ── all of the guest's memory, shared ── memmap=256M!1G ── /dev/pmem0 ── ext4, dax=always
     file disk.img   ── ext4, read-only: this Python, its packages, the sources ── /
 
-SIGKILL of QEMU is a power cut: the kernel's page cache and journal are gone, what was stored in the range is in the
-file, and the next guest finds it there. The CPU's caches are not modelled: a flush that is missing is not seen here.
+SIGKILL of QEMU is a power cut: the kernel's page cache and journal are lost, bytes stored in the range are in the file,
+and the next guest finds them there. The CPU's caches are not modelled: a missing flush stays unnoticed here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SECONDS_MAX = 600.0
 
 
 def missing_parts() -> str:
-    """Why there can be no such guest here, in words; empty if there can."""
+    """Return why this machine cannot run such a guest, or ""."""
     if os.uname().machine != "x86_64":
         return f"the guest is an x86-64 machine, and this is {os.uname().machine}"
     parts = {
@@ -58,7 +58,7 @@ def missing_parts() -> str:
 
 
 def build_disk(place: Path) -> Path:
-    """This Python without its tests, what of its packages the tiers need, and the sources, in an ext4 image."""
+    """An ext4 image with this Python without its tests, the packages that tiers need, and the sources."""
     tree, image = place / "disk", place / "disk.img"
     skip = shutil.ignore_patterns("site-packages", "test", "tests", "__pycache__", "config-*", "ensurepip")
     version = f"python3.{sys.version_info.minor}"
@@ -139,7 +139,7 @@ def _initramfs(place: Path, attempt: int, count: int) -> Path:
 
 
 class Guest:
-    """A running guest, and what it has said.
+    """A running guest, and its console output.
 
     Attributes:
         said: Its lines so far, without `GUEST `.
@@ -167,7 +167,7 @@ class Guest:
         )
 
     def wait_for(self, beginning: str) -> str:
-        """The first line that begins so. Raises AssertionError when the guest fails, ends or is silent before."""
+        """Wait for the first line with this prefix. Raises AssertionError if the guest fails, ends or stays silent."""
         assert self._qemu.stdout is not None
         deadline = time.monotonic() + _SECONDS_MAX
         while True:
@@ -183,7 +183,7 @@ class Guest:
             self._console += data
 
     def kill(self) -> list[str]:
-        """Cut its power, if it has any; gives all that it had said by then."""
+        """Cut the guest's power if it still runs; return its whole output."""
         self._qemu.kill()
         self._qemu.wait()
         assert self._qemu.stdout is not None

@@ -1,4 +1,4 @@
-"""A machine with persistent memory loses its power in the middle of a slice: what was complete is there, and whole."""
+"""A machine with persistent memory loses power in the middle of a slice: complete slices survive, whole."""
 
 from __future__ import annotations
 

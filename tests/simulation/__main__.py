@@ -1,4 +1,4 @@
-"""`python -m tests.simulation`: play seeds, or one again with every event.
+"""`python -m tests.simulation`: play many seeds, or replay one with every event.
 
 python -m tests.simulation --seed 4711 --trace         # one, with its events
 python -m tests.simulation --first 0 --count 10000     # many; failing ones are printed with the command above

@@ -1,21 +1,21 @@
-"""What must hold after every event, whatever happened.
+"""Invariants that must hold after every event, whatever happened.
 
 staged  ⇒ recoverable    each chunk is FULL in the ring, or in a part that the store has and the record names, or all
-                         is published; unless the store has taken nothing for a while, the ring has no room for the
-                         next, and a newer one is as safe: then an older one may give its place
-whole   ⇒ staged         what lies whole in the ring, and every rank is done with, is staged, begun or not
+                         is published; but while the store accepts nothing and the ring has no room for the next step,
+                         an old step may be dropped for a newer one that is just as safe
+whole   ⇒ staged         a step that is whole in the ring, and that every rank is done with, is staged, begun or not
 listed  ⇒ complete       every manifest that the real catalog lists fits exactly one checkpoint that was saved, and
                          its file is there with these bytes (or its CRCs show that the ring was damaged)
-recalled ⇒ saved         what a restore gets from the ring, in FULL slots or free ones, is of the step that it is said
-                         to be of; and what was staged before is there (tests/simulation/hot.py)
+recalled ⇒ saved         bytes that a restore gets from the ring, in FULL slots or free ones, belong to the step that
+                         the ring names; and steps staged before are there (tests/simulation/hot.py)
 slots                    each has one owner; payloads land only in the slot that waits for them; all free at the end
 grown                    the stager has no slot that the journal lacks, and soon each one that the journal has
 in flight                at most two checkpoints are being received
-torn ⇒ withdrawn         a step of which a rank has copied other bytes than were saved is never staged, and every rank
-                         that lives hears that it is none
-doubted ⇒ marked         a step of which a rank has heard that it is doubtful has the mark in its manifest in the end
+torn ⇒ withdrawn         if a rank has copied other bytes of a step than were saved, the step is never staged, and
+                         every living rank learns that it is withdrawn
+doubted ⇒ marked         if a rank was told that a step is doubtful, the step's manifest has the mark in the end
 one writer               nothing becomes visible without a look at the claim right before it, in each try
-replaced ⇒ harmless      a writer that stands still, is replaced and wakes changes nothing of what was published since
+replaced ⇒ harmless      a frozen writer that is replaced and wakes changes nothing that was published since
 every wait ends          when faults stop, every step has its verdict, every process ends, all staged is durable
 """
 
@@ -51,17 +51,17 @@ __all__ = ["Checks"]
 
 RING_CHUNKS = 8
 _GROWTH_TOLD_SECONDS_MAX = 2.0
-_STANDS_SECONDS_MIN, _STANDS_SECONDS_MIN_BEGUN = 5.0, 30.0  # as docs/ring.md says
+_STANDS_SECONDS_MIN, _STANDS_SECONDS_MIN_BEGUN = 5.0, 30.0  # see docs/ring.md
 _ADDED = struct.Struct("<I")
-UNSEEN_FAULTS = frozenset({"cut", "half", "slow"})  # of connections: nobody above the ports sees them
+UNSEEN_FAULTS = frozenset({"cut", "half", "slow"})  # of connections: code above the ports does not see them
 
 
 class Checks:
     """The invariants of one world.
 
     Attributes:
-        tainted: Checkpoints of which a bit was flipped: they may fail, and must not be restored as good.
-        promised: Staged ones that must become durable.
+        tainted: Checkpoints in which a bit was flipped: they may fail, and must not be restored as good.
+        promised: Staged checkpoints, which must become durable.
     """
 
     def __init__(self, world: World) -> None:
@@ -73,7 +73,7 @@ class Checks:
         self._seen_version = -1
         self.ring_changed = False
         self._slots_seen = False  # as they are now
-        # Both hold the objects themselves: by `id` a new one would be taken for a dead one at the same address.
+        # Both hold the objects themselves: an `id` could be reused by a new object.
         self._last_look: dict[Task | None, int] = {}  # acts since its last look at the claims
         self._complete: dict[str, tuple[bytes, bytes | None]] = {}  # manifest → itself and its file
         self._job_of: dict[int, int] = {}  # attempt → job
@@ -88,7 +88,7 @@ class Checks:
     def broken(self, what: str) -> None:
         from tests.simulation.world import Broken
 
-        self.failure = self.failure or what  # the product may swallow what is raised within its own code
+        self.failure = self.failure or what  # the product may swallow an exception raised within its own code
         raise Broken(what)
 
     # -- after each event ----------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Checks:
             self.ring_changed = False
             self.staged_is_recoverable()
         scheduler = self._world.scheduler
-        # Slots, and who has them, change in events of these alone: another look would see what the last one saw.
+        # Only events of these processes change slots and their owners; after other events the last result holds.
         if scheduler.ran is None or scheduler.ran.kind in {"stager", "flusher"}:
             self._slots_seen = False
         if scheduler.events % 3 == 0 and not self._slots_seen:
@@ -117,13 +117,13 @@ class Checks:
     # -- replaced => harmless -------------------------------------------------------------------------------------
 
     def winner_is_untouched(self) -> None:
-        """Whatever a writer that was replaced still does, what the newer attempt has published stands as it was."""
+        """Files that the newer attempt has published stay as they are, whatever its replaced writer still does."""
         if not self.winners:
             return
         state, attempt = self._world.store, self.winners_attempt
         claims = [name for name in state.objects if name.startswith(".holdfast/writer-")]
         if max(claims, default="") > f".holdfast/writer-{attempt:06d}.json":
-            return  # it was replaced itself, and its successor may do as it likes
+            return  # the winner was replaced itself, and its successor may change its files
         for name, data in self.winners.items():
             if state.objects.get(name) is not data:
                 what = "removed" if name not in state.objects else "written over"
@@ -134,7 +134,7 @@ class Checks:
     # -- listed => complete --------------------------------------------------------------------------------------
 
     def listed_is_complete(self) -> None:
-        """What the real catalog lists is whole, and is one checkpoint."""
+        """Every checkpoint that the real catalog lists is whole, and is exactly one saved checkpoint."""
         state = self._world.store
         names = [name for name in state.objects if is_manifest_name(name)]
         if all(self._is_known(name) for name in names):
@@ -145,7 +145,7 @@ class Checks:
             manifest = item.manifest
             assert manifest is not None
             if state.objects[item.name] is self.winners.get(item.name):
-                continue  # another host's, of a training of its own
+                continue  # published by another host, from a training of its own
             if item.file_bytes != manifest.image_bytes or (item.fault and manifest.state is not State.BAD):
                 self.broken(f"listed but not complete: {item.fault} ({item.file_bytes} bytes)")
             self._check_manifest(manifest, state.objects[manifest.file])
@@ -184,7 +184,7 @@ class Checks:
         self.promised.pop(key, None)
 
     def _fits(self, manifest: Manifest) -> int | None:
-        """The job whose checkpoint this is, by every chunk's CRC."""
+        """Find the job whose checkpoint this is, by every chunk's CRC."""
         for (job, step), made in self._world.images.items():
             if step == manifest.step and zlib.crc32(made.final) == manifest.image_crc32:
                 layout = made.layout
@@ -200,7 +200,7 @@ class Checks:
     # -- staged => recoverable -----------------------------------------------------------------------------------
 
     def staged(self, key: CheckpointId, digest: str) -> None:
-        """The ring says that it is staged: from now on it must survive."""
+        """The ring marks the step as staged: from now on it must survive."""
         self.ring_changed = True
         job = self.job_of_attempt[key[0]] = self._world.scheduler.here.notes["job"].number
         if (job, key[1]) in self._world.torn:
@@ -212,8 +212,8 @@ class Checks:
         service = self._world.scheduler.here.notes["service"]
         unnoticed = not service._line.cut and not any(f.alive for f in self._world.flushers)
         if plan.outgrows_ring and plan.store_kind == "opaque" and unnoticed:
-            # When the stager knows that its flusher has died, it ends what went into an upload that nobody can go on
-            # with. Here it was called staged before that could be known.
+            # When the stager knows that its flusher has died, it withdraws steps in an upload that cannot be continued.
+            # Here it staged the step before it could know.
             self.excused[key] = "its upload cannot be continued by another process"
 
     def staged_is_recoverable(self) -> None:
@@ -234,7 +234,7 @@ class Checks:
             if missing:
                 missing -= self._recorded_chunks(ring, key)
             if missing and self._world.store.kind == "opaque" and self._world.plan.outgrows_ring:
-                continue  # no other process can go on with such an upload: not promised
+                continue  # no other process can continue such an upload: not promised
             if missing:
                 self.broken(
                     f"step {key[1]} (attempt {key[0]}) was staged, and chunks {sorted(missing)} are neither in the "
@@ -242,7 +242,7 @@ class Checks:
                 )
 
     def forgotten(self, ring: Ring, key: CheckpointId) -> None:
-        """The flusher removes the word of a checkpoint that is whole: it may only give its place to a newer one."""
+        """The flusher removes the record of a whole checkpoint: allowed only to make room for a newer one."""
         if key not in self.promised or key in self.tainted or key in self.excused or self._intruded:
             return
         world, chunks = self._world, self._world.plan.image(0).layout.chunks
@@ -255,7 +255,7 @@ class Checks:
             )
 
         if not is_whole(key):
-            return  # given up for another reason, and looked at elsewhere
+            return  # dropped for another reason, which other checks cover
         rots = any(fault.what == "rot" for fault in world.plan.faults)
         newer = [
             other
@@ -314,12 +314,12 @@ class Checks:
     # -- slots ---------------------------------------------------------------------------------------------------
 
     def slot_is_filling(self, rank: int, slot: int, what: tuple[int, int] | None) -> None:
-        """A receive is posted, or a payload lands: the journal must say that the slot waits for just that."""
+        """A receive is posted, or a payload lands: the journal must say that the slot waits for exactly that chunk."""
         process = self._world.jobs[-1].stager
         service = process.notes.get("service") if process is not None else None
         if service is None:
             return
-        record = service._line.flusher.ring.record(slot)  # of the ring that it has mapped
+        record = service._line.flusher.ring.record(slot)  # of the ring that the stager has mapped
         if record.state is not SlotState.FILLING:
             self.broken(f"slot {slot} takes bytes of rank {rank} while it is {record.state.name}")
         if what is not None and (record.step, record.chunk) != what:
@@ -377,7 +377,7 @@ class Checks:
                 self.broken(f"step {checkpoint.step} lies whole in the ring, and is {checkpoint.phase.value}")
 
     def _growth_is_known(self, service: Any, ring: Ring) -> None:
-        """The stager has the slots that the journal has, as soon as a flusher has told it; never others."""
+        """The stager has all slots of the journal soon after a flusher reports them; never others."""
         world, now = self._world, self._world.scheduler.now
         with_memory = ring.ring_chunks
         in_journal = (
@@ -394,21 +394,21 @@ class Checks:
             self.broken(f"the journal has {in_journal} slots, and the stager still uses {with_memory}")
 
     def ring_is_remembered(self) -> None:
-        """What counts as whole in the ring is, whatever it is of."""
+        """Records that count as whole in the ring match the bytes in their slots, for any checkpoint."""
         ring = self._world.ring()
         if ring is not None:
             check_remains(self._world, ring)
 
     @staticmethod
     def _between_turns(process: Process) -> bool:
-        """The stager's loop is at rest: the session's actions are all done."""
+        """Whether the stager's loop is at rest: all actions of the session are done."""
         main = process.tasks[0]
         return main.place in {"poll", "sleep", "selector"}
 
     # -- one writer ----------------------------------------------------------------------------------------------
 
     def store_act(self, process: Process, what: str, name: str) -> None:
-        """An act of the store is about to take effect."""
+        """Check an operation of the store right before it takes effect."""
         task = self._world.scheduler.current
         if what == "list":
             self._last_look[task] = 0
@@ -425,15 +425,15 @@ class Checks:
     def upload_swept(self, upload: OpenUpload) -> None: ...
 
     def intruded(self) -> None:
-        """Another writer owns the run: what is staged is its business now."""
+        """Another writer owns the run: its flusher is now responsible for staged steps."""
         self._intruded = True
         for key in self.promised:
             self.excused[key] = "the run was taken over"
 
     def node_lost(self) -> None:
-        """The ring is gone, and what was only staged with it."""
+        """The ring is lost, and with it all steps that were only staged."""
         self.promised.clear()
-        self._world.doubted.clear()  # what was written beside it
+        self._world.doubted.clear()  # the doubts were written beside the ring
 
     def flusher_ended(self, process: Process) -> None:
         self.ring_changed = True
@@ -445,7 +445,7 @@ class Checks:
     # -- at the end ----------------------------------------------------------------------------------------------
 
     def at_the_end(self) -> None:
-        """Faults have stopped and time has passed: nothing waits, nothing is left, nothing is lost."""
+        """Faults have stopped and time has passed: nothing waits, nothing is left over, nothing is lost."""
         world = self._world
         for process in world.processes:
             for name, error in process.notes.get("raised", []):
@@ -493,7 +493,7 @@ class Checks:
 
     @staticmethod
     def _left_early(offer: Any) -> bool:
-        """A rank that leaves when all is staged does not hear how it ends."""
+        """Whether the rank has left when all was staged, and so never learns the outcome."""
         return (
             bool(offer.process.notes.get("left_staged"))
             and offer.transfer.reason.cause == DeclineCause.UNKNOWN
@@ -501,7 +501,7 @@ class Checks:
 
     @property
     def _undisturbed(self) -> bool:
-        """Nothing befalls this world: then no step fails, and no newer one stands in the way of an older."""
+        """Whether no fault hits this world: then no step fails, and no newer step displaces an older one."""
         plan = self._world.plan
         faults = [fault for fault in plan.faults if fault.what not in UNSEEN_FAULTS]
         return not (faults or plan.full or plan.fail_share or plan.slow_seconds)
@@ -541,7 +541,7 @@ class Checks:
         self._damage_is_seen(found)
 
     def _damage_is_seen(self, found: Manifest) -> None:
-        """A file that lost its end, a manifest with a flipped bit: the catalog gives neither to a restore."""
+        """Damage a file and a manifest: the catalog must offer neither to a restore."""
         store, chance = self._world.store, self._world.scheduler.chance
         name = found.file.removesuffix(".pt") + ".json"
         for damaged in (found.file, name):
@@ -554,7 +554,7 @@ class Checks:
             store.objects[damaged] = whole
 
     def deadlines_held(self, job: Job) -> None:
-        """A process vanished two minutes ago: whatever was offered then has its verdict at every rank that lives."""
+        """Two minutes after a process vanished, every living rank has the verdict of every step offered before."""
         plan = self._world.plan
         if plan.slow_seconds or plan.full or any(fault.what in {"stop", "freeze"} for fault in plan.faults):
             return
@@ -567,7 +567,7 @@ class Checks:
 
 
 def watch_ring(world_of: Any) -> None:
-    """Have the ring tell when a checkpoint is staged or forgotten, or a slot is freed."""
+    """Make the ring report each checkpoint that is staged or removed, and each slot that is freed."""
     write_checkpoint, free, remove = Ring.write_checkpoint, Ring.free, Ring.remove_checkpoint
 
     def write(self: Ring, attempt: int, step: int, state: Any, layout_digest: str, record: Any) -> None:

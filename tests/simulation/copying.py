@@ -1,12 +1,12 @@
-"""The copy thread of a rank, in worlds in which copies may be torn: the real `Copier`, over tensors of our own.
+"""The copy thread of a rank, in worlds where copies may be torn: the real `Copier`, over tensors of our own.
 
     offer ─► Copier: batch, batch, … ─► a frame may go as soon as its batch is copied, and was found whole
-               !  something else than an update changes a tensor that is not copied yet: the copy is torn
+               !  a change outside an update hits a tensor that is not copied yet: the copy is torn
                └─ found when that batch is read, or at the last look ─► the step is withdrawn, on all ranks
 
-Torch is loaded for it, when the first such world comes: the others do without. `Area` gives frames away as
+Torch is loaded when the first such world comes; other worlds do without. `Area` releases frames as
 `trainer_side.save.staging.Staging` does, and `Instant` looks as `trainer_side.save.tearing.SavedInstant` does, but sees
-everything: whether a change can be seen at all is tests/unit/trainer_side/save/test_tearing.py's business.
+every change: tests/unit/trainer_side/save/test_tearing.py covers which changes can be seen.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Area:
 
     Args:
         data: The buffer, with the bytes of the saved instant.
-        batches: What is copied, in this order.
-        torn_before: Number of the batch before which a tensor is changed; -1: none is.
+        batches: Copied in this order.
+        torn_before: Number of the batch before which a tensor is changed; -1: never.
         on_torn: Called when a tensor is changed that is not copied yet.
     """
 
@@ -72,17 +72,17 @@ class Area:
     def route(
         self, _sources: Sequence[Any], _update_order: Callable[[], Mapping[int, int]], *, order_changed: bool
     ) -> FrameRoute:
-        """Its own router as well."""
+        """Return all batches as one route: the area is its own router."""
         assert order_changed is not None
         return FrameRoute(tuple(self._batches))
 
     @staticmethod
     def live(route: FrameRoute) -> FrameRoute:
-        """None of it is copied yet."""
+        """Return the whole route: no batch is copied yet."""
         return route
 
     def drop(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no copy is under way."""
 
     def copy_gated(
         self,
@@ -117,7 +117,7 @@ class Area:
             copied()
 
     def _tear(self, batch: FrameBatch) -> None:
-        """A tensor that is copied from now on is another one than at `save()`."""
+        """Change a tensor after `save()` and before its copy."""
         self.changed = batch
         for at in range(batch.offset, batch.end):
             self.memory[at] ^= 0x55
@@ -125,30 +125,30 @@ class Area:
 
 
 class Instant:
-    """What the tensors were like at `save()`."""
+    """The tensors at `save()`."""
 
     def __init__(self, area: Area, step: int) -> None:
         self._area, self.step, self.check = area, step, None
 
     def changed(self) -> str:
-        """A tensor that is not as it was, or an empty text."""
+        """Path of a tensor that has changed, or ""."""
         return "" if self._area.changed is None else _PATH
 
     def changed_in(self, batch: FrameBatch) -> str:
-        """The same, of what this batch has read."""
+        """As `changed`, for the tensors of this batch."""
         return _PATH if self._area.changed is batch else ""
 
     def copied_wrong(self, _batch: FrameBatch, _memory: bytearray) -> str:
-        """The bytes of a batch are in the area as they were read."""
+        """Always "": the area holds the bytes as they were read."""
         return ""
 
 
 def start_copier(link: Link, seconds_max: float) -> Copier:
-    """The copy thread of the process that runs."""
+    """Start the copy thread of the current process."""
     from trainer_side.save.copier import Copier  # with torch
     from trainer_side.save.hook_coverage import Quietness
 
-    install()  # it was loaded now
+    install()  # the copier's modules were loaded just now
     ledger, events = Ledger(), EventLog(None, role="trainer")
     quietness = Quietness(
         link.job.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
@@ -157,7 +157,7 @@ def start_copier(link: Link, seconds_max: float) -> Copier:
 
 
 def begin_copy(copier: Copier, transfer: Transfer, area: Area) -> None:
-    """As the end of `Saver.save`: the gate is shut, and the step is offered."""
+    """Begin a copy as the end of `Saver.save` does: the gate is shut, and the step is offered."""
     from trainer_side.save.copier import CopyJob
     from trainer_side.state.skeleton import Capture
 

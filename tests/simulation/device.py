@@ -1,14 +1,14 @@
-"""The device under a slot file, with a cache that loses power: what was not flushed is there, gone, or torn.
+"""The device under a slot file, with a cache that loses power: unflushed writes are kept, lost, or torn.
 
-    SlotFile ─► Device.medium ─► the real file: what every process on the machine sees, also after a kill
-                             └─► what is durable, and all since then in pieces
+    SlotFile ─► Device.medium ─► the real file: the view of every process on the machine, also after a kill
+                             └─► the durable bytes, and all later writes in pieces
     power_cut: each piece is on the device or not, whatever its age; the file becomes what was left
 
     blocks   pwrite; pieces of 512 bytes; durable by a flush       (file, nvme)
     mapped   stores; pieces of 64 bytes; durable by a flush        (pm without DAX)
     pm       stores; pieces of 64 bytes; durable when `write` returns, or before, as the caches please
 
-A flush may fail: then each piece is on the device or not, and the kernel forgets that it was ever asked to write it.
+A flush may fail: then each piece is on the device or not, and the kernel forgets that it still has to write it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Device:
 
     Attributes:
         mode: `blocks`, `mapped` or `pm`.
-        chance: Decides what is left.
+        chance: Decides which pieces survive.
         cut_in: Power fails after this many writes and flushes; -1: never.
         failing: Share of flushes that fail.
-        calls: Writes and flushes so far. `failed`: flushes that did.
+        calls: Writes and flushes so far. `failed`: flushes that failed.
     """
 
     mode: str
@@ -52,13 +52,13 @@ class Device:
     _cached: dict[Path, list[tuple[int, bytes]]] = field(default_factory=dict)
 
     def medium(self, path: Path) -> _Simulated:
-        """What a tier opens; a file that is new is durable, for it was synced before it had its name."""
+        """The medium that a tier opens; a new file is durable, since it was synced before it got its name."""
         if path not in self._durable:
             self._durable[path], self._cached[path] = bytearray(path.read_bytes()), []
         return _Simulated(path, self)
 
     def power_cut(self) -> None:
-        """Power is gone and back: the files hold what was left. Every tier must have been closed."""
+        """Cut the power: each file becomes the bytes that survived. Close every tier before."""
         share = self.chance.choice([0.0, 0.2, 0.5, 0.8, 1.0])
         for path, durable in self._durable.items():
             self._settle(path, share)
@@ -66,28 +66,28 @@ class Device:
         self.cut_in = -1
 
     def rot(self, path: Path, offset: int) -> None:
-        """A byte is another one from now on."""
+        """Change a byte from now on."""
         seen = bytearray(path.read_bytes())
         self._durable[path][offset] ^= 1
         with path.open("r+b") as file:
             os.pwrite(file.fileno(), bytes([seen[offset] ^ 1]), offset)
 
-    # -- what the media say --------------------------------------------------------------------------------------
+    # -- called by the media -------------------------------------------------------------------------------------
 
     def wrote(self, path: Path, offset: int, data: bytes) -> None:
-        """Before the file is written."""
+        """Record a write, before it reaches the file."""
         if self.mode == "blocks":
             self._cached[path].append((offset, data))
         self._count()
 
     def stored(self, path: Path, offset: int, nbytes: int) -> None:
-        """It is in memory, and `write` is about to return."""
+        """The bytes are in memory, and `write` is about to return."""
         if self.mode == "pm":
             with path.open("rb") as file:
                 self._durable[path][offset : offset + nbytes] = os.pread(file.fileno(), nbytes, offset)
 
     def flush(self, path: Path) -> None:
-        """Everything of this file is durable now, or never."""
+        """Make all writes to this file durable, or fail."""
         self._count()
         if self.mode != "pm" and self.chance.random() < self.failing:
             self._settle(path, self.chance.choice([0.0, 0.5, 0.9]))
@@ -122,7 +122,7 @@ class Device:
 
 
 class _Simulated(MappedFile):
-    """A medium: the real file is mapped, so a kill leaves in it what was written."""
+    """A medium over the real file, mapped, so that a kill loses no write."""
 
     def __init__(self, path: Path, device: Device) -> None:
         self._device = device

@@ -1,11 +1,11 @@
-"""What a file system may hold after the machine lost power: every state that the calls of the real code allow.
+"""States of a file system after the machine lost power: every state that the calls of the real code allow.
 
     PosixStore ─► os.open, pwrite, ftruncate, fsync, rename, link, unlink, mkdir   (recorded, and really done)
                                       │
-                    power fails after the n-th call: of each file what was fsynced is there, of the rest any part;
-                    of each directory what was fsynced is there, of later changes any part; a rename is all or none
+                    power fails after the n-th call: fsynced bytes of a file survive, of the rest any part;
+                    fsynced entries of a directory survive, of later changes any part; a rename is all or none
 
-The calls are recorded where Python makes them, so the order is that of the product, whatever it says it does.
+The calls are recorded in Python's `os`, so the order is the product's real one.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Disk:
     _files: dict[int, int] = field(default_factory=dict)  # inode → which of the files that had this number
 
     def returned(self, note: Any) -> None:
-        """The product says that something is durable now."""
+        """Record that the product reports something as durable."""
         self.calls.append(Call("returned", None, note=note))
 
     def _file(self, status: os.stat_result, *, new: bool = False) -> int:
-        """What stands for an inode here: a number that is given out again is another file."""
+        """A number for the file behind an inode; an inode that is reused gets a new number."""
         if new:
             self._files[status.st_ino] = -2 - len(self.calls)
         return self._files.get(status.st_ino, status.st_ino)
@@ -185,7 +185,7 @@ class Disk:
     # -- what may be left ----------------------------------------------------------------------------------------
 
     def after_power_cut(self, count: int, chance: random.Random) -> tuple[dict[str, bytes], list[Any]]:  # noqa: C901
-        """One state that the disk may be in when power fails after `count` calls, and what was promised by then."""
+        """Return one possible state after `count` calls and a power cut, and the promises made until then."""
         calls = self.calls[:count]
         synced: dict[Any, int] = {}
         for number, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Puts the fakes in place, and plays seeds one after the other. One real process does nothing else."""
+"""Puts the fakes in place, and plays seeds one after the other, in a process used for nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KERNEL_CHOSE = re.compile(r"(process |pid': )\d+")
 
 @dataclass
 class Outcome:
-    """How one seed went."""
+    """The result of one seed."""
 
     seed: int
     failure: str
@@ -42,7 +42,7 @@ _tcp_is_prepared = False
 
 
 def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
-    """Load the product and replace what it takes from the operating system. Once in a process."""
+    """Load the product and replace its access to the operating system. Call once per process."""
     global _base  # noqa: PLW0603
     if _base is not None:
         return
@@ -73,9 +73,9 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
 
     checks.watch_ring(current)
     setattr(flusher.lifetime, "open_store", lambda url: current().open_store(url))  # noqa: B010
-    # A slow store does not end a start: as in `World.open_store`, attempts are counted and seconds are not.
+    # A slow store does not fail a start: as in `World.open_store`, only the number of attempts is limited.
     setattr(retrying, "_CHECK_BUDGET", replace(retrying._CHECK_BUDGET, seconds_max=1e9))  # noqa: B010
-    # A ring whose size nobody has set has eight slots, and grows by some at a time, as far as the plan has memory.
+    # A ring of default size has eight slots, and grows by some at a time, up to the plan's memory.
     setattr(holdfast.config, "RING_BYTES", CHUNK_BYTES * checks.RING_CHUNKS)  # noqa: B010
     setattr(flusher.lifetime, "_total_bytes", lambda _: CHUNK_BYTES * _ROOM_CHUNKS)  # noqa: B010
     setattr(flusher.ring_room, "_STEP_BYTES_MIN", 7 * CHUNK_BYTES)  # noqa: B010
@@ -85,7 +85,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     for module in (stager.flusher_process, stager.flusher_line):
         setattr(module, "log_path", lambda _role, _url: log)  # noqa: B010
 
-    # Who a process is, and whether it runs.
+    # Identity of a process, and whether it runs.
     def of_this_process(cls: type[identity.Identity]) -> identity.Identity:
         return identity.Identity("node", "boot", "namespace", SIM.now.here.number, 1)
 
@@ -95,7 +95,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     identity.Identity.of_this_process = classmethod(of_this_process)  # type: ignore[method-assign,assignment]
     identity.Identity.is_running = is_running  # type: ignore[method-assign]
 
-    # What the kernel closes when a process dies, and what a dead process no longer does.
+    # Close the sockets and locks of a dead process, as the kernel would, and ignore its later calls.
     channel_init, channel_close = ipc.Channel.__init__, ipc.Channel.close
     listener_init, listener_close = ipc.Listener.__init__, ipc.Listener.close
 
@@ -176,12 +176,12 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
 
     Ring.remove = staticmethod(remove_ring)  # type: ignore[method-assign]
     gc.collect()
-    gc.freeze()  # what is loaded stays: collecting after so many seeds looks at what they made, and at nothing else
+    gc.freeze()  # later collections, once per some seeds, then look only at objects that the seeds made
     gc.disable()
 
 
 def prepare_tcp() -> None:
-    """Load what reaches ranks over TCP, too, and replace what it takes from the operating system. Once in a process."""
+    """Also load the code for ranks over TCP, and replace its access to the operating system. Call once per process."""
     global _tcp_is_prepared  # noqa: PLW0603
     prepare()
     if _tcp_is_prepared:
@@ -196,7 +196,7 @@ def prepare_tcp() -> None:
     install()
     tcp_network.install_network()
     tcp_checks.watch_ports()
-    # `holdfast status`, metrics and traces have no part in what is checked, nor has MPI's shared memory.
+    # No check covers `holdfast status`, metrics, traces or MPI's shared memory.
     for name in ("serve_status", "serve_metrics", "export_spans"):
         setattr(stager.service, name, lambda *_, **__: contextlib.nullcontext())
     setattr(stager.service, "SegmentList", lambda _: io.BytesIO())  # noqa: B010
@@ -270,11 +270,11 @@ def run_seed(seed: int, *, trace: bool = False, tcp: bool = False) -> Outcome:
 
 
 def _plain(line: str) -> str:
-    """Without what the kernel chose: the same seed gives the same trace, to the letter."""
+    """Replace values chosen by the kernel, so that the same seed gives the same trace, to the letter."""
     return _KERNEL_CHOSE.sub(r"\1N", line.replace(str(_base), "/dev/shm/sim"))
 
 
 def clean_up() -> None:
-    """Give the memory back."""
+    """Remove the files in shared memory."""
     if _base is not None:
         shutil.rmtree(_base, ignore_errors=True)

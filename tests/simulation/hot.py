@@ -1,7 +1,7 @@
-"""What a rank of a new job finds in the ring of the job before, by the product's own way, compared with what was saved.
+"""A rank of a new job reads the previous job's steps from the ring, through the product's code; all bytes are compared.
 
-recalled   every byte that the ring gives is of the step that it is said to be of, or its CRC shows that it is not
-not lost   what was staged before and is not in the store is all in the ring, unless its flusher never came
+recalled   every byte from the ring belongs to the step that the ring names, or its CRC shows that it does not
+not lost   a step that was staged and is not in the store is whole in the ring, unless its flusher never came
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["check_remains", "reread", "restored_from_ring"]
 
 
 def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, list[Kept]]:
-    """As a restore does, between WELCOME and the first step; every byte is compared."""
+    """Read the ring as a restore does, between WELCOME and the first step; compare every byte."""
     checks, answered = world.checks, True
     before = [key for key in checks.promised if key[0] < link.job.attempt]
 
     def fetch(asked: Asked, **question: Any) -> bytes | None:
         nonlocal answered
         if asked is Asked.PLACE and link.job.attempt % 2:
-            return None  # as for ranks of another machine
+            return None  # as a rank on another machine
         try:
             return link.fetch(asked, **question)
         except HoldfastError:
@@ -64,13 +64,13 @@ def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, 
 
 
 def reread(world: World, ring: RingSlices, kept: Sequence[Kept]) -> None:
-    """Ask for a byte of it once more, while other steps take its room."""
+    """Read one of these slices once more, while other steps take its slots."""
     if kept:
         _read(world, ring, world.scheduler.chance.choice(kept), may_be_gone=True)
 
 
 def check_remains(world: World, ring: Ring) -> None:
-    """Each record that counts as whole, of any checkpoint, staged or not, stands for the bytes in its slot."""
+    """Check that each record that counts as whole, of any checkpoint, staged or not, matches the bytes in its slot."""
     checks, plan = world.checks, world.plan
     for held in held_in(ring):
         job = checks.job_of_attempt.get(held.attempt)
@@ -126,7 +126,7 @@ def _read(world: World, ring: RingSlices, one: Kept, *, may_be_gone: bool = Fals
 
 
 def _waited(world: World, job: Job) -> bool:
-    """The stager has waited for the flusher as long as it may: what it then says is what there is."""
+    """Whether the stager has waited for the flusher as long as it may: then its answer is final."""
     service = job.stager.notes.get("service") if job.stager is not None else None
     if service is None:
         return True

@@ -1,7 +1,7 @@
 """Checkpoint contents for the simulation: true zip files of a few pages, one for each (job, step), cut into layouts.
 
-In some worlds tensors are split among the ranks: rows, columns or boxes, with replicas or without, shards that are
-short or empty, beside others that every rank has whole.
+In some worlds tensors are split among the ranks: rows, columns or boxes, with or without replicas, short or empty
+shards, beside tensors that every rank holds whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = (
 
 
 class _Stream(io.RawIOBase):
-    """Not seekable, so that zipfile writes data descriptors as torch does."""
+    """A stream that cannot seek, so that zipfile writes data descriptors as torch does."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -47,13 +47,13 @@ class _Stream(io.RawIOBase):
 
 @functools.cache
 def image(shape: int, ranks: int, mesh: int, variant: int) -> Image:
-    """The image of one checkpoint: the layout follows from all but `variant`, which the bytes follow from, too.
+    """The image of one checkpoint. `variant` affects only the bytes, the other arguments also the layout.
 
     Args:
         shape: One of `SHAPES`.
         ranks: Number of ranks.
-        mesh: How tensors are split among them; 0: not at all.
-        variant: Which bytes.
+        mesh: Seed for splitting tensors among the ranks; 0: no split.
+        variant: Seed for the bytes.
     """
     chance = random.Random((shape, ranks, variant).__hash__())
     stream = _Stream()

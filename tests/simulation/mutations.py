@@ -1,11 +1,11 @@
-"""Deliberate bugs, each a few words of the product's source changed while it is loaded: the simulation must see them.
+"""Deliberate bugs: each changes a few words of the product's source at import, and the simulation must detect it.
 
     python -m tests.simulation --mutation credit_twice --first 0 --count 500
 
-A mutation whose words are no longer in the source is an error: it must be brought up to date, not skipped.
+A mutation whose words are no longer in the source is an error: update it, do not skip it.
 """
 
-# ruff: noqa: E501, ISC004 - what stands here are pieces of source
+# ruff: noqa: E501, ISC004 - the strings are pieces of source
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["MUTATIONS", "Mutation", "apply", "install"]
 
 @dataclass(frozen=True)
 class Mutation:
-    """One bug. `edits`: (module, words there, words instead); `seeds_max`: within how many seeds it must be seen.
+    """One bug. `edits`: (module, old words, new words); `seeds_max`: a limit of seeds until it is detected.
 
-    `first_seed`: where to begin, for one that few seeds show; all seeds before it would be played each time for nothing.
+    `first_seed`: where to begin, for a bug that few seeds show, to skip the seeds that do not.
     """
 
     name: str
@@ -133,7 +133,7 @@ MUTATIONS = {
             900,
             first_seed=600,
         ),
-        # -- a store that takes nothing
+        # -- a store that accepts nothing
         _one(
             "staged_waits_for_began",
             "what lies whole in the ring is staged only when the flusher has begun to write it",
@@ -469,7 +469,7 @@ MUTATIONS = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Loads the modules that are to be changed, changed."""
+    """Loads the modules of the mutation with its edits applied."""
 
     def __init__(self, mutation: Mutation) -> None:
         self._mutation = mutation
@@ -504,7 +504,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def apply(name: str) -> None:
-    """Have the product loaded with this bug. Before anything of it is loaded, for the whole life of this process."""
+    """Load the product with this bug, for the life of this process. Call before any of its modules is loaded."""
     from tests.simulation.tcp_mutations import TCP_MUTATIONS
 
     install((MUTATIONS | TCP_MUTATIONS)[name])

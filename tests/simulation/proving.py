@@ -1,10 +1,10 @@
-"""Digests that the ranks send of the steps after their checkpoints, and their way into the store.
+"""Proofs: digests that the ranks send for the steps after their checkpoints, and their way into the store.
 
-in the store ⇒ beside     a proof lies beside a checkpoint that is listed, and is of that very one
-recorded ⇒ said           it has what each rank of that job has said, and nothing else
-kept                      it goes only with its checkpoint; nobody has removed it if that stays
-asked ⇒ that one          what the stager gives for a checkpoint is the proof of it, or nothing
-said ⇒ in the store       in the end, where nothing befalls a world
+in the store ⇒ beside     a proof lies beside a checkpoint that is listed, and belongs to that checkpoint
+recorded ⇒ said           a proof has the digest of each rank of that job, and nothing else
+kept                      a proof is removed only with its checkpoint
+asked ⇒ that one          the stager answers with the proof of the checkpoint asked for, or with none
+said ⇒ in the store       in a world without faults every digest is in the store in the end
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _ASKED_MAX = 4
 
 
 class ProofTeller:
-    """One rank, which tells the stager what it used in the step after each checkpoint, in worlds that prove."""
+    """One rank, which sends the stager a digest of the step after each checkpoint, in worlds with proofs."""
 
     def __init__(self, world: World, job: Job, link: Link) -> None:
         self._world, self._job, self._link = world, job, link
         self._saved: CheckpointId | None = None
 
     def saved(self, step: int) -> None:
-        """A step was offered."""
+        """The rank has offered a step."""
         if self._world.plan.proves:
             self._saved = CheckpointId(self._link.job.attempt, step)
 
@@ -50,7 +50,7 @@ class ProofTeller:
             self._link.tell(StagerMessage.proof(key, used(key, self._job.number, rank)))
 
     def ask(self) -> None:
-        """Rank 0 asks for the newest proofs, as one that resumes does."""
+        """Rank 0 asks for the newest proofs, as a resuming rank does."""
         if not self._world.plan.proves or self._link.job.rank:
             return
         for key in sorted(self._world.proofs.said)[-_ASKED_MAX:]:
@@ -71,7 +71,7 @@ class ProofChecks:
     """The invariants of the proofs in one world.
 
     Attributes:
-        said: Checkpoint → the job, and those of its ranks that have said what they used.
+        said: Checkpoint → the job, and its ranks that have sent a digest.
     """
 
     def __init__(self, world: World) -> None:
@@ -84,7 +84,7 @@ class ProofChecks:
         self.said.setdefault(key, (job, set()))[1].add(rank)
 
     def after_change(self) -> None:
-        """Look at the proofs in the store."""
+        """Check the proofs in the store."""
         objects = self._world.store.objects
         for name, data in objects.items():
             if not name.endswith(".proof.json"):
@@ -125,7 +125,7 @@ class ProofChecks:
                 self._broken(f"nothing is wrong, and {name} was never written")
 
     def _kept(self, objects: Any) -> dict[str, CheckpointId]:
-        """The names of the proofs of all checkpoints that retention keeps: a killed one may be in the midst of it."""
+        """Names of the proofs of all kept checkpoints; a flusher may have been killed during retention."""
         listed = [
             Manifest.from_bytes(data, source=name) for name, data in objects.items() if is_manifest_name(name)
         ]

@@ -1,8 +1,8 @@
-"""What the product takes from the operating system, played by the simulation: time, threads, poll, signals, ids.
+"""The simulation's operating system for the product: time, threads, poll, signals, ids.
 
-The product's modules say `time.monotonic()`, `threading.Lock()`, `select.poll()`. `install` puts the fakes below in
-the place of those modules, in every module of the product that is loaded, once per process; which simulation runs is
-`SIM.now`. Files and unix sockets stay the kernel's own: they never block here, and the scheduler asks them.
+The product's modules call `time.monotonic()`, `threading.Lock()`, `select.poll()`. `install` replaces those modules by
+the fakes below, in every loaded module of the product, once per process; `SIM.now` is the running simulation. Files and
+unix sockets stay the kernel's own: they never block here, and the scheduler polls them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.simulation.scheduler import Crashed, Scheduler, Task
 __all__ = ["PLAYED_MIN", "SIM", "SimPoll", "install", "played_events", "readable"]
 
 PRODUCT = ("holdfast", "flusher", "stager", "trainer_side")
-PLAYED_MIN = 1_000_000  # descriptors from here on are played
-_POLL_SECONDS = 0.2  # pauses below this are polling: they end when there is news
+PLAYED_MIN = 1_000_000  # descriptors from here on are simulated
+_POLL_SECONDS = 0.2  # shorter pauses are polling: they end when there is news
 _POLL_MAX_SECONDS = 1.0
 
 
 class Current:
-    """Which simulation runs in this process."""
+    """The simulation that runs in this process."""
 
     def __init__(self) -> None:
         self.scheduler: Scheduler | None = None
@@ -52,7 +52,7 @@ SIM = Current()
 
 
 class PlayedModule(types.ModuleType):
-    """A module of which some names are played, and the others are the real one's."""
+    """A module of which some names are simulated; the others are the real module's."""
 
     def __init__(self, real: types.ModuleType) -> None:
         super().__init__(real.__name__)
@@ -82,7 +82,7 @@ class _Time(PlayedModule):
 
 
 def _rest(predicate: Callable[[], Any] | None, seconds: float | None, place: str) -> bool:
-    """Wait; a short pause of a process that polls its port ends with the port's next news, and else is long."""
+    """Wait. A short pause of a process that polls its port ends with the port's next news; without news it is long."""
     sim = SIM.now
     if sim.unwinding is not None or sim.current is None:
         raise Crashed
@@ -151,7 +151,7 @@ class SimRLock(SimLock):
 class SimCondition:
     def __init__(self, lock: Any = None) -> None:
         self._lock = lock if lock is not None else SimLock()
-        self._waiting: list[list[bool]] = []  # one for each that waits: empty until it is notified
+        self._waiting: list[list[bool]] = []  # one for each waiting thread: empty until notified
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def __enter__(self) -> Any:
@@ -290,7 +290,7 @@ class _Queue(PlayedModule):
 
 
 class InlineExecutor:
-    """`ThreadPoolExecutor` whose work is done at once: what readers do at the same time does not matter to them."""
+    """`ThreadPoolExecutor` that runs its work at once: concurrent readers do not affect each other."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -323,7 +323,7 @@ def _fd(file: Any) -> int:
 
 
 def readable(files: Iterable[Any]) -> Callable[[], list[Any]]:
-    """Tells each time it is called which of these have something to read then."""
+    """Return a function that lists those of these files that have something to read when it is called."""
     poll = real_select.poll()
     by_fd = {}
     for file in files:
@@ -331,12 +331,12 @@ def readable(files: Iterable[Any]) -> Callable[[], list[Any]]:
         if fd >= 0:
             by_fd[fd] = file
             poll.register(fd, real_select.POLLIN)
-    # What was closed since has no number any more, and its number may by now be another's.
+    # A file closed since has no descriptor any more, and its old number may belong to another file.
     return lambda: [by_fd[fd] for fd, _ in poll.poll(0) if _fd(by_fd[fd]) == fd]
 
 
 class SimPoll:
-    """The clock of one simulated process. Milliseconds of the simulation's clock, not of the real one."""
+    """`select.poll` of one simulated process. Its timeout is in milliseconds of the simulated clock."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
@@ -364,7 +364,7 @@ class SimPoll:
 
 
 def played_events(wanted: dict[int, int]) -> list[tuple[int, int]]:
-    """Which of these descriptors that are played are ready, and for what."""
+    """Which of these simulated descriptors are ready, and for which events."""
     found = []
     for fd, events in wanted.items():
         played = SIM.descriptors.get(fd)
@@ -396,7 +396,7 @@ class SimSelector(real_selectors.PollSelector):
         if found or (timeout is not None and timeout <= 0):
             SIM.now.step("selector")
             return found
-        poll = self._selector.poll  # type: ignore[attr-defined] # without the list of keys, of which most turns make none
+        poll = self._selector.poll  # type: ignore[attr-defined] # skips the list of keys, which most turns leave empty
         _rest(functools.partial(poll, 0), timeout, "selector")
         return now()
 
@@ -461,7 +461,7 @@ _installed: set[str] = set()
 
 
 def install() -> None:
-    """Put the fakes into every module of the product that is loaded. For good: this process does nothing else."""
+    """Put the fakes into every loaded module of the product, for the life of this process."""
     from concurrent.futures import ThreadPoolExecutor
 
     from holdfast import faultpoint
@@ -502,7 +502,7 @@ def install() -> None:
 
 
 def _mend_defaults(function: Any, defaults: dict[Any, Any]) -> None:
-    """`def f(clock=time.monotonic)` took the real one when it was loaded."""
+    """Replace defaults such as `def f(clock=time.monotonic)`, bound to the real function at import."""
     if not isinstance(function, types.FunctionType):
         return
 
@@ -516,7 +516,7 @@ def _mend_defaults(function: Any, defaults: dict[Any, Any]) -> None:
 
 
 def _mend_factories(made: type) -> None:
-    """`field(default_factory=threading.Event)` took the real one when the class was made."""
+    """Replace factories such as `field(default_factory=threading.Event)`, bound when the class was made."""
     factories = {real_threading.Lock: SimLock, real_threading.Event: SimEvent}
     fields = [
         (field.name, factories[field.default_factory])

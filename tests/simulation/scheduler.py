@@ -4,11 +4,11 @@
       ├ task  main loop          ├ task  training script       │
       ├ task  writer-0           └ task  link                  │
       └ task  heartbeat               │                        │
-              └──────── wait, sleep, lock, store call ─────────┴──► one is chosen by the seed, one runs at a time
+              └──────── wait, sleep, lock, store call ─────────┴──► the seed picks one; one runs at a time
 
 A task is a greenlet that runs the product's own code until it waits for something or passes a point at which another
 process could act; that is one *event*. Between two events the invariants are checked and faults strike. Killing a
-process ends its tasks where they stand: what they still do while they unwind reaches nobody.
+process ends its tasks where they are: their effects while unwinding reach no other process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _STEP_SECONDS = 0.0004
 
 
 class Crashed(BaseException):
-    """This process was killed: raised in its tasks where they stand."""
+    """The process was killed: raised in its tasks where they are."""
 
 
 class Stuck(AssertionError):
-    """Something waits for ever, or spins."""
+    """A task waits forever, or spins."""
 
 
 class Process:
@@ -40,9 +40,9 @@ class Process:
 
     Attributes:
         name: Such as `flusher-2` or `rank 1 of job 0`; `kind` is `flusher`, `stager`, `rank` or `world`.
-        alive: Not ended, not killed.
-        held: What the kernel would close when it dies: called at its death.
-        error: What its main function raised.
+        alive: Neither ended nor killed.
+        held: Called at its death, to close the things that the kernel would close.
+        error: The exception of its main function.
     """
 
     def __init__(self, scheduler: Scheduler, kind: str, name: str, number: int) -> None:
@@ -62,7 +62,7 @@ class Process:
         self.on_end: list[Callable[[Process], None]] = []
 
     def is_over(self) -> bool:
-        """It has ended, or was killed."""
+        """Whether the process has ended or was killed."""
         return not self.alive
 
 
@@ -85,7 +85,7 @@ class Task:
             self.function()
         except Crashed:
             pass
-        except BaseException as error:  # noqa: BLE001 - a thread that dies is looked at by the world
+        except BaseException as error:  # noqa: BLE001 - the world checks on threads that died
             if not self.process.killed or self.process.error is error:
                 self.process.error = self.process.error or error
                 self.process.notes.setdefault("raised", []).append((self.name, error))
@@ -97,8 +97,8 @@ class Scheduler:
     """Runs tasks one event at a time, in an order that the seed decides.
 
     Attributes:
-        chance: The one source of randomness. `now`: seconds on the clock. `events`: how many there were.
-        after_event: Called between two events. `ran`: whose task ran in the last one.
+        chance: The one source of randomness. `now`: seconds on the clock. `events`: their number so far.
+        after_event: Called between two events. `ran`: the process whose task ran in the last one.
     """
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
@@ -154,11 +154,11 @@ class Scheduler:
         self._end(process)
 
     def _exit(self, process: Process) -> None:
-        """Its main function has ended: the other threads end with it, from the next event on."""
+        """The main function has ended: the other threads end from the next event on."""
         raised = process.error or process.notes.get("ended_with")
         error = f" with {type(raised).__name__}: {raised}" if raised else ""
         self.note(f"- {process.name} ends{error}")
-        process.killed = True  # from here on nothing that its other threads do may reach anybody
+        process.killed = True  # from here on its other threads must not affect other processes
         self.call_at(self.now, lambda: self._end(process))
 
     def _end(self, process: Process) -> None:
@@ -179,18 +179,18 @@ class Scheduler:
             heard(process)
 
     def call_at(self, when: float, call: Callable[[], None]) -> None:
-        """Have the hub call something at a time."""
+        """Make the hub call `call` at a time."""
         heapq.heappush(self.timers, (when, next(self._order), call))
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """The same, from now."""
+        """Make the hub call `call` after some seconds."""
         self.call_at(self.now + seconds, call)
 
     # -- what tasks call -----------------------------------------------------------------------------------------
 
     @property
     def here(self) -> Process:
-        """The process whose code runs."""
+        """The process whose code is running."""
         if self.unwinding is not None:
             return self.unwinding
         assert self.current is not None, "no task runs"
@@ -216,7 +216,7 @@ class Scheduler:
         return task.woken
 
     def step(self, place: str) -> None:
-        """A point at which anything else may happen."""
+        """A point at which any other task may run."""
         self.wait(None, 0.0, place)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Scheduler:
         """Run until `until` holds.
 
         Raises:
-            Stuck: Nothing can happen any more, or it takes too many events or seconds.
+            Stuck: No task can run any more, or the run exceeds `events_max` or `seconds_max`.
         """
         end = self.now + seconds_max
         chance, timers, after_event = self.chance, self.timers, self.after_event
@@ -278,17 +278,17 @@ class Scheduler:
             after_event()
 
     def close(self) -> None:
-        """Give everything back, whatever still runs."""
+        """End all tasks and release everything."""
         for process in dict.fromkeys(task.process for task in self.tasks):
             process.killed = True
             self._end(process)
 
     def note(self, text: str) -> None:
-        """Into the trace, when there is one: a seed that fails is played again with it."""
+        """Add a line to the trace, if tracing; a failing seed is replayed with a trace."""
         if not self.tracing:
             return
         self.trace.append(f"{self.events:6d} {self.now:12.4f} {text}")
 
     def who_waits(self) -> str:
-        """For the message."""
+        """Describe all tasks and where they wait, for error messages."""
         return "; ".join(f"{task.process.name}/{task.name} at {task.place or '?'}" for task in self.tasks)

@@ -1,6 +1,6 @@
-"""Deliberate bugs where several flushers write one file: `tests.simulation.shares` sees each of them."""
+"""Deliberate bugs for several flushers that write one file: `tests.simulation.shares` must detect each of them."""
 
-# ruff: noqa: E501 - what stands here are pieces of source
+# ruff: noqa: E501 - the strings are pieces of source
 
 from __future__ import annotations
 

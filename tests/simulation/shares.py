@@ -1,13 +1,13 @@
-"""Several flushers that write one file, each on a node of its own, and a store that all of them reach.
+"""Several flushers that write one file, each on a node of its own, and a store shared by all.
 
     python -m tests.simulation.shares --first 0 --count 500
     python -m tests.simulation.shares --seed 17 --trace
     python -m tests.simulation.shares --mutation seal_of_another_write --count 500
 
-The flushers are real (`live`): lease, engine, pipeline, recovery. The stagers are played: each sends its share, and
-attaches again to the next flusher. Flushers, stagers and whole nodes die or stand still at any act; the store fails and
-loses answers; a stranger's seal stands where one is awaited. What is listed must be whole, and what all stagers have
-staged must be listed in the end, unless its bytes are gone.
+The flushers are real (`live`): lease, engine, pipeline, recovery. The stagers are simulated: each sends its share, and
+attaches again to the next flusher. Flushers, stagers and whole nodes die or freeze at any operation; the store fails
+and loses answers; a stranger's seal lies where one is awaited. A listed file must be whole, and a step that all stagers
+have staged must be listed in the end, unless its bytes are lost.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Fault:
-    """What befalls one share: at an event of the world, or when its flusher reaches a point, or at an act of it."""
+    """A fault of one share: at an event of the world, at a point of its flusher, or at one of its operations."""
 
     what: str
     share: int
@@ -66,7 +66,7 @@ class Fault:
 
 @dataclass
 class Plan:
-    """What a seed chooses before anything runs."""
+    """The choices of a seed, made before anything runs."""
 
     writers: int
     shape: int
@@ -105,7 +105,7 @@ class Plan:
 
 
 class Checks:
-    """What the hooks of the simulation's ring tell."""
+    """Receives the reports of the simulation's ring; ignores most."""
 
     def __init__(self, world: SharesWorld) -> None:
         self._world = world
@@ -128,7 +128,7 @@ class SharesWorld:
         self.checks = Checks(self)
         self.processes: list[Process] = []
         self.flushers: dict[int, Process] = {}
-        self.nodes = dict.fromkeys(range(plan.writers), 0)  # share → which machine it is on
+        self.nodes = dict.fromkeys(range(plan.writers), 0)  # share → its machine
         self.writers = plan.writers
         self.job = 0
         self.job_attempts: dict[int, int] = {}
@@ -176,7 +176,7 @@ class SharesWorld:
                 sim.wait(functools.partial(self._fewer_stagers, alive), 5.0, "job")
                 self._restart_flushers()
                 if any(stager.notes.get("lost") for stager in self.stagers):
-                    # The ranks have lost a stager: their job ends, some time later.
+                    # The ranks have lost a stager: their job ends some time later.
                     sim.wait(None, sim.chance.choice([0.0, 1.0, 30.0]), "job ends")
                     for stager in self.stagers:
                         self._kill(stager, "its job ended")
@@ -192,7 +192,7 @@ class SharesWorld:
                 sim.wait(process.is_over, 5000.0, "flusher ends")
                 if process.alive:
                     raise Broken(f"{process.name} does not end: {sim.who_waits()}")
-        # The next jobs of the run, on a machine that has never seen it: the second removes what the first has voided.
+        # The run's next jobs, on a new machine: the second removes the files that the first has voided.
         self.nodes[0] += 1
         self.writers = 1
         for _ in range(2):
@@ -241,7 +241,7 @@ class SharesWorld:
             self.scheduler.here.notes["ended_with"] = error
 
     def open_store(self, _url: str) -> Any:
-        """In place of `holdfast.store.open_store`."""
+        """Replaces `holdfast.store.open_store`."""
         from holdfast.store.retrying import RetryBudget, Retrying
         from tests.simulation.runtime import _FAKES
 
@@ -279,7 +279,7 @@ class SharesWorld:
             self._see_listed()
 
     def _strike(self, fault: Fault) -> None:
-        """From the hub."""
+        """Inject a fault, from the hub."""
         sim, share = self.scheduler, fault.share
         stagers = [one for one in self.processes if one.kind == "stager" and one.notes["share"] == share]
         flusher = self.flushers.get(share)
@@ -305,7 +305,7 @@ class SharesWorld:
         for key, shares in self.staged.items():
             if share in shares and f"{_folder(key)}seal-{share + 1}" not in self.store.objects:
                 self.excused.add(key)
-        # What it was told, but no stager has said yet: staged in its ring alone.
+        # Steps that only this share's ring has as staged, and that no stager has reported yet.
         attempt = self.job_attempts.get(self.job, 0)
         self.excused |= {
             (attempt, step)
@@ -314,7 +314,7 @@ class SharesWorld:
         }
 
     def _strange_seal(self, share: int) -> None:
-        """Another job's seal, of other bytes, where this one's is awaited."""
+        """Put another job's seal, of other bytes, where this job's is awaited."""
         for key in [key for key in self.staged if f"{_folder(key)}start" in self.store.objects][-1:]:
             from holdfast.checkpoints.share_records import ShareRecords, ShareSeal
             from holdfast.image.checkpoint_id import CheckpointId
@@ -361,7 +361,7 @@ class SharesWorld:
         sim.step(point)
 
     def before_act(self, process: Process, what: str, name: str) -> None:
-        """A flusher is about to do something in the store: here it may stand still."""
+        """Called before a flusher's operation on the store; may freeze the flusher."""
         if process.kind != "flusher" or self.calm:
             return
         share = process.notes["share"]
@@ -383,7 +383,7 @@ class SharesWorld:
                 self.scheduler.step("frozen")
 
     def _usurp(self) -> None:
-        """The lead stands still, and another host takes its run over."""
+        """Freeze the lead while another host takes its run over."""
         if self.calm:
             return
         self._excuse_unsealed(0)
@@ -395,7 +395,7 @@ class SharesWorld:
         made.notes["host"] = "usurper"
         self.usurpers.append(made)
 
-    # -- what the store tells ------------------------------------------------------------------------------------
+    # -- called by the store -------------------------------------------------------------------------------------
 
     def store_act(self, process: Process, what: str, name: str) -> None: ...
 
@@ -406,7 +406,7 @@ class SharesWorld:
     # -- invariants ----------------------------------------------------------------------------------------------
 
     def _see_listed(self) -> None:
-        """Whatever is listed is whole, and is that step."""
+        """Every listed file is whole, and is that step."""
         from holdfast.image.manifest import Manifest
 
         objects = self.store.objects
@@ -416,7 +416,7 @@ class SharesWorld:
             manifest = Manifest.from_bytes(objects[name], source=name)
             image, data = self.image(manifest.step), objects.get(manifest.file)
             if data is None:
-                continue  # taken back by who has just listed it, or still to be seen by it
+                continue  # the flusher that has just listed it has withdrawn it, or still has to notice
             if data != image.final:
                 first = next(
                     (n for n, (a, b) in enumerate(zip(data, image.final, strict=False)) if a != b), len(data)
@@ -458,7 +458,7 @@ class SharesWorld:
 
 
 class Stager:
-    """One played stager, in its process: sends its share of each step, and goes on with the next flusher."""
+    """One simulated stager, in its process: sends its share of each step, and continues with the next flusher."""
 
     def __init__(self, world: SharesWorld, job: int, share: int) -> None:
         self.world, self.job, self.share = world, job, share
@@ -482,7 +482,7 @@ class Stager:
             self.finishes = True
             self.channel.send("finish")
             self._await(lambda: self.drained or self.channel.closed)
-        except (HoldfastError, FileNotFoundError) as error:  # a flusher that was fenced has removed its ring
+        except (HoldfastError, FileNotFoundError) as error:  # a fenced flusher has removed its ring
             self.world.scheduler.note(f"  stager {self.share} gives up: {error}")
             self.world.scheduler.here.notes["lost"] = True
         finally:
@@ -490,7 +490,7 @@ class Stager:
                 self.ring.close()
 
     def _attach(self) -> None:
-        """To the flusher of its share, whenever there is one. A member first hears the lead's attempt."""
+        """Attach to the flusher of this share, once there is one. A member first learns the lead's attempt."""
         from holdfast.errors import PeerLost
         from holdfast.ring import doorbell as ipc
         from holdfast.ring.directory import runtime_directory
@@ -679,7 +679,7 @@ def _config(place: Path, share: int, writers: int, _writers: int) -> Any:
 
 
 def _prepare() -> Path:
-    """As `tests.simulation.engine.prepare`, with machines, and parts as large as the store has them."""
+    """As `tests.simulation.engine.prepare`, with machines, and with parts as large as the store's."""
     from tests.simulation import engine
 
     engine.prepare()
@@ -697,7 +697,7 @@ def _prepare() -> Path:
 
 
 def run_seed(seed: int, *, trace: bool = False) -> tuple[str, int, list[str]]:
-    """Play one seed; its failure, how many events there were, and the trace."""
+    """Play one seed; return its failure, the number of events, and the trace."""
     import gc
 
     directory = _prepare() / "shares"

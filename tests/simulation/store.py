@@ -1,11 +1,11 @@
-"""A store that keeps what `holdfast.store.base` promises, and misbehaves in every way that it leaves open.
+"""A store that keeps the promises of `holdfast.store.base`, and misbehaves in every way that these allow.
 
     StoreState (survives every process)          StoreClient (one per process)
-      objects: visible, whole                      before each act: others run, it may fail, the process may die
-      uploads: parts of open ones                  after each act: others run, answers get lost, the process may die
+      objects: visible, whole                      before each call: others run, it may fail, the process may die
+      uploads: parts of open ones                  after each call: others run, answers get lost, the process may die
 
-Three kinds: `parts` checks each part's CRC-32 and lists parts (S3), `file` checks nothing and knows nothing of parts
-(POSIX), `opaque` cannot be resumed.
+Three kinds: `parts` checks each part's CRC-32 and lists parts (S3), `file` checks nothing and has no parts (POSIX),
+`opaque` cannot be resumed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class OpenUpload:
 
 
 class StoreState:
-    """What is in the store, whoever lives.
+    """The contents of the store, which outlive every process.
 
     Attributes:
         kind: `parts`, `file` or `opaque`.
-        full: Why nothing can be written now, such as a full disk; empty when all is well.
-        fail_share: Share of calls that fail in a way that waiting mends; half of these did what was asked.
+        full: Why writes fail now, such as a full disk; empty when all is well.
+        fail_share: Share of calls that fail with a transient error; half of these have taken effect.
         version: Changes with every change.
-        took_at: When it took a part of an upload last, and said so.
+        took_at: When it last accepted a part of an upload, and acknowledged it.
     """
 
     def __init__(self, kind: str, part_chunks: int) -> None:
@@ -75,7 +75,7 @@ class StoreClient:
         self.url = URL
 
     def act(self, what: str, name: str, call: Callable[[], _T], *, writes: bool = False) -> _T:
-        """Do one act as a process that may die, and a store that may fail, before or after it."""
+        """Do one operation; before or after it the process may die and the store may fail."""
         world, state, sim = self._world, self.state, self._world.scheduler
         chance = sim.chance
         state.calls += 1
@@ -278,7 +278,7 @@ class SimUpload:
 
         def show() -> None:
             if state.owners.get(self._name) == self._write_id:
-                return  # an answer was lost before
+                return  # the answer to an earlier call was lost
             upload = self._open()
             if state.kind != "file" and set(upload.parts) != set(range(self._count)):
                 missing = set(range(self._count)) - set(upload.parts)
@@ -303,7 +303,7 @@ class SimUpload:
 
 
 def pristine(state: StoreState) -> Any:
-    """A reader's view without faults, for the checks."""
+    """A read-only view without faults, for the checks."""
     return _Reader(state)
 
 

@@ -1,8 +1,8 @@
-"""What must hold of the two ends of a connection, whatever has become of the connection itself.
+"""Invariants of the two ends of a connection, whatever happens to the connection itself.
 
-messages   each that one end has sent is heard by the other once, in order, over however many connections
+messages   each message from one end reaches the other once, in order, over any number of connections
 payloads   each lies in the place that its credit names, once, as it was sent; nothing else is written
-replaced   a start of a job that another one has replaced is not served any more, however late it wakes
+replaced   a replaced start of a job is not served any more, however late it wakes
 cut        a rank whose connections were only cut is not lost
 """
 
@@ -34,12 +34,12 @@ Who = tuple[bytes, int]  # `start_of`, rank
 
 
 def start_of(incarnation: bytes, generation: int) -> bytes:
-    """Names one start of a job, and how often its ranks have come again."""
+    """Key for one start of a job and the number of its ranks' restarts."""
     return incarnation + generation.to_bytes(2, "big")
 
 
 class _Sent:
-    """A payload as it was when it was sent."""
+    """A payload with the bytes that it had when it was sent."""
 
     def __init__(self, header: tuple[int, int], payload: memoryview, what: tuple[int, int]) -> None:
         self.slot, self.nbytes = header
@@ -51,18 +51,18 @@ class TcpChecks:
     """The checks of one world.
 
     Attributes:
-        joined: The jobs in the order in which they were served first.
+        joined: The jobs in the order in which they were first served.
     """
 
     def __init__(self, world: TcpWorld) -> None:
         self.joined: list[int] = []
         self._world = world
         self._to_stager: dict[Who, list[bytes]] = defaultdict(list)
-        # A stager that dies may have said something to a rank that the next one hears of for the first time.
+        # A stager that dies may have sent a rank messages that the next stager does not know of.
         self._to_rank: dict[Who, dict[int, list[bytes]]] = defaultdict(lambda: defaultdict(list))
         self._hears: dict[
             Who, list[int]
-        ] = {}  # the stagers that may have said what the rank has heard so far
+        ] = {}  # the stagers that may have sent the messages that the rank has received so far
         self._heard_by_stager: dict[Who, int] = defaultdict(int)
         self._heard_by_rank: dict[Who, int] = defaultdict(int)
         self._payloads: dict[tuple[bytes, int, int], _Sent] = {}
@@ -106,7 +106,7 @@ class TcpChecks:
         self._payloads[*who, number] = _Sent((slot, payload.nbytes), payload, what)
 
     def payload_begins(self, port: TcpTrainersPort, rank: int, header: PayloadHeader) -> None:
-        """It is about to be written into a slot."""
+        """The payload is about to be written into a slot."""
         sent = self._sent(port, rank, header)
         if sent.landed:
             self._world.checks.broken(
@@ -115,7 +115,7 @@ class TcpChecks:
         self._world.payload_lands(rank, header.slot, sent.what)
 
     def payload_landed(self, port: TcpTrainersPort, rank: int, header: PayloadHeader, place: Place) -> None:
-        """All of it was written."""
+        """The whole payload was written."""
         sent = self._sent(port, rank, header)
         sent.landed = True
         crc32 = 0
@@ -137,7 +137,7 @@ class TcpChecks:
     # -- who is served -------------------------------------------------------------------------------------------
 
     def proved(self, incarnation: bytes) -> None:
-        """A rank of this start has proved the key to the stager's process that runs."""
+        """A rank of this start has proved the key to the current stager process."""
         seen = self._seen[SIM.now.here.number]
         if incarnation not in seen:
             seen.append(incarnation)
@@ -157,7 +157,7 @@ class TcpChecks:
                 )
 
     def lost(self, rank: int, reason: str) -> None:
-        """The stager gives a rank up."""
+        """The stager declares a rank lost."""
         plan = self._world.plan
         if all(fault.what in UNSEEN_FAULTS for fault in plan.faults) and not plan.torn_share:
             self._world.checks.broken(
@@ -166,10 +166,10 @@ class TcpChecks:
 
 
 class PlayedTcpPort(TcpStagerPort):
-    """The real one, and what it sends and hears is written down."""
+    """The real port; records the messages that it sends and receives."""
 
     def play(self, checks: TcpChecks, who: Who) -> None:
-        """Before anything is sent."""
+        """Set up the recording, before anything is sent."""
         self._checks, self._who = checks, who
         self.next_frame = (-1, -1)
         self.wakes = self._over_seen = 0
@@ -203,7 +203,7 @@ class PlayedTcpPort(TcpStagerPort):
 
 
 class _NotedService(StagerService):
-    """The real one, and the checks know of it while it serves."""
+    """The real service; registers with the checks while it serves."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -215,7 +215,7 @@ class _NotedService(StagerService):
 
 
 def watch_ports() -> None:
-    """Have the stager's ports tell what happens at them. Once in a process."""
+    """Make the stager's ports report to the checks. Call once per process."""
     import stager.service
 
     setattr(stager.service, "StagerService", _NotedService)  # noqa: B010

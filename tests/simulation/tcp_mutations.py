@@ -1,9 +1,9 @@
-"""Deliberate bugs in what reaches ranks over TCP: the simulation must see each of them there.
+"""Deliberate bugs in the code that reaches ranks over TCP: the simulation must detect each of them.
 
 python -m tests.simulation --tcp --mutation payload_twice --first 0 --count 500
 """
 
-# ruff: noqa: E501 - what stands here are pieces of source
+# ruff: noqa: E501 - the strings are pieces of source
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """TCP between the machines of a world, as far as a program may rely on it: sockets, epoll and eventfd without a kernel.
 
     send ─► buffer and wire, in order, any delay ─► inbox ─► recv, in parts of any size
-              ! cut: both ends hear of it, what was under way is lost      ! half open: one end does not hear of it
-              ! a hole: nothing moves for a while, who waits too long gives up      ! slow      ! connections refused
+              ! cut: both ends notice, bytes under way are lost            ! half open: one end does not notice
+              ! stall: nothing moves for a while; ends may time out        ! slow      ! connections refused
 
-What was sent and not read when a connection is cut may or may not have arrived, from a byte on. A process that dies
-has its sockets closed by its kernel; one whose machine vanishes says nothing, and the other end finds out by keepalive
-alone. A process that stands still has its bytes taken by its kernel, as far as there is room.
+When a connection is cut, bytes that were sent and not yet read may be lost from any byte on. The kernel of a process
+that dies closes its sockets. If the machine vanishes, the other end notices only by keepalive. The kernel of a frozen
+process still accepts bytes, as far as there is room.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["Network", "SimSocket", "install_network"]
 _FITS_BYTES = 4096  # at the beginning of a connection: the buffers are empty
 _UNHEARD_SECONDS = (9.0, 12.0)  # until keepalive, or TCP_USER_TIMEOUT, ends a connection
 _CONNECT_AGAIN_SECONDS = 0.5
-_YIELD_SHARE = 0.05  # of the calls of the system after which another process runs
+_YIELD_SHARE = 0.05  # of the system calls; after these another process runs
 _PARTIAL_SHARE = 0.3
 _ACCEPT_QUEUE_MAX = 64
-_IDLE_TURNS_MAX = 200  # of a loop that is told that there is something to do
+_IDLE_TURNS_MAX = 200  # of a loop that is woken and does nothing
 
 
 class Path:
-    """The way between one process and the stager's machine.
+    """The path between one process and the stager's machine.
 
     Attributes:
-        hole_until: Nothing moves before. `slow_until`: things move slowly. `refusing_until`: no new connections.
+        hole_until: Nothing moves before. `slow_until`: bytes move slowly. `refusing_until`: no new connections.
     """
 
     def __init__(self) -> None:
@@ -54,21 +54,21 @@ class Network:
         world: Has the scheduler, and the plan with `window_bytes` and `cut_share`.
 
     Attributes:
-        cuts: How many connections were cut.
-        calls: How many calls have moved something, or made or ended a connection.
+        cuts: Number of connections that were cut.
+        calls: Number of calls that have moved bytes, or made or ended a connection.
     """
 
     def __init__(self, world: TcpWorld) -> None:
         self.world, self.sim = world, world.scheduler
         self.listeners: dict[int, SimSocket] = {}
         self.paths: dict[int, Path] = {}
-        self.open: list[SimSocket] = []  # the ends that are a rank's
+        self.open: list[SimSocket] = []  # the ranks' ends
         self.cuts = self.calls = 0
         self._numbers = PLAYED_MIN
         self._ports = 40_000
 
     def add(self, played: Any) -> int:
-        """A descriptor for it."""
+        """Register a simulated file; return its descriptor."""
         self._numbers += 1
         SIM.descriptors[self._numbers] = played
         return self._numbers
@@ -78,7 +78,7 @@ class Network:
         return self._ports
 
     def path(self, process: Process) -> Path:
-        """A rank's process."""
+        """The path of a rank's process."""
         return self.paths.setdefault(process.number, Path())
 
     def delay_seconds(self, path: Path) -> float:
@@ -88,12 +88,12 @@ class Network:
         return 0.0 if chance.random() < 0.6 else chance.random() * 0.02
 
     def living(self) -> list[SimSocket]:
-        """The ranks' ends of all connections that are whole."""
+        """The ranks' ends of all connections that are intact."""
         self.open = [sock for sock in self.open if not sock.closed and not sock.severed]
         return self.open
 
     def cut(self, end: SimSocket) -> None:
-        """A connection is reset: both ends hear of it."""
+        """Reset a connection: both ends notice."""
         self.cuts += 1
         peer = end.peer
         assert peer is not None
@@ -103,7 +103,7 @@ class Network:
             self.sim.later(self.sim.chance.random() * 0.05, sock.hear_reset)
 
     def half_open(self, end: SimSocket, seconds: float) -> None:
-        """A connection is gone: this end hears of it, and the other one only after a while."""
+        """Break a connection: this end notices at once, the other one only after a while."""
         self.cuts += 1
         peer = end.peer
         assert peer is not None
@@ -113,7 +113,7 @@ class Network:
         self.sim.later(seconds, peer.hear_timeout)
 
     def hole(self, path: Path, seconds: float) -> None:
-        """Nothing moves on this path for a while. Connections whose ends have waited too long are ended by these."""
+        """Stall this path for a while. Ends that wait too long then close their connections."""
         path.hole_until = self.sim.now + seconds
         for end in self.living():
             if end.path is path:
@@ -133,7 +133,7 @@ class SimSocket:
         self.inbox = bytearray()
         self.under_way = 0  # bytes that have left here, and have not arrived
         self.sent_bytes = 0
-        self.ended = False  # the other end has closed, and all of it was heard
+        self.ended = False  # the other end has closed, and all its bytes were read
         self.error = 0
         self.closed = self.severed = False
         self.keepalive = self.impatient = False
@@ -268,7 +268,7 @@ class SimSocket:
     # -- as the kernel does it -----------------------------------------------------------------------------------
 
     def mask(self) -> int:
-        """For what it is ready, as poll has it."""
+        """Ready events, as poll reports them."""
         if self._accepted is not None:
             return real_select.POLLIN if self._accepted else 0
         mask = real_select.POLLERR if self.error else 0
@@ -304,7 +304,7 @@ class SimSocket:
         sim.call_at(self._clear_at, self._move)
 
     def _move(self) -> None:
-        """What is due arrives."""
+        """Deliver the bytes that are due."""
         sim, peer = self.network.sim, self.peer
         assert peer is not None
         while self._wire and self._wire[0][0] <= sim.now:
@@ -325,7 +325,7 @@ class SimSocket:
             peer.inbox += data
 
     def lose(self, *, arrives: bool) -> None:
-        """The connection is gone; of what is under way from here a part may arrive, and the rest never does."""
+        """Break the connection; a part of the bytes under way from here may arrive, the rest never does."""
         peer = self.peer
         assert peer is not None
         if arrives and not self.severed and not peer.closed:
@@ -343,7 +343,7 @@ class SimSocket:
         self.error = self.error or errno.ETIMEDOUT
 
     def hear_silence(self) -> None:
-        """The other end has not answered for long: who looks for that ends the connection."""
+        """The other end has not answered for long: an end with timeouts closes the connection."""
         if self.path.hole_until <= self.network.sim.now or self.closed or self.severed:
             return
         if self.impatient or (self.keepalive and not self.under_way):
@@ -351,7 +351,7 @@ class SimSocket:
             self.hear_timeout()
 
     def _die(self) -> None:
-        """Closed, by the program or by the kernel."""
+        """Close the socket, for the program or the kernel."""
         if self.closed:
             return
         self.closed = True
@@ -376,7 +376,7 @@ class SimSocket:
             self._queue(b"")
 
     def hear_gone(self) -> None:
-        """Its other end's machine has vanished."""
+        """The other end's machine has vanished."""
         if self.impatient or (self.keepalive and not self.under_way):
             self.hear_timeout()
 
@@ -388,7 +388,7 @@ class SimSocket:
 
 
 class SimEventFd:
-    """A counter that wakes whoever polls it."""
+    """A counter that wakes its pollers."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -398,7 +398,7 @@ class SimEventFd:
 
 
 class SimEpoll:
-    """As `select.epoll`, which never waits in the product: whoever has nothing to do waits for its descriptor."""
+    """As `select.epoll`; the product never waits in it, but waits for its descriptor."""
 
     def __init__(self) -> None:
         self._number = SIM.world.network.add(self)
@@ -466,7 +466,7 @@ class _Socket(PlayedModule):
         if sim.now < path.hole_until:
             raise TimeoutError(errno.ETIMEDOUT, "timed out")
         listener = network.listeners.get(address[1])
-        if listener is None and network.world.stager_vanished:  # nobody is there to refuse it
+        if listener is None and network.world.stager_vanished:  # no machine is there to refuse it
             sim.wait(lambda: address[1] in network.listeners, end - sim.now, "connect")
             raise TimeoutError(errno.ETIMEDOUT, "timed out")
         if listener is None or path.refusing_until > sim.now or len(listener._accepted) >= _ACCEPT_QUEUE_MAX:
@@ -490,7 +490,7 @@ class _Pairs(PlayedModule):
 
 
 class _Os(PlayedModule):
-    """`os`, for what has to do with connections."""
+    """`os`, for the calls that concern connections."""
 
     def urandom(self, nbytes: int) -> bytes:
         return bytes(SIM.now.chance.randbytes(nbytes))
@@ -508,13 +508,13 @@ class _Os(PlayedModule):
 
 
 class _Epoll(PlayedModule):
-    """`select` with both."""
+    """`select` with simulated epoll and poll."""
 
     epoll, poll = SimEpoll, SimPoll
 
 
 def install_network() -> None:
-    """Put these in the place of the modules, where the product reaches its stager or its ranks over TCP."""
+    """Replace the modules wherever the product reaches its stager or its ranks over TCP."""
     import stager.job_listener
     import stager.reactor
     import stager.standing

@@ -1,13 +1,13 @@
-"""A world whose ranks reach a stager that stands alone over TCP: it outlives jobs, and their connections are cut.
+"""A world with a standing stager that ranks reach over TCP: it outlives jobs, and connections are cut.
 
-operator: starts the stager, and again when it has died          launcher: job after job, or one over the other
+operator: starts the stager, and restarts it after its death     launcher: job after job, or one over the other
       │                                                                │
       ▼                                                                ▼
 stager: the real StandingStager, JobListener, TcpTrainersPort ◄─ ranks: the real TcpStagerPort, Connector, PayloadSender
-                             sockets of tcp_network.py, and what befalls them
+                             sockets of tcp_network.py, with their faults
 
-faults of its own: a connection is cut, or half open; a hole in the network; slow; refused; SIGTERM to the stager;
-                   a job is started again while the processes of the last start stand still, and wake up late
+faults of its own: a connection is cut, or half open; a stalled network; slow; refused; SIGTERM to the stager;
+                   a job is restarted while the processes of its last start are frozen, and wake up late
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["TcpJob", "TcpPlan", "TcpWorld"]
 
 KEY = "k" * 32
 PORT = 29411
-_STARTS_MAX = 12  # of stagers one after the other that do not live
+_STARTS_MAX = 12  # of stagers in a row
 _GIVE_UP_SECONDS = 150.0
 _FAULTS = ("cut", "half", "hole", "slow", "refuse", "replace", "term stager")
 _WEIGHTS = (6, 4, 4, 3, 2, 6, 2)
@@ -44,7 +44,7 @@ _WEIGHTS = (6, 4, 4, 3, 2, 6, 2)
 
 @dataclass
 class TcpPlan(Plan):
-    """What a seed chooses, and what concerns TCP alone."""
+    """The choices of a seed, with those for TCP alone."""
 
     connections: int = 1
     window_bytes: int = 1 << 16
@@ -53,7 +53,7 @@ class TcpPlan(Plan):
 
     @classmethod
     def over_tcp(cls, plan: Plan, seed: int) -> TcpPlan:
-        """The same plan, with faults of its own added. From dice of their own, as in `may_freeze`."""
+        """The same plan, with TCP faults added. It draws from its own dice, as `may_freeze` does."""
         chance = random.Random(f"tcp {seed}")
         made = cls(
             **{field.name: getattr(plan, field.name) for field in fields(plan)},
@@ -63,7 +63,7 @@ class TcpPlan(Plan):
             launches=chance.choice([0.0, 0.5, 1.0]),
         )
         if chance.random() < 0.5:
-            made.faults = []  # only connections suffer, which nobody above the ports is to see
+            made.faults = []  # only connections break, which code above the ports must not notice
             made.full, made.fail_share, made.slow_seconds, made.slowest_message_seconds = "", 0.0, 0.0, 0.05
             made.pause_seconds = 0.0
         for _ in range(chance.choice([0, 1, 1, 2, 3])):
@@ -78,7 +78,7 @@ class TcpJob(Job):
     """The ranks of one start of a job.
 
     Attributes:
-        launch: The one that has started it. `incarnation`: names this start. `replaced`: started again, dead or not.
+        launch: The launch that has started it. `incarnation`: names this start. `replaced`: restarted, dead or not.
     """
 
     def __init__(self, world: TcpWorld, number: int, launch: str) -> None:
@@ -88,7 +88,7 @@ class TcpJob(Job):
 
 
 class TcpWorld(World):
-    """See the module."""
+    """The world of one seed, over TCP."""
 
     plan: TcpPlan
 
@@ -130,7 +130,7 @@ class TcpWorld(World):
         self._see_all_written()
 
     def _operate(self) -> None:
-        """Have a stager run."""
+        """Keep a stager running."""
         sim = self.scheduler
         while self._stager_wanted and self._stagers < _STARTS_MAX:
             if self.intruder is not None and self._stagers:
@@ -160,7 +160,7 @@ class TcpWorld(World):
             return
         try:
             super()._terminate(process)
-        except SystemExit:  # raised in whatever the process does
+        except SystemExit:  # raised at any point of the process
             self._end_at_once(process, "by a second SIGTERM")
             return
         wakes = process.notes.get("wakeup_fd")
@@ -177,11 +177,11 @@ class TcpWorld(World):
         return job
 
     def job_of(self, incarnation: bytes) -> TcpJob:
-        """Whose it is."""
+        """The job of this incarnation."""
         return self._tcp_job(int.from_bytes(incarnation, "big"))
 
     def order_of(self, number: int) -> int:
-        """A start that was frozen before it joined, and joins late, restores what the others have saved."""
+        """Order by joining: a start that was frozen and joins late restores the steps that the others have saved."""
         return self.tcp_checks.joined.index(number)
 
     def _start_tcp_job(self, number: int, launch: str) -> TcpJob:
@@ -236,7 +236,7 @@ class TcpWorld(World):
         return port
 
     def _rank_ended(self, job: TcpJob, dead: Process) -> None:
-        """A rank has ended or was killed: its launcher ends the others, if there is one that does."""
+        """A rank has ended or was killed: its launcher, if any, ends the others."""
         job.living -= 1
         said_goodbye = dead.notes.get("left") or (dead.port is not None and dead.port.has_left)
         if said_goodbye and not dead.notes.get("struck") and dead.error is None:
@@ -295,7 +295,7 @@ class TcpWorld(World):
                 super()._befall(fault)
 
     def _replace(self, fault: Fault) -> None:
-        """The launcher starts the job again, whatever has become of its processes."""
+        """The launcher restarts the job, in whatever state its processes are."""
         sim, chance = self.scheduler, self.scheduler.chance
         job = self._tcp_job(-1) if self.jobs else None
         if job is None or job.is_over() or job.number + 1 >= self.plan.jobs:

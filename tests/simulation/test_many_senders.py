@@ -1,5 +1,5 @@
-"""Eleven hundred ranks send into one chunk, more than a record of the journal has room for: through layout, session,
-journal, and the checks of the processes that come after dead ones.
+"""1,100 ranks send into one chunk, more than a record of the journal can list: through layout, session, journal, and
+the checks of the processes that replace dead ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANKS = 1100
 CHUNK_BYTES = 8192
 WIDTH = 3
 KEY = CheckpointId(1, 5)
-"""A rank holds of each of two tensors one row, or one column: three bytes, in one chunk with those of all others."""
+"""Each rank holds one row or column of each of two tensors: three bytes, in one chunk with those of all other ranks."""
 
 
 def _image() -> SplitImage:
@@ -58,7 +58,7 @@ def _is_mine(action: Action) -> bool:
 
 
 class Staging:
-    """A session whose actions change a real ring, as `stager.actions` does, and ranks that send what they hold."""
+    """A session whose actions change a real ring, as `stager.actions` does, and ranks that send their parts."""
 
     def __init__(self, image: SplitImage, ring: Ring) -> None:
         self.image, self.ring = image, ring

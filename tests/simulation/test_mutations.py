@@ -1,4 +1,4 @@
-"""Deliberate bugs in the product: the simulation sees each of them within this many seeds, or it has a hole."""
+"""Deliberate bugs in the product: the simulation must detect each of them within its number of seeds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.simulation.tier_mutations import TIER_MUTATIONS
 ALL = {**MUTATIONS, **TCP_MUTATIONS, **TIER_MUTATIONS, **SHARE_MUTATIONS}
 SECONDS_MAX = 1200
 TIER_SEEDS_MAX = 3000
-# One for each promise: staged is whole, and of one instant, listed is whole, no slot is shared, one writer, power cuts,
-# shards in their places, a reader that looks again, a ring that grows; over TCP nothing is lost with a connection, and
-# nobody comes back late; several flushers write each its own share. tests/soak has all.
+# One for each promise: a staged step is whole and of one instant, a listed step is whole, slots are not shared, one
+# writer, power cuts, shards in their places, a reader that checks again, a growing ring; over TCP no message is lost
+# with a connection, and no replaced start returns; several flushers each write their own share. tests/soak has all.
 ALWAYS = {
     "torn_is_staged",
     "newest_makes_room",
@@ -48,7 +48,7 @@ def test_the_bug_is_seen(name: str) -> None:
 
 
 def look_for(name: str) -> None:
-    """Play seeds with the bug in, until one fails."""
+    """Play seeds with the bug applied, until one fails."""
     if name in MUTATIONS | TCP_MUTATIONS:
         mutation = (MUTATIONS | TCP_MUTATIONS)[name]
         program, seeds_max = "tests.simulation --json", mutation.seeds_max

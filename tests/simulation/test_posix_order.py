@@ -1,4 +1,4 @@
-"""The real PosixStore, and power that fails after each of its calls: what was said to be durable is there and whole."""
+"""The real PosixStore, with a power failure after each of its calls: all data reported as durable survives, whole."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def manifest_of(made: Image, step: int) -> Manifest:
 
 
 def save(store: PosixStore, disk: Disk, step: int, *, resume: str | None = None) -> None:
-    """What a flusher does with one checkpoint; with `resume`, what the next one does with it."""
+    """Write one checkpoint as a flusher does; with `resume`, continue it as the next flusher does."""
     made = image(step, 2, 0, step)
     layout, name = made.layout, step_file_name(step)
     nbytes, write_id = layout.image_bytes, f"w{step}"
@@ -79,7 +79,7 @@ def save(store: PosixStore, disk: Disk, step: int, *, resume: str | None = None)
 
 
 def run(store: PosixStore, disk: Disk) -> None:
-    """Two checkpoints, then retention takes the first away, and a third is written into its room."""
+    """Write two checkpoints, let retention remove the first, and write a third into its room."""
     store.create(".holdfast/writer-000001.json", b"claim")
     disk.returned(("file", ".holdfast/writer-000001.json", b"claim"))
     save(store, disk, 0)
@@ -92,7 +92,7 @@ def run(store: PosixStore, disk: Disk) -> None:
 
 
 class _Left:
-    """What is left, as a store for the catalog."""
+    """The files that survived, as a store for the catalog."""
 
     url = "left"
 
@@ -108,7 +108,7 @@ class _Left:
 
 
 def complaints(disk: Disk, *, seed: int = 0) -> list[str]:
-    """What is wrong in any state that power failures may leave."""
+    """Describe the first broken promise in any state that power failures may leave."""
     chance = random.Random(seed)
     found: list[str] = []
     for count in range(len(disk.calls) + 1):
@@ -153,7 +153,7 @@ def test_power_may_fail_after_any_call(tmp_path: Path) -> None:
 
 
 def test_a_process_dies_at_any_call_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    """Killed at each call in turn; another process resumes; then power fails after each of its calls."""
+    """Kill at each call in turn; another process resumes; then power fails after each of its calls."""
     died = 0
     for number in range(200):
         root = tmp_path / str(number)
@@ -176,7 +176,7 @@ def test_a_process_dies_at_any_call_and_the_next_one_goes_on(tmp_path: Path) -> 
 
 
 def rename_roots(disk: Disk) -> None:
-    """The run's directory is the root of what is looked at; that it exists is part of the promise."""
+    """Make the run's directory the root of the recorded calls; its existence is part of the promise."""
     for call in disk.calls:
         for attribute in ("place", "note"):
             value = getattr(call, attribute)
@@ -212,7 +212,7 @@ def no_sync_of_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sync_before_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sync is there, and comes too early: right after the file was made."""
+    """The sync comes too early: right after the file was made."""
     begin = posix_upload.PosixUpload._begin
 
     def begun(self: posix_upload.PosixUpload, room: posix_room.SpareRoom | None) -> None:

@@ -1,6 +1,6 @@
 """Seeded schedules of the whole system, with faults at every step: no invariant breaks. `make soak` plays 10,000.
 
-More of them, or others: `SIMULATION_SCHEDULES=200000 SIMULATION_FIRST_SEED=1000000 pytest -k test_schedules`.
+For more seeds, or others: `SIMULATION_SCHEDULES=200000 SIMULATION_FIRST_SEED=1000000 pytest -k test_schedules`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "1000"))  # over MPI and 
 OVER_TCP = SCHEDULES // 10
 FIRST_SEED = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
 WORKERS = 2
-SECONDS_MAX = 600 + SCHEDULES // 8  # a machine that is busy with other things; alone it takes minutes
+SECONDS_MAX = 600 + SCHEDULES // 8  # on a busy machine; alone it takes minutes
 
 
 def play(first: int, count: int, *options: str, **env: str) -> dict[str, object]:
@@ -65,7 +65,7 @@ def test_schedules_over_tcp() -> None:
 
 @pytest.mark.parametrize("options", [(), ("--tcp",)])
 def test_a_seed_replays_exactly(options: tuple[str, ...]) -> None:
-    """Twice the same seed, in two processes, with other seeds before: the same events, to the last line."""
+    """The same seed in two processes, after other seeds: the same events, to the last line."""
 
     def trace(seed: int) -> str:
         command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--trace", *options]

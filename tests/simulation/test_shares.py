@@ -38,11 +38,11 @@ def test_schedules_of_several_flushers() -> None:
 
 
 def test_a_seed_replays_exactly() -> None:
-    """Twice the same seed: the same events, to the last line."""
+    """The same seed twice: the same events, to the last line."""
     first, second = (play("--seed", "24", "--trace") for _ in range(2))
     assert "is killed" in first.stdout
     assert first.returncode == 0, first.stdout[-2000:]
-    # Each run is a process of its own, with its rings in a folder of its own.
+    # Each run is a separate process, with its rings in a separate folder.
     said, said_again = (
         re.sub(r"holdfast-sim-\w+|pid': \d+", "its own", run.stdout) for run in (first, second)
     )

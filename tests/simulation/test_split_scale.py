@@ -1,5 +1,5 @@
-"""Planning for a model of 70 billion parameters on 512 ranks (FSDP 64 × tensor parallelism 8), with ranks that are not
-there: what it takes is counted, in objects and in bytes.
+"""Planning for a model of 70 billion parameters on 512 simulated ranks (FSDP 64 × tensor parallelism 8): the cost is
+counted in objects and bytes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def test_a_rank_plans_its_slice_without_an_object_for_each_run_of_the_image(
     )
     sent = sum(extent.nbytes for one in frames for extent in one.extents)
     literals = sum(layout.chunk_extent(chunk).nbytes for chunk in layout.slice_chunks(77))
-    assert (
-        held * 7 // 8 <= sent <= held + literals
-    )  # what eight ranks hold alike, the norms, one of them sends
+    # Eight ranks hold replicas of the norms, and one of them sends.
+    assert held * 7 // 8 <= sent <= held + literals
     combs = [comb for pattern in layout.patterns for comb in pattern.combs]
     assert len(combs) < PATTERNS_MAX * RANKS
     gc.collect()

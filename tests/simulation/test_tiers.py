@@ -1,4 +1,4 @@
-"""Slot files on a device that loses power: seeded lives, and every cut point of a plain one."""
+"""Slot files on a device that loses power: seeded lives, and every cut point of a simple life."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_no_life_loses_what_was_complete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["blocks", "mapped", "pm"])
 def test_every_cut_point_leaves_the_newest_complete_step(mode: str, tmp_path: Path) -> None:
-    """Three steps, one after the other; power fails at the first call of the device, at the second, and so on."""
+    """Three steps in a row; power fails at the first call of the device, at the second, and so on."""
     number = 0
     while _lives_until(number, mode, tmp_path):
         number += 1

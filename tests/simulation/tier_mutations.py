@@ -1,4 +1,4 @@
-"""Deliberate bugs in the slot file and its core: the simulated device must show each of them (see mutations.py)."""
+"""Deliberate bugs in the slot file and its core: the simulated device must reveal each of them (see mutations.py)."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""A tier on a device that loses power: seeded lives of one rank, each ended by a kill or a power cut, then looked at.
+"""A tier on a device that loses power: seeded lives of one rank, each ended by a kill or a power cut, then checked.
 
-    python -m tests.simulation.tiers --first 0 --count 5000            # a failing one comes with its seed
-    python -m tests.simulation.tiers --seed 4711                       # exactly that one again
+    python -m tests.simulation.tiers --first 0 --count 5000            # a failing one is printed with its seed
+    python -m tests.simulation.tiers --seed 4711                       # replay exactly that one
     python -m tests.simulation.tiers --mutation same_sector_twice --count 400 --stop-at 1
 
 Begin, write, seal, complete, void, abandon come in any order that a keeper may give, with several slices in flight.
-After each end of a life, from what is left in the file:
+After each end of a life, from the bytes left in the file:
 
-1. What is listed reads back, every byte as it was given for that step: never a mix.
-2. The newest step that was said to be complete is there, and so is what this life had sealed and may yet be complete.
+1. Every listed slice reads back, every byte as it was given for that step: never a mix.
+2. The newest step reported as complete is there, and so are sealed steps of this life that may yet be complete.
    If its slice is damaged, and restore says so, the newest complete one before it takes its place.
 3. The next life can begin a step, and in the end complete one.
 4. A slice has its own proof or none.
@@ -40,7 +40,7 @@ _ACTIONS = ["begin", "write", "write", "write", "write", "seal", "seal", "comple
 
 
 def play(seed: int, directory: Path) -> int:
-    """One schedule; raises AssertionError where something does not hold. Returns how often the device was called."""
+    """Play one schedule; return the number of device calls. Raises AssertionError where a rule above is broken."""
     from tests.simulation.device import Device
 
     chance = random.Random(seed)
@@ -62,8 +62,8 @@ class World:
         self.chance, self.device, self.directory, self.slots = chance, device, directory, slots
         self.layout = made_up(7, entries=4, chunk_bytes=4096, ranks=1, entry_bytes_max=3000).layout
         self.frames = frames_of(self.layout, 0)
-        self.complete = (0, 0)  # the newest that was said to be complete, and noted
-        self.said: set[tuple[int, int]] = set()  # all that were
+        self.complete = (0, 0)  # the newest step reported as complete, and recorded
+        self.said: set[tuple[int, int]] = set()  # all steps reported as complete
         self.pending: set[tuple[int, int]] = set()  # sealed in this life, and not void
         self.damaged: set[tuple[int, int]] = set()  # a byte of their slices has changed
 
@@ -112,7 +112,7 @@ class World:
         return False
 
     def rot(self, tier: SlotTier) -> None:
-        """The newest complete slice is damaged while an older one is there: that is the newest good one then."""
+        """Damage the newest complete slice while there is an older one, which is then the newest good one."""
         kept = {one.seal.order: one for one in tier.kept() if one.seal.order not in self.damaged}
         whole = sorted(kept.keys() & self.said)
         if len(whole) < 2 or whole[-1] < self.complete or self.chance.random() < 0.5:
@@ -125,7 +125,7 @@ class World:
         self.complete = whole[-2]
 
     def restored(self, tier: SlotTier, attempt: int) -> None:
-        """As a keeper does after a restore; or nothing is said at all, but where restore has met damage."""
+        """Restore as a keeper does; or report nothing, unless the restore has met damage."""
         from holdfast.errors import StoreError
 
         kept = [one.seal.order for one in tier.kept()]
@@ -150,7 +150,7 @@ class World:
         failed = self.device.failed
         self.said.add(order)
         tier.complete(*order)
-        if self.device.failed == failed:  # else the next record says it, before anything older is overwritten
+        if self.device.failed == failed:  # else the next record stores it, before overwriting older slices
             self.complete = max(self.complete, order)
 
     def act(self, tier: SlotTier, attempt: int) -> None:
@@ -197,7 +197,7 @@ class World:
             self.pending.add(writer.order)
 
     def prove(self, tier: SlotTier, order: tuple[int, int]) -> None:
-        """The rank has done the step after; or it is killed before. From dice of its own: all else stays."""
+        """The rank does the next step, or is killed before. Has its own dice, so that other choices stay the same."""
         if random.Random(f"prove {order}").random() < 0.7:
             tier.prove(*order, {"of": list(order)})
 
@@ -217,7 +217,7 @@ class World:
         writer.write(number, buffer, crc32(data))
         left.pop()
 
-    # -- what must hold ------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         from holdfast.crc import crc32
@@ -244,7 +244,7 @@ class World:
         assert not lost, f"sealed, and not given up: {sorted(lost)}; listed are {orders}"
 
     def save(self, tier: SlotTier, order: tuple[int, int]) -> None:
-        """One step from its beginning to its end."""
+        """Write one step from begin to end."""
         writer = tier.begin(*order)
         assert writer is not None, f"{order} finds no slot: {[one.seal.order for one in tier.kept()]}"
         self.seal((writer, list(range(len(self.frames)))))
@@ -253,7 +253,7 @@ class World:
         self.pending.clear()
 
     def last(self, attempt: int) -> None:
-        """A life without trouble, in which nobody says what was restored."""
+        """A life without faults, in which the restore is not reported."""
         tier = self.open()
         assert self.prepared(tier)
         for step in (1, 2, 3):
@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
         from tests.simulation.tier_mutations import TIER_MUTATIONS
 
         install(TIER_MUTATIONS[given.mutation])
-    logging.getLogger("holdfast").setLevel(logging.CRITICAL)  # a damaged seal, a failed flush: many
+    logging.getLogger("holdfast").setLevel(logging.CRITICAL)  # hide reports of damage and failures
     failures: list[tuple[int, str]] = []
     schedules = calls = 0
     seeds = [given.seed] if given.seed is not None else range(given.first, given.first + given.count)

@@ -4,9 +4,9 @@
          ── payload of tag 16+slot ──────► receive     matched in the order of posting; kept when none is posted
          ◄────────── control (in order) ──
 
-Between living processes nothing is lost, doubled or damaged, but for one bit of a payload when a fault says so. When a
-process dies, what it had sent and had not arrived may or may not arrive. Its death is noticed after a while, or never
-(a node that vanishes).
+Between living processes no message is lost, doubled or damaged, but for one bit of a payload when a fault says so. When
+a process dies, messages under way from it may or may not arrive. Others notice its death after a while, or never (a
+node that vanishes).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Job:
         self._clear_at: dict[tuple[str, int], float] = {}
 
     def is_over(self) -> bool:
-        """All its processes have ended."""
+        """Whether all its processes have ended."""
         return not self.living
 
     def delay_seconds(self) -> float:
@@ -80,7 +80,7 @@ class Job:
         return self.scheduler.chance.random() * self.world.slowest_message_seconds
 
     def in_order(self, lane: tuple[str, int], deliver: Callable[[], None]) -> None:
-        """Deliver after what was sent before on the same lane."""
+        """Deliver after all earlier messages on the same lane."""
         at = max(self._clear_at.get(lane, 0.0), self.scheduler.now + self.delay_seconds())
         self._clear_at[lane] = at
         self.scheduler.call_at(at, deliver)
@@ -104,12 +104,12 @@ class StagerPort:
         self._unexpected: dict[tuple[int, int], deque[_Payload]] = {}
         self.unsent = False
         self._news = False  # something has come since the last poll
-        self.wakes = 0  # pauses that ended early since then: a thread that does not poll must not spin
+        self.wakes = 0  # pauses that ended early since: a thread that does not poll must not spin
 
     def has_news(self) -> bool:
         return self._news and self.wakes < _WAKES_MAX
 
-    # -- as the stager sees it -----------------------------------------------------------------------------------
+    # -- the stager's interface ----------------------------------------------------------------------------------
 
     def send(self, rank: int, message: bytes) -> None:
         self._job.scheduler.check_alive()
@@ -122,10 +122,10 @@ class StagerPort:
         return 0
 
     def fileno(self) -> None:
-        """As under MPI."""
+        """Return None, as under MPI."""
 
     def left(self, rank: int) -> None:
-        """MPI tells a process that has left from one that died."""
+        """Do nothing: MPI tells a process that has left from one that died."""
 
     def poll(self) -> Seen:
         self._job.scheduler.check_alive()
@@ -164,7 +164,7 @@ class StagerPort:
             self._news = True
             self._newly_lost.append((rank, f"rank {rank} {reason}"))
 
-    # -- as the network does it ----------------------------------------------------------------------------------
+    # -- called by the network -----------------------------------------------------------------------------------
 
     def deliver(self, rank: int, message: bytes) -> None:
         if not self._job.gone(None):
@@ -260,7 +260,7 @@ class RankPort:
 
 
 def notice_death(job: Job, dead: Process, seconds: float) -> None:
-    """The living learn of a death after a while (ULFM)."""
+    """Notify the living processes of a death after a while (ULFM)."""
 
     def tell() -> None:
         if dead is job.stager:

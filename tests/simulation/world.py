@@ -1,15 +1,15 @@
-"""One simulated machine room: a store, a node with a ring, jobs of ranks and a stager, flushers, and what befalls them.
+"""One simulated machine room: a store, a node with a ring, jobs of ranks and a stager, flushers, and their faults.
 
     launcher ─► job 0, job 1, …    each: ranks (real Link, a script of our own) + stager (real Service)
-                      │ stager starts the flusher, as in life
+                      │ stager starts the flusher, as in production
                       ▼
                flusher (real `live`: claim, adoption, engine, pipeline, publish, maintenance)
 
-    faults: kill any process at an event or at a named point of its work; stop it for a while; take the node away;
+    faults: kill any process at an event or at a named point of its work; freeze it for a while; remove the node;
             flip a bit on the wire or in the ring; tear a copy; the store fails, loses answers, is slow or full;
             another writer
 
-All choices come from the seed. `tests/simulation/checks.py` looks at the whole after each event.
+All choices come from the seed. `tests/simulation/checks.py` checks the whole world after each event.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Fault:
-    """One thing that befalls the world: at an event, or when a kind of process reaches a point."""
+    """One fault of the world: at an event, or when a kind of process reaches a point."""
 
     what: str
     at_event: int = 0
@@ -138,7 +138,7 @@ class Fault:
 
 @dataclass
 class Plan:
-    """What a seed chooses before anything runs."""
+    """The choices of a seed, made before anything runs."""
 
     ranks: int
     shape: int
@@ -156,17 +156,15 @@ class Plan:
     slowest_message_seconds: float
     full: str  # "", "window" or "ever"
     areas: int  # of each rank: how many checkpoints it sends at once
-    doubt_share: float = 0.0  # of the steps after which a rank doubts what it has offered
+    doubt_share: float = 0.0  # of the steps after which a rank doubts a step that it has offered
     torn_share: float = 0.0  # of the copies that ranks make; above 0 the real copy thread makes them
     mesh: int = 0  # how tensors are split among the ranks; 0: every rank has all of them
-    growth_chunks: int = (
-        -1
-    )  # slots for which there is memory beside the ring's; -1: its size is set, and kept
-    pause_seconds: float = 0.0  # between two steps, at most: while it takes longer, an outage goes on
+    growth_chunks: int = -1  # memory for further slots, beyond the ring's; -1: the ring's size is fixed
+    pause_seconds: float = 0.0  # at most, between two steps: longer steps extend an outage
     reads_slowly: bool = (
         False  # ranks that read the ring themselves: others act between their look and their copy
     )
-    proves: bool = False  # ranks say what they used in the steps after their checkpoints
+    proves: bool = False  # ranks send digests of the steps after their checkpoints
     faults: list[Fault] = field(default_factory=list)
 
     @classmethod
@@ -199,9 +197,9 @@ class Plan:
         return plan
 
     def may_freeze(self, seed: int) -> None:
-        """In some worlds a flusher stands still at an act of the store, and meanwhile another host takes the run over.
+        """In some worlds a flusher freezes at an operation of the store, and meanwhile another host takes the run over.
 
-        From dice of their own: every other choice of a seed stays what it is.
+        This draws from its own dice: every other choice of a seed stays the same.
         """
         chance = random.Random(f"freeze {seed}")
         if chance.random() < 0.12:
@@ -212,13 +210,13 @@ class Plan:
             self.faults.append(Fault("freeze", kind="flusher", point=point, number=number))
 
     def may_tear(self, seed: int) -> None:
-        """In some worlds ranks find their copies torn. From dice of their own, as in `may_freeze`."""
+        """In some worlds ranks find their copies torn. Uses dice of its own, as `may_freeze` does."""
         chance = random.Random(f"tear {seed}")
         if chance.random() < 0.12:
             self.torn_share = chance.choice([0.1, 0.3, 0.6])
 
     def may_doubt(self, seed: int) -> None:
-        """In some worlds ranks doubt steps that they have offered. From dice of their own, as in `may_freeze`."""
+        """In some worlds ranks doubt steps that they have offered. Uses dice of its own, as `may_freeze` does."""
         chance = random.Random(f"doubt {seed}")
         if chance.random() < 0.15:
             self.doubt_share = chance.choice([0.1, 0.4])
@@ -227,25 +225,23 @@ class Plan:
                 self.faults.append(Fault("kill", kind=kind, point=point, number=chance.choice([1, 1, 2])))
 
     def may_split(self, seed: int) -> None:
-        """In some worlds tensors are split among the ranks. From dice of their own, as in `may_freeze`."""
+        """In some worlds tensors are split among the ranks. Uses dice of its own, as `may_freeze` does."""
         chance = random.Random(f"split {seed}")
         if chance.random() < 0.3:
             self.mesh = chance.randrange(1, _MESHES)
             self.ranks = chance.choice([self.ranks, self.ranks, 4])
 
     def may_grow(self, seed: int) -> None:
-        """In some worlds the ring grows when a checkpoint comes. From dice of their own, as in `may_freeze`."""
+        """In some worlds the ring grows when a checkpoint comes. Uses dice of its own, as `may_freeze` does."""
         chance = random.Random(f"grow {seed}")
         if chance.random() >= 0.25:
             return
         self.growth_chunks = chance.choice([64, 64, 64, 0, 0, 1])
         number = chance.choice([1, 1, 2, 3])
         match chance.choice(["", "kept", "kept", "one step"]):
-            case "kept":  # nobody can go on with the upload, and only a larger ring holds the image
+            case "kept":  # no process can continue the upload, and only a larger ring holds the image
                 self.store_kind, self.shape = "opaque", 5
-            case (
-                "one step"
-            ):  # a flusher that dies then has told nothing of it, and the next one has nothing to add
+            case "one step":  # a flusher dies before it reports the growth, and the next one adds no slots
                 self.shape, number = 0, 1
         if chance.random() < 0.5:
             self.faults, self.full, self.fail_share, self.slow_seconds = [], "", 0.0, 0.0
@@ -254,7 +250,7 @@ class Plan:
             self.faults.append(Fault(what, kind=kind, point=point, number=number))
 
     def may_stand(self, seed: int) -> None:
-        """In some worlds the store takes nothing for many steps. From dice of their own, as in `may_freeze`."""
+        """In some worlds the store accepts nothing for many steps. Uses dice of its own, as `may_freeze` does."""
         chance = random.Random(f"stand {seed}")
         if chance.random() >= 0.15:
             return
@@ -276,7 +272,7 @@ class Plan:
             self.faults.append(Fault("job", at_event=int(2 ** chance.uniform(8, 11))))
 
     def may_read_slowly(self, seed: int) -> None:
-        """In some worlds much happens while a rank reads the ring. From dice of their own, as in `may_freeze`."""
+        """In some worlds much happens while a rank reads the ring. Uses dice of its own, as `may_freeze` does."""
         chance = random.Random(f"read {seed}")
         if chance.random() < 0.2:
             self.reads_slowly = True
@@ -286,7 +282,7 @@ class Plan:
                 self.faults.append(Fault(what, kind="rank", point="ring_seen", number=number))
 
     def may_prove(self, seed: int) -> None:
-        """In some worlds ranks say what they used. From dice of their own, as in `may_freeze`."""
+        """In some worlds ranks send digests for proofs. Uses dice of its own, as `may_freeze` does."""
         chance = random.Random(f"prove {seed}")
         if chance.random() < 0.2:
             self.proves = True
@@ -296,11 +292,11 @@ class Plan:
 
     @property
     def outgrows_ring(self) -> bool:
-        """Whether the image is larger than the ring, and stays so."""
+        """Whether the image is larger than the ring can become."""
         return self.image(0).layout.chunks > RING_CHUNKS + max(0, self.growth_chunks)
 
     def image(self, variant: int) -> Image:
-        """What this world saves."""
+        """The image that this world saves."""
         return image(self.shape, self.ranks, self.mesh, variant)
 
     @staticmethod
@@ -327,7 +323,7 @@ class _Source:
         self.frames: dict[int, tuple[int, int]] = {}
         self.step = -1
         self.ready_at: Callable[[], int] = lambda: len(self.data)
-        self.copy: Area | None = None  # that the copy thread makes
+        self.copy: Area | None = None  # made by the copy thread
 
     def fill(self, made: Image, rank: int, step: int) -> None:
         self.step = step
@@ -362,10 +358,10 @@ class Offered:
 
 
 class World:
-    """See the module.
+    """The world of one seed.
 
     Args:
-        seed: Decides all.
+        seed: Decides all choices.
         directory: Empty, in shared memory.
         trace: Whether each event is kept as a line.
     """
@@ -382,16 +378,12 @@ class World:
         self.flushers: list[Process] = []
         self.processes: list[Process] = []
         self.offered: list[Offered] = []
-        self.images: dict[tuple[int, int], Image] = {}  # (job, step) → what it must be
-        self.torn: set[tuple[int, int]] = (
-            set()
-        )  # (job, step) of which a rank has copied other bytes than were saved
-        self.doubted: set[tuple[int, int]] = (
-            set()
-        )  # (attempt, step) of which a rank has heard that it is doubtful
+        self.images: dict[tuple[int, int], Image] = {}  # (job, step) → its correct image
+        self.torn: set[tuple[int, int]] = set()  # (job, step) whose copy was torn on a rank
+        self.doubted: set[tuple[int, int]] = set()  # (attempt, step) that a rank was told is doubtful
         self.points: dict[tuple[str, str], int] = {}
         self.over = False
-        self.calm = False  # no more faults
+        self.calm = False  # faults have stopped
         self.flip_next_payload = False
         self.intruder: Lease | None = None
         self.acts = {"any": 0, "visible": 0}  # of flushers on the store
@@ -419,11 +411,11 @@ class World:
     # -- running -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Play it to the end.
+        """Play the world to its end.
 
         Raises:
             Broken: An invariant did not hold.
-            Stuck: Something waited for ever.
+            Stuck: A task waited forever.
         """
         SIM.scheduler, SIM.popen, SIM.reach, SIM.world = self.scheduler, self._popen, self._reach, self
         sim = self.scheduler
@@ -441,7 +433,7 @@ class World:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _launch(self) -> None:
-        """What a person or a scheduler does: start jobs one after the other, then see that all is written."""
+        """Act as a person or a job scheduler: start jobs in a row, then check that all is written."""
         sim, plan = self.scheduler, self.plan
         for number in range(plan.jobs):
             job = self._start_job(number)
@@ -469,7 +461,7 @@ class World:
             self._start_flusher(None)
             self._await_flushers()
         if self.store.uploads and self.intruder is None and not self.store.full:
-            self._start_flusher(None)  # as the next job would: its sweep takes what lost answers have left
+            self._start_flusher(None)  # as the next job would: its sweep removes leftovers of lost answers
             self._await_flushers()
         self.over = True
 
@@ -500,7 +492,7 @@ class World:
         return job
 
     def _begin_job(self, job: Job) -> int:
-        """How long it is, and its first step, which is returned."""
+        """Choose the job's length; return its first step."""
         chance = self.scheduler.chance
         self.jobs.append(job)
         found = self._restored()
@@ -509,7 +501,7 @@ class World:
         return first
 
     def _restored(self) -> int | None:
-        """The step that a fresh cluster restores, as the real catalog says."""
+        """The step that a fresh cluster restores, from the real catalog."""
         try:
             return Catalog(pristine(self.store)).get().step
         except HoldfastError:
@@ -581,7 +573,7 @@ class World:
         inbox.on_doubt = lambda doubt: self._heard_doubt((*doubt.earlier_attempts, link.job.attempt), doubt)
         copier = start_copier(link, self.trainer_config.copy_seconds_max) if plan.torn_share else None
         sources = [_Source(sim.here) for _ in range(plan.areas)]
-        sending: dict[_Source, Any] = {}  # the transfer that was made of each last
+        sending: dict[_Source, Any] = {}  # the last transfer of each
         proofs = ProofTeller(self, job, link)
         for step in range(first, first + job.steps):
             made = plan.image((job.number * 5 + step * 7 + first) % _VARIANTS)
@@ -598,7 +590,7 @@ class World:
                 continue
             source = free[0]
             sources.remove(source)
-            sources.append(source)  # the one that was filled longest ago comes first
+            sources.append(source)  # the source filled longest ago comes first
             if sim.chance.random() < 0.03:
                 link.decline(step, DeclineCause.BUSY.because("not now"))
                 continue
@@ -640,19 +632,19 @@ class World:
             self.doubted.update((attempt, step) for attempt in attempts for step in steps)
 
     def _rank_port(self, job: Job, rank: int) -> Any:
-        """The way of a rank to its stager, if any."""
+        """The port of a rank to its stager, if any."""
         return job.rank_ports[rank]
 
     def order_of(self, number: int) -> int:
-        """Which job came before which, by number."""
+        """Position of a job among all jobs."""
         return number
 
     def _again(self, job: Job, rank: int) -> Reconnect | None:
-        """How a rank reaches a stager again that it has lost; None: it cannot."""
+        """How a rank reconnects to a lost stager; None: it cannot."""
         return None
 
     def _area(self, job: Job, source: _Source, step: int) -> Area:
-        """The copy of a step, which something may tear while it is made."""
+        """The copy of a step, which a fault may tear while it is made."""
         sim, process = self.scheduler, self.scheduler.here
         batches = [FrameBatch(offset, end) for offset, end in source.ends.items()]
         sim.chance.shuffle(batches)  # the order of the next update
@@ -686,7 +678,7 @@ class World:
         return None
 
     def _job_process_ended(self, job: Job, dead: Process) -> None:
-        """A process of a job ended or was killed: mpirun kills the rest, or ULFM tells them."""
+        """A process of a job ended or was killed: mpirun kills the rest, or ULFM notifies them."""
         job.living -= 1
         said_goodbye = dead is job.stager or dead.port.left
         if said_goodbye and not dead.notes.get("struck") and dead.error is None:
@@ -740,7 +732,7 @@ class World:
                 out.say({"error": {"code": error.code, "message": str(error)}})
 
     def open_store(self, _url: str) -> Any:
-        """In place of `holdfast.store.open_store`."""
+        """Replaces `holdfast.store.open_store`."""
         client = StoreClient(self, self.scheduler.here)
         from tests.simulation.runtime import _FAKES
 
@@ -770,7 +762,7 @@ class World:
         self.checks.after_event()
 
     def _reach(self, point: str) -> None:
-        """A process is at a named point."""
+        """A process has reached a named point."""
         sim = self.scheduler
         if sim.unwinding is not None or (point == "ring_seen" and not self.plan.reads_slowly):
             return
@@ -823,7 +815,7 @@ class World:
         process.stopped_until = sim.now + seconds
 
     def _befall(self, fault: Fault) -> None:
-        """What concerns no single process."""
+        """Inject a fault that concerns no single process."""
         sim = self.scheduler
         match fault.what:
             case "job":
@@ -862,7 +854,7 @@ class World:
         self.store.full = ""
 
     def _rot(self) -> None:
-        """A bit of the ring flips."""
+        """Flip a bit of the ring."""
         ring = self.ring()
         if ring is None:
             return
@@ -878,7 +870,7 @@ class World:
         self.checks.tainted.add(CheckpointId(record.attempt, record.step))
 
     def before_act(self, process: Process, what: str, name: str) -> None:
-        """A flusher has looked at its claim, and is about to do something in the store: here it may stand still."""
+        """Called when a flusher has checked its claim and is about to use the store; may freeze the flusher."""
         if process.kind != "flusher" or self.calm or self.intruder is not None:
             return
         visible = name.startswith("step-") and what in {"publish", "create", "write", "delete"}
@@ -906,7 +898,7 @@ class World:
         sim.step("frozen")
 
     def _win(self) -> None:
-        """Another host takes the run over, and has published each step that is on its way here, and verified it."""
+        """Another host takes the run over, and has published and verified each step that is under way here."""
         if self.intruder is not None:
             return
         sim, state = self.scheduler, self.store
@@ -926,14 +918,14 @@ class World:
         self.checks.winners_upload, self.checks.winners_attempt = token, claim.attempt
         state.version += 1
 
-    # -- what the fakes tell -------------------------------------------------------------------------------------
+    # -- called by the fakes -------------------------------------------------------------------------------------
 
     def ring(self) -> Ring | None:
-        """The ring that lies there now, mapped for looking."""
+        """Map the current ring for reading."""
         if self._journal is None:
             self._journal = str(self.ring_directory() / "journal")
         try:
-            inode = os.stat(self._journal).st_ino  # noqa: PTH116 - asked after most events
+            inode = os.stat(self._journal).st_ino  # noqa: PTH116 - called after most events
         except OSError:
             return None
         if self._ring is None or self._ring[0] != inode:
@@ -969,9 +961,7 @@ class World:
 
     def payload_landed(self, rank: int, slot: int, memory: memoryview, pieces: Any) -> None:
         ring = self.ring() if self.flip_next_payload else None
-        if (
-            ring is not None
-        ):  # else a flusher that was fenced has removed it, and nobody is going to read this
+        if ring is not None:  # else a fenced flusher has removed it, and no process will read it
             self.flip_next_payload = False
             record = ring.record(slot)
             memory[pieces[0].offset] ^= 4
@@ -1010,7 +1000,7 @@ def _configs(
 
 
 class _Popen:
-    """As `subprocess.Popen`, of a flusher."""
+    """As `subprocess.Popen`, for a flusher."""
 
     def __init__(self, process: Process, read: int) -> None:
         self._process = process
@@ -1037,7 +1027,7 @@ class _Popen:
 
 
 class _End:
-    """The flusher's end of the pipe on which it says that it is ready."""
+    """The flusher's end of the pipe on which it reports that it is ready."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

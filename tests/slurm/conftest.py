@@ -1,4 +1,4 @@
-"""The network of tests/hosts, where a Slurm can be played."""
+"""The network of tests/hosts, for tests with a real Slurm on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.slurm.story import Story
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[Network]:
-    """A bridge; the tests are skipped where there is no Slurm, or no host can be made."""
+    """A bridge; skips the tests where there is no Slurm, or no host can be made."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
@@ -25,7 +25,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def story(tmp_path: Path, network: Network) -> Iterator[Story]:
-    """See `Story`."""
+    """A Slurm on three nodes of this network; see `Story`."""
     with (
         cluster_of(tmp_path, network, None, trainers=3) as cluster,
         running_slurm(cluster, ["t1", "t2", "t3"]) as slurm,

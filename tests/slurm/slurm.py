@@ -2,7 +2,7 @@
 
     cluster_of ─► hosts ── ssh ─► slurmctld, slurmd ─► slurm.submit("--nodes=2") ─► holdfast.sbatch ─► srun ─► ranks
 
-Its settings, keys, state and logs are in a folder of the test; the hosts are network namespaces: its ports are its own.
+Its settings, keys, state and logs are in a folder of the test; hosts are network namespaces, so ports do not clash.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "squeue
 _UP_SECONDS_MAX = 30.0
 _KEY_BYTES = 1024
 
-# Sixteen CPUs each, whatever this machine has: the ranks of a test are few and small.
+# Sixteen CPUs each, however many this machine has: test ranks are few and small.
 _CONF = """\
 ClusterName=holdfast
 SlurmctldHost={controller}
@@ -68,7 +68,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 
 
 def why_not() -> str:
-    """Why no Slurm can be played here; empty if it can."""
+    """Return why no Slurm can run here, or ""."""
     missing = [tool for tool in _TOOLS if _found(tool) is None]
     if missing:
         return f"no {', '.join(missing)} here (`make slurm` installs slurmctld, slurmd, slurm-client, munge)"
@@ -80,10 +80,10 @@ def _found(tool: str) -> str | None:
 
 
 class Slurm:
-    """See the module. Made by `running_slurm`.
+    """The daemons of one Slurm. Made by `running_slurm`.
 
     Args:
-        cluster: The hosts. `STAGER` is the controller's, where jobs are submitted: whatever is lost, it stays.
+        cluster: The hosts. `STAGER` is the controller's, which is never lost, and where jobs are submitted.
         names: The names of the hosts that are nodes.
     """
 
@@ -93,33 +93,33 @@ class Slurm:
         self._kill_wait_seconds = kill_wait_seconds
         self._daemons: list[subprocess.Popen[bytes]] = []
 
-    # -- what a user does
+    # -- a user's commands
 
     def on(self, host: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command on a host, as whoever logs in there would type it."""
+        """Run a command on a host, as a logged-in user would."""
         line = f"SLURM_CONF={self.directory}/slurm.conf {shlex.join(words)}"
         return subprocess.run(
             [*self.cluster.ssh, host, line], capture_output=True, text=True, check=False, timeout=60
         )
 
     def said(self, *words: str) -> str:
-        """What a command on the controller's host said; it must succeed."""
+        """Output of a command on the controller's host; the command must succeed."""
         done = self.on(STAGER, *words)
         assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def submit(self, *options: str, script: Sequence[str]) -> int:
-        """`sbatch OPTIONS SCRIPT…`; the job's number."""
+        """`sbatch OPTIONS SCRIPT…`; return the job's number."""
         line = ["sbatch", "--parsable", "--chdir", str(self.cluster.directory), *options, *script]
         return int(self.said(*line))
 
     def job(self, number: int) -> dict[str, str]:
-        """What Slurm says of a job: JobState, Restarts, ExitCode, ..."""
+        """Slurm's record of a job: JobState, Restarts, ExitCode, ..."""
         text = self.said("scontrol", "show", "job", str(number), "--oneliner")
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
     def until(self, number: int, state: str, seconds_max: float = 120) -> None:
-        """Until the job is in this state; a failure of the test if it ends in another one."""
+        """Wait until the job is in this state; the test fails if it ends in another one."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"} - {state}
 
         def there() -> bool:
@@ -133,15 +133,15 @@ class Slurm:
             pytest.fail(f"{error}\n{self.story(number)}")
 
     def story(self, number: int) -> str:
-        """All that is known, for the message of a test that failed."""
+        """Logs and status, for the message of a failed test."""
         out = self.cluster.directory / f"slurm-{number}.out"
         said = out.read_text(errors="replace")[-8000:] if out.exists() else "no output"
         return f"{self.job(number)}\n{said}"
 
-    # -- made and taken down
+    # -- set up and torn down
 
     def make(self) -> None:
-        """Key, settings, daemons; until every node is idle."""
+        """Write keys and settings, start the daemons, and wait until every node is idle."""
         for name in ("", "state", *(f"spool-{name}" for name in self.names)):
             (self.directory / name).mkdir(mode=0o755)
         key = self.directory / "munge.key"
@@ -155,7 +155,7 @@ class Slurm:
                 kill_wait_seconds=self._kill_wait_seconds,
             )
         )
-        # slurmd 22.05 wants a cgroup plugin even where nothing uses it; this one looks at no file before it is used.
+        # slurmd 22.05 requires a cgroup plugin even if unused; this one opens no file before it is used.
         (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         munged = ["munged", "--foreground", "--force", "--num-threads=2"]
         for option, name in (
@@ -196,7 +196,7 @@ class Slurm:
             )
 
     def remove(self) -> None:
-        """The daemons of this machine end; those of the hosts end with their hosts."""
+        """Stop the daemons of this machine; those on the hosts end with their hosts."""
         for daemon in self._daemons:
             daemon.kill()
             daemon.wait(30)
@@ -204,7 +204,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def running_slurm(cluster: Cluster, names: Sequence[str], *, kill_wait_seconds: int = 20) -> Iterator[Slurm]:
-    """Start it on hosts that are up; afterwards no daemon of it is left on this machine."""
+    """Start Slurm on running hosts; at the end stop its daemons on this machine."""
     slurm = Slurm(cluster, names, kill_wait_seconds=kill_wait_seconds)
     try:
         slurm.make()

@@ -1,4 +1,4 @@
-"""A job of infra/slurm/holdfast.sbatch on a Slurm of three nodes: submit it, wait for it, look at what it left."""
+"""A job of infra/slurm/holdfast.sbatch on a Slurm of three nodes: submits it, waits for it, checks its leftovers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Story:
         self.number = 0
 
     def submit(self, *options: str, script: Path = SCRIPT, nodes: int = 2, trainer: tuple[str, ...]) -> None:
-        """One rank on each node; trainer: the command."""
+        """Submit the script, with one rank on each node; `trainer`: the ranks' command."""
         settings: Mapping[str, str] = {**_SETTINGS, "HOLDFAST_LOGS": str(self.cluster.directory / "logs")}
         exported = ",".join(["ALL", *(f"{name}={value}" for name, value in settings.items())])
         self.number = self.slurm.submit(
@@ -45,24 +45,24 @@ class Story:
         )
 
     def train(self, *options: str, nodes: int = 2) -> None:
-        """The job of tests/hosts, whose first attempt stands still in the middle."""
+        """Submit the job of tests/hosts, whose first attempt pauses in mid-run."""
         words = (job.__file__, self.cluster.directory, STEPS, EVERY, 0, PAUSE_AT)
         self.submit(*options, nodes=nodes, trainer=tuple(map(str, words)))
 
     def train_slowly(self, *options: str) -> None:
-        """The same with a pace in its first attempt; it is told of its end long before the first checkpoint is due."""
+        """The same with a pace in its first attempt, which is told to end long before its first checkpoint is due."""
         words = (job.__file__, self.cluster.directory, SLOW_STEPS, _SLOW_EVERY, _PACE_SECONDS, -1)
         self.submit(*options, trainer=tuple(map(str, words)))
 
     def until(self, what: Callable[[], object], message: str) -> None:
-        """Until it is so; the job's story if it does not become so."""
+        """Wait until the condition holds; at the limit fail with the job's story."""
         try:
             wait_until(lambda: bool(what()), _SECONDS_MAX, message)
         except AssertionError as error:
             pytest.fail(f"{error}\n{self.slurm.story(self.number)}")
 
     def until_paused(self) -> None:
-        """Until the first attempt stands still, some steps behind a step that is durable."""
+        """Wait until the first attempt pauses, some steps after a durable step."""
         saved = PAUSE_AT // EVERY * EVERY - 1
         self.until(
             lambda: [e for e in self.cluster.events("durable") if e["step"] == saved], "nothing durable"
@@ -80,12 +80,12 @@ class Story:
         return list(found[0]) if found else []
 
     def start_now(self) -> None:
-        """Slurm lets a job that was put back wait for two minutes; this one's user does not."""
+        """Start a requeued job at once; Slurm would wait two minutes."""
         self.slurm.until(self.number, "PENDING")
         self.slurm.said("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def check_ended_well(self, *, restarts: int, steps: int = STEPS) -> None:
-        """COMPLETED; each checkpoint is whole, the last step's among them; no process, ring or segment is left."""
+        """Check: COMPLETED; every checkpoint is whole, the last step's too; no process, ring or segment is left."""
         self.slurm.until(self.number, "COMPLETED", _SECONDS_MAX)
         said = self.slurm.job(self.number)
         assert (said["ExitCode"], said["Restarts"]) == ("0:0", str(restarts))
@@ -93,7 +93,7 @@ class Story:
         self.check_nothing_left()
 
     def check_checkpoints(self) -> set[int]:
-        """The steps in the store. Every byte of each is read and checked."""
+        """Steps in the store. Every byte of each is read and checked."""
         items = Catalog(open_store(self.cluster.store)).list()
         for item in items:
             assert item.manifest is not None, f"{item.name}: {item.fault}"
@@ -102,16 +102,16 @@ class Story:
         return {item.step for item in items}
 
     def check_nothing_left(self) -> None:
-        """On all hosts that are up nothing runs but Slurm, and no ring or segment is there."""
+        """Check that running hosts have no processes but Slurm's, and no ring or segment."""
         self.until(lambda: not self.running(), f"still runs: {self.running()}")
         assert not self.in_memory()
 
     def running(self) -> list[str]:
-        """Processes on the hosts, apart from Slurm's."""
+        """Processes on the hosts, except Slurm's."""
         return [line for host in self._up() for line in host.commands() if "slurm" not in line]
 
     def in_memory(self) -> list[str]:
-        """Files in the memory of the hosts."""
+        """Files in /dev/shm of the hosts."""
         paths = [path for host in self._up() for path in host.file("/dev/shm").rglob("*")]
         return [path.name for path in paths if not path.is_dir()]
 

@@ -1,6 +1,6 @@
-"""infra/slurm/holdfast.sbatch under a real Slurm on several hosts, through what Slurm's users meet.
+"""infra/slurm/holdfast.sbatch under a real Slurm on several hosts, in situations that Slurm's users meet.
 
-`make slurm` runs them; `make check` has the one of tests/slurm/regular, where Slurm is installed.
+`make slurm` runs them; `make check` runs only the one of tests/slurm/regular, where Slurm is installed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_a_no_kill_job_goes_on_with_the_nodes_that_are_left(story: Story) -> Non
 
 
 def test_cancelled_it_is_not_started_again(story: Story) -> None:
-    """What was staged is durable; the ring stays for the next run on this node, and is named."""
+    """Staged steps are durable; the ring stays for the next run on this node, and the log names it."""
     story.train()
     story.until_paused()
     story.slurm.said("scancel", str(story.number))

@@ -1,4 +1,4 @@
-"""infra/slurm/torchrun.sbatch under a real Slurm: torchrun on each node, and a stager on a host that is no node."""
+"""infra/slurm/torchrun.sbatch under a real Slurm: torchrun on each node, and a stager on a host that is not a node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TorchrunStory:
 
     @contextlib.contextmanager
     def stager(self) -> Iterator[None]:
-        """It serves for the block; then it is told to stop, has written all, and ends with 0."""
+        """A stager for the block; at the end it is told to stop, writes everything, and ends with 0."""
         cluster, pid = self.story.cluster, self.out / "pid-stager"
         line = shlex.join(
             [
@@ -74,14 +74,14 @@ class TorchrunStory:
         )
 
     def until_ready(self) -> None:
-        """Until both ranks stand by in the middle of the run; those of the next start will not."""
+        """Wait until both ranks stand by in mid-run; ranks of the next start will not."""
         ready = [self.out / f"ready-{rank}" for rank in range(2)]
         self.story.until(lambda: all(path.exists() for path in ready), "the ranks do not come so far")
         (self.out / "go-on").touch()
 
     def start_again(self) -> None:
-        """Without Slurm's wait of two minutes, in which the script of the last start ends; else its end would count as
-        that of the next one.
+        """Start the requeued job without Slurm's wait of two minutes, after the script of the last start has ended;
+        otherwise that end would count as the next one's.
         """
         slurm = self.story.slurm
         slurm.until(self.story.number, "PENDING")
@@ -99,7 +99,7 @@ class TorchrunStory:
         return [int(line) for line in (self.out / f"start-{rank}").read_text().split()]
 
     def check_ended(self, state: str, *, restarts: int) -> None:
-        """The job's own end; the stager serves on."""
+        """Check the job's own end; the stager keeps serving."""
         self.story.slurm.until(self.story.number, state)
         assert self.story.slurm.job(self.story.number)["Restarts"] == str(restarts)
 
@@ -145,7 +145,7 @@ def test_the_signal_before_the_time_limit_saves_one_more_step_and_puts_the_job_b
     starts = {tuple(torchrun.starts(rank)) for rank in range(2)}
     ((before, after),) = starts
     assert before == 0
-    # The step that the notice made them save is later than any that they would have saved without it.
+    # The step saved because of the notice is later than any step due without it.
     assert after > MET_AT + 1
     assert after - 1 in story.check_checkpoints()
     story.check_nothing_left()

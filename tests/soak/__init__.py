@@ -1,1 +1,1 @@
-"""What takes long and shows more of what another test shows: `make soak`."""
+"""Slow tests that extend faster ones: `make soak`."""

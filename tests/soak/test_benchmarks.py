@@ -1,4 +1,4 @@
-"""One experiment from the command line to its JSON, with real ranks: it measures, and leaves nothing behind."""
+"""One experiment from the command line to its JSON, with real ranks; it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_experiment_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert {run["peer"] for run in runs} == {"none"} | peers
     for run in runs:
         assert run["saves"] == (run["iterations"] // run["every"] if run["peer"] in peers else 0)
-    # Checkpoints in all iterations cost something: a peer that did nothing would cost nothing.
+    # Checkpoints in all iterations cost CPU; a peer that saved nothing would cost none.
     cpu = {peer: cell(runs, peer, 1, "cpu_seconds")[0] for peer in ("none", "holdfast")}
     assert cpu["holdfast"] > cpu["none"]
     assert document["machine"]["cores"] == os.cpu_count()
@@ -44,7 +44,7 @@ def test_every_way_to_one_file_of_a_split_state_is_measured_and_so_is_another_me
     ]
     for saved in document["cells"]:
         assert saved["sent_bytes"] == pytest.approx(saved["image_bytes"], rel=0.01)
-        # Each rank has compared its part of the file: half of all, a quarter, and half where there are two replicas.
+        # Each rank has compared its part of the file: a half, a quarter, and a half with two replicas.
         part = 0.25 if saved["mesh"] == "FSDP2 on 4" else 0.5
         for of in saved["memory"]["ranks"].values():
             assert of["compared_bytes"] / saved["image_bytes"] == pytest.approx(part, rel=0.05)
@@ -56,7 +56,7 @@ def test_every_way_to_one_file_of_a_split_state_is_measured_and_so_is_another_me
 
 
 def _measure(name: str, tmp_path: Path) -> tuple[str, dict[str, Any]]:
-    """What was said, and the JSON of one round at toy size; nothing is left behind."""
+    """Run one round at toy size; return the output and the JSON. Checks that nothing is left behind."""
     root = Path(__file__).parents[2]
     folder, out = tmp_path / "work", tmp_path / f"{name}.json"
     folder.mkdir()

@@ -35,14 +35,14 @@ def test_a_published_file_is_the_saved_instant(tmp_path: Path, kind: str) -> Non
 @pytest.mark.timeout(300 + 2 * SAVES)
 @pytest.mark.parametrize("kind", [training.__name__ for training in changes.TEARING])
 def test_without_detection_a_torn_file_is_published(tmp_path: Path, kind: str) -> None:
-    """The test above can fail."""
+    """Shows that the test above can fail."""
     assert Outcome(tmp_path, kind, 20, "--blind").torn
 
 
 def test_quantised_moments_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From torchao: several storages in one tensor, of which no copy is proven to be whole."""
+    """From torchao: one tensor has several storages, and holdfast cannot prove that a copy of it is whole."""
     torchao = pytest.importorskip("torchao.optim")
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # its update is compiled otherwise
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # else its update is compiled
     model = torch.nn.Linear(256, 256)
     optimizer = torchao.AdamW8bit(model.parameters(), lr=0.01, block_size=64)
     model(torch.ones(1, 256)).sum().backward()
@@ -53,7 +53,7 @@ def test_quantised_moments_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_few_bytes_changed_by_hand_tear_nothing(tmp_path: Path) -> None:
-    """From the first step on: the comparison before the first update sees them, and every save waits."""
+    """From the first step on: the comparison before the first update detects them, and every save waits."""
     outcome = Outcome(tmp_path, "RowsByNumpy", FEW_SAVES, HOLDFAST_COPY_INSIDE_MS_MAX="0")
     outcome.is_whole()
     assert outcome.published == list(range(FEW_SAVES))
@@ -64,7 +64,7 @@ def test_a_few_bytes_changed_by_hand_tear_nothing(tmp_path: Path) -> None:
 
 
 def test_without_the_comparison_a_few_bytes_are_published_torn(tmp_path: Path) -> None:
-    """The updates with the comparison can fail."""
+    """Shows that the tests with the comparison can fail."""
     options = ["--uncompared", "--drawn", "1000"]
     outcome = Outcome(tmp_path, "RowsThroughData", FEW_SAVES, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
     assert outcome.torn

@@ -1,4 +1,4 @@
-"""`make gpu` on the late device: each phase writes its figures, and what is published is exact. Takes many minutes."""
+"""`make gpu` on the late device: each phase writes its figures, and published files are exact. Takes many minutes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_timed_phases_write_their_figures(tmp_path: Path) -> None:
     assert of["steps"]["saves"] > 0
     assert of["memory"]["kept_bytes"] == of["memory"]["kept_at_the_end_bytes"] == 0
     assert of["memory"]["saved_again"]
-    # `waited_for_the_queue` needs a device that takes time: here a wait of the copy thread, which may come at any
-    # moment, does all that is queued. The waits of `save()` itself are counted in tests/late/test_saves.py.
+    # `waited_for_the_queue` needs a device that takes time: here a wait of the copy thread, at any moment, runs all
+    # queued work. tests/late/test_saves.py counts the waits of `save()` itself.
     waits = of["waits"]["strategies"].values()
     assert [(one["taken"], one["synchronising_calls"]) for one in waits] == [(True, 0)] * 5
     assert of["waits"]["many"]["stall_ms"] is not None
@@ -52,7 +52,7 @@ def test_timed_phases_write_their_figures(tmp_path: Path) -> None:
 def _figures(
     found: dict[str, Any], done: subprocess.CompletedProcess[str], names: list[str]
 ) -> dict[str, Any]:
-    """These phases: all are there, and only a peer that cannot be had is left out."""
+    """Figures of these phases: all are present, and only a peer that cannot be installed is left out."""
     for name in names:
         if name in MAY_LACK and found[name]["status"] == "left out":
             assert "no package" in found[name]["error"]
@@ -65,7 +65,7 @@ def _figures(
 
 
 def _check_ways(of: dict[str, Any]) -> None:
-    """Each of holdfast and its peers has the figures that are compared, for both states, and its copy is right."""
+    """Check that holdfast and each peer have the compared figures, for both states, and a right copy."""
     ways = [way for figures in of.values() for way in figures.get("ways", ())]
     there = {"holdfast", "dcp", "torch_save"} | {
         name.removeprefix("peers-") for name in MAY_LACK if "ways" in of[name]
@@ -90,7 +90,7 @@ def test_published_and_resumed_state_is_exact(tmp_path: Path) -> None:
     assert {name: one["exact"] for name, one in patterns.items()} == dict.fromkeys(PATTERNS, 5)
     jobs = of["jobs"]["jobs"]
     assert {kind: one["same_bits"] for kind, one in jobs.items()} == dict.fromkeys(KINDS, True)
-    # Step 8 may be saved by the time of the kill.
+    # Step 8 may be saved before the kill.
     assert all(one["resumed_first_step"] in ([6], [9]) for one in jobs.values()), jobs
     assert jobs["ddp"]["ranks"] == 2
 

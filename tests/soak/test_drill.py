@@ -65,7 +65,7 @@ def test_every_kind_of_kill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ways", ["none", "notice"])
 def test_a_script_under_torchrun_goes_on_exactly(tmp_path: Path, ways: str) -> None:
-    """torchrun restarts its workers; torchrun itself and the stager are killed, too."""
+    """torchrun restarts its workers; torchrun itself and the stager are killed too."""
     kills = {"none": "4", "notice": "2"}[ways]
     how = ("--launcher", "torchrun", "--kills", kills, "--with", ways, "--seed", "1")
     code, said, stderr = drill(tmp_path, *how, script=("80", "10"))

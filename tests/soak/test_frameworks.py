@@ -1,4 +1,4 @@
-"""Nightly, more of tests/integration/test_frameworks.py: minutes, of which most are imports."""
+"""Nightly, more of tests/integration/test_frameworks.py: takes minutes, mostly imports."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_a_killed_run_of_the_trainer_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_of_lightning_goes_on_to_the_bit(tmp_path: Path) -> None:
-    # An epoch has 15 batches, and validation follows the last one: what is due there is saved a step later.
+    # An epoch has 15 batches, and validation follows the last one: a save due there comes a step later.
     arguments = ("--steps", "50", "--every", "5", "--batch-size", "50")
     saves = {4, 9, 15, 19, 24, 30, 34, 39, 45, 49}
     check_goes_on(tmp_path, "lightning", arguments, saves, saved=30, pause_at=33)
 
 
 def check_sharded(directory: Path, name: str, *arguments: str, saves: set[int], saved: int) -> None:
-    """It goes on, under FSDP2; each rank has had a part of the model, and the file of the last step has the whole."""
+    """The run resumes under FSDP2; each rank has held a part of the model, and the last step's file the whole."""
     check_goes_on(directory, name, arguments, saves, saved=saved, pause_at=33)
     (file,) = directory.glob(f"store/step-{max(saves):09d}*.pt")
     whole = torch.load(file, weights_only=True)["model"]
@@ -48,7 +48,7 @@ def test_a_killed_run_under_fsdp2_goes_on_to_the_bit(tmp_path: Path, name: str) 
 
 
 def test_lightnings_model_parallel_strategy_goes_on_to_the_bit(tmp_path: Path) -> None:
-    # An epoch has 15 batches, and validation follows the last one: what is due there is saved a step later.
+    # An epoch has 15 batches, and validation follows the last one: a save due there comes a step later.
     arguments = ("--steps", "40", "--every", "5", "--batch-size", "50", "--sharded")
     saves = {4, 9, 15, 19, 24, 30, 34, 39}
     check_sharded(tmp_path, "lightning", *arguments, saves=saves, saved=30)

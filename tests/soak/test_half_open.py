@@ -1,4 +1,4 @@
-"""A link that swallows every packet for longer than either end waits, and comes back: in network namespaces."""
+"""A link that drops every packet for longer than either end waits, and recovers: in network namespaces."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_link_that_swallows_packets_is_found_out_and_nothing_is_lost(
         stager, rank = processes
         wait_until(lambda: "joined" in logs[1].read_text(), 120, "the rank has not joined")
         time.sleep(2)
-        _run("ip", "-n", link[0], "link", "set", "link0", "down")  # at the other end all seems well
+        _run("ip", "-n", link[0], "link", "set", "link0", "down")  # the other end notices nothing
         time.sleep(_SWALLOWED_SECONDS)
         assert "cut" in logs[1].read_text(), "the rank has not found out"
         _run("ip", "-n", link[0], "link", "set", "link0", "up")

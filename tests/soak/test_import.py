@@ -1,4 +1,4 @@
-"""A folder of a sharded run that is ten times as large as the memory that `holdfast import` may take for it."""
+"""A folder of a sharded run that is ten times as large as the memory limit of `holdfast import`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_a_job_on_s3_of_which_a_tenth_of_all_requests_fails(swift_s3: S3Place, t
         proxy.add(*(Rule(fault, times=None, probability=0.1 / len(kinds)) for fault in kinds))
         env = {**swift_s3.environment, "AWS_ENDPOINT_URL": proxy.endpoint, "TRAIN_WIDTH": "15000"}
         cluster = Cluster(tmp_path, swift_s3.url("team/run"), env, script=train.__file__, stager=STAGER)
-        for steps in (STEPS - EVERY, STEPS):  # the second start restores through the same bad line
+        for steps in (STEPS - EVERY, STEPS):  # the second start restores over the same faulty link
             with cluster.start(RANKS, str(steps), str(EVERY)) as job:
                 job.succeed(200)
             cluster.wait_for_flusher()

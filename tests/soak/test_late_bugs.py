@@ -1,4 +1,4 @@
-"""Each deliberate bug in copies from a device is found under some policy of the late runtime."""
+"""Each deliberate bug in copies from a device is detected under some policy of the late runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tests/gpu and tests/late under the policies of the late runtime that `make rest` leaves out."""
+"""tests/gpu and tests/late under those policies of the late runtime that `make rest` leaves out."""
 
 from __future__ import annotations
 

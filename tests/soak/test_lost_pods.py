@@ -10,9 +10,8 @@ from operator_side.supervise.exit_codes import AGAIN
 from tests.infra.pods import go_on, jobset_document, played, starts, wait_for_ranks
 from tests.integration.jobs.in_a_pod import EVERY, STEPS
 
-SAVED = (
-    STEPS // EVERY * EVERY - EVERY
-)  # the step to run after the newest checkpoint before the ranks stand by
+# The step to run after the newest checkpoint before the ranks stand by.
+SAVED = STEPS // EVERY * EVERY - EVERY
 
 
 def test_a_node_that_is_lost_starts_the_run_again(tmp_path: Path) -> None:
@@ -29,7 +28,7 @@ def test_a_node_that_is_lost_starts_the_run_again(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_started_again_beside_the_stager_that_stays(tmp_path: Path) -> None:
-    """By the action that JobSet has behind its gate RestartJob."""
+    """By JobSet's action behind its feature gate RestartJob."""
     document = jobset_document()
     (rule,) = (one for one in document["spec"]["failurePolicy"]["rules"] if one["name"] == "preempted")
     rule["action"] = "RestartJobAndIgnoreMaxRestarts"
@@ -50,7 +49,7 @@ def test_a_killed_rank_is_started_again_beside_the_stager_that_stays(tmp_path: P
 
 
 def test_a_bug_ends_the_run_at_once_or_after_one_more_start(tmp_path: Path) -> None:
-    """The rank with the bug or its survivor may end first, and the first one decides."""
+    """The rank with the bug or its survivor may end first; the first to end decides."""
     with played(tmp_path) as jobset:
         (tmp_path / "out" / "bug").touch()
         jobset.start()

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.mpi]
 
 
 def test_a_job_resumes_from_a_store_of_any_fsspec_driver(tmp_path: Path) -> None:
-    """A store that holdfast has no backend for, but fsspec has a driver: killed, and resumed from."""
+    """A store with an fsspec driver and no backend of holdfast's own: killed, and resumed from."""
     store = tmp_path / "store"
     site = REPOSITORY / "tests" / "support" / "fsspec_site"
     env = {"PYTHONPATH": f"{site}{os.pathsep}{REPOSITORY}"}

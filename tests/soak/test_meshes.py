@@ -1,4 +1,4 @@
-"""Nightly. What is saved on any mesh is restored onto any other one, bit for bit: all pairs.
+"""Nightly. A state saved on any mesh is restored onto any other one, bit for bit: all pairs.
 
 One job for each mesh saves a state; then one job for each number of ranks restores all of them onto each of its meshes.
 """
@@ -14,9 +14,8 @@ from tests.integration.test_sharded import SECONDS_MAX, Meshes
 from tests.support.cluster import Cluster
 
 pytestmark = [pytest.mark.mpi]
-_JOB = (
-    Path(__file__).parents[1] / "integration" / "jobs" / "mesh_pairs.py"
-)  # not imported: torch's modules warn
+# Not imported: torch's modules warn.
+_JOB = Path(__file__).parents[1] / "integration" / "jobs" / "mesh_pairs.py"
 MESHES_OF = {
     1: ("whole", "fsdp"),
     2: ("whole", "fsdp", "columns", "tp", "pp"),

@@ -1,4 +1,4 @@
-"""Nightly: jobs of tests/integration in the ways that are left out there."""
+"""Nightly: jobs of tests/integration in the variants that are left out there."""
 
 from __future__ import annotations
 

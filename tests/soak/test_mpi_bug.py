@@ -1,4 +1,4 @@
-"""A script with a bug under Kubeflow's MPI runtime: `holdfast run` tries again, goes back, and then gives up."""
+"""A script with a bug under Kubeflow's MPI runtime: `holdfast run` retries, goes back a step, and then gives up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All deliberate bugs but the handful of tests/simulation: the simulation sees each within this many seeds."""
+"""All deliberate bugs except those in tests/simulation: the simulation detects each within its number of seeds."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ test_a_notice_that_comes_too_late_is_said_and_breaks_nothing = (
 
 @pytest.mark.parametrize("name", ["sigterm", "sigusr1"])
 def test_a_signal_is_a_notice_too(make: Callable[[int], Spot], reference: Path, name: str) -> None:
-    """SIGTERM to one rank; SIGUSR1 to mpirun, which passes it on to all, the stager among them."""
+    """SIGTERM to one rank; SIGUSR1 to mpirun, which forwards it to all, including the stager."""
     spot = make(2)
     spot.env["HOLDFAST_WATCH"] = name
     with spot.cluster.start(2, str(STEPS), str(NEVER)) as job:
@@ -64,7 +64,7 @@ def test_ranks_that_are_told_at_the_same_time_save_one_step(make: Callable[[int]
             server.interrupt(20)
         saved = spot.wait_for(job, "emergency_staged")["saved_step"]
         wait_until(lambda: len(spot.events("notice")) == 3, _WAIT_SECONDS_MAX, job.output)
-        spot.train_until(job, saved + 60)  # several looks of each watch, which hear the same again
+        spot.train_until(job, saved + 60)  # each watch polls several times, and gets the same answer
         job.kill()
     spot.cluster.wait_for_flusher()
     assert len(spot.events("emergency")) == 1

@@ -27,7 +27,7 @@ def test_after_the_stagers_death_all_ranks_go_on_at_the_same_steps(tmp_path: Pat
         os.kill(stager_of(run.cluster.runtime), signal.SIGKILL)
         wait_until(lambda: len(run.events("stager_lost")) == RANKS, WAIT_SECONDS_MAX, job.output)
         lost_at = int((run.cluster.out(1) / "step").read_text())
-        # What was appointed last may not have reached every rank: each goes on from what it has heard.
+        # The last interval may not have reached every rank: each continues with the last one that it got.
         every = 1 << (max(line["every"] for line in run.events("interval")) - 1).bit_length()
         run.train_until(job, lost_at + 4 * every)
         (run.cluster.out(1) / "stop").touch()

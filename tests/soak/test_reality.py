@@ -1,8 +1,9 @@
-"""What `holdfast simulate` predicts, against a run under `holdfast run` whose ranks are killed at the same times.
+"""Compares the prediction of `holdfast simulate` with a run under `holdfast run` whose ranks are killed at the same
+times.
 
-This is the one test that compares times, and so not part of what is run at each change: it is what the prediction
-promises, and nothing else would show it. The rounds are many seconds long, and those of a busy machine may differ by
-more than the promise, so it is the median of three that is held to it.
+This is the only test that compares times, so it does not run at each change: no other test could show that the
+prediction holds. The rounds take many seconds, and on a busy machine they may differ by more than the promise, so the
+test checks the median of three.
 """
 
 from __future__ import annotations

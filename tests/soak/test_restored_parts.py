@@ -1,4 +1,4 @@
-"""A file of a plain model, restored into a real job of FSDP2: no rank gathers, and every bit of it is there."""
+"""A file of a plain model, restored into a real job of FSDP2: no rank gathers, and every bit arrives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_plain_file_is_restored_into_fsdp2_and_trained_on(tmp_path: Path) -> N
     for rank in range(RANKS):
         said = json.loads((cluster.out(1) / f"rank-{rank}.json").read_text())
         assert said["first"] == 6
-        assert said["collectives"] == 0  # of torch: nobody gathers a tensor
+        assert said["collectives"] == 0  # of torch: no rank gathers a tensor
         assert manifest.image_bytes * 0.4 < said["bytes_read"] < manifest.image_bytes * 0.75
         assert said["sources"] == [str(store)]
     take_step(model, optimizer)

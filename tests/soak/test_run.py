@@ -25,7 +25,7 @@ test_a_step_not_yet_in_the_store_is_restored_from_the_ring = (
 
 
 def test_the_supervisor_kills_a_rank_that_cannot_go_on_alone(run: Run, reference: Path) -> None:
-    """The other one sleeps, and would for a minute: it is ended because it cannot go on alone."""
+    """The other rank sleeps for a minute: the supervisor ends it because it cannot continue alone."""
     run.main_job(options=("--set=rank_seconds_max=5",))
     run.pause()
     os.kill(run.pid(1), signal.SIGKILL)
@@ -45,7 +45,7 @@ def test_ranks_stager_and_mpirun_are_killed(run: Run, reference: Path) -> None:
 
 
 def test_fewer_hosts_fewer_ranks(run: Run) -> None:
-    """Between two attempts a host is taken out of the file."""
+    """Between two attempts the test removes a host from the file."""
     hosts = run.directory / "hosts"
     hosts.write_text("localhost slots=2\n127.0.0.1 slots=1\n")
     run.main_job(ranks=3, options=("--min-ranks", "2", "--hosts", str(hosts), "--poll-seconds", "600"))
@@ -63,7 +63,7 @@ def test_fewer_hosts_fewer_ranks(run: Run) -> None:
 
 
 def test_a_supervisor_that_is_killed_takes_its_job_with_it(run: Run, reference: Path) -> None:
-    """The flusher that it kept has nobody any more, and ends by itself."""
+    """The flusher that it kept has no supervisor any more, and ends by itself."""
     run.main_job()
     run.pause()
     assert run.process is not None

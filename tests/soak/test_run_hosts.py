@@ -68,7 +68,7 @@ def test_a_host_that_vanishes_is_a_preemption(tmp_path: Path, hosts: TwoHosts) -
         for rank in range(2):
             assert load(run.cluster.out(2) / f"final-{rank}.pt")["start"] == SAVED + 1
             assert set(losses(run.cluster.out(2) / f"losses-{rank}")) == set(range(SAVED + 1, STEPS))
-        # Over there they are still, and cannot know: nothing reaches them. A cloud would have ended them with the host.
+        # The processes in the namespace live on, unreachable. A cloud would have ended them with the host.
 
         def here() -> list[str]:
             return [line for line in run.living() if int(line.partition(":")[0]) not in hosts.pids()]

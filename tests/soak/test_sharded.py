@@ -1,4 +1,4 @@
-"""Any mesh resumes from any other, and the same mesh trains on with the same bits after a kill."""
+"""Any mesh resumes from any other, and the same mesh continues with the same bits after a kill."""
 
 from __future__ import annotations
 

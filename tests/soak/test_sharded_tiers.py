@@ -1,4 +1,4 @@
-"""Nightly. Slices of split tensors in local tiers come back on another mesh: each rank keeps its parts of them."""
+"""Nightly. Slices of split tensors in local tiers are restored on another mesh; each rank keeps its parts of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from tests.support.cluster import Cluster
 
 pytestmark = [pytest.mark.mpi]
-_JOB = (
-    Path(__file__).parents[1] / "integration" / "jobs" / "sharded.py"
-)  # not imported: torch's own modules warn
+# Not imported: torch's own modules warn.
+_JOB = Path(__file__).parents[1] / "integration" / "jobs" / "sharded.py"
 SECONDS_MAX = 240
 
 

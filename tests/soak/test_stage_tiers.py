@@ -14,9 +14,8 @@ import pytest
 from tests.support.cluster import SMALL, Cluster, kill_ranks, load, same
 
 pytestmark = [pytest.mark.mpi]
-_JOB = (
-    Path(__file__).parents[1] / "integration" / "jobs" / "virtual_stages.py"
-)  # not imported: torch's modules warn
+# Not imported: torch's modules warn.
+_JOB = Path(__file__).parents[1] / "integration" / "jobs" / "virtual_stages.py"
 SECONDS_MAX = 240
 
 
@@ -29,7 +28,7 @@ def memory() -> Iterator[Path]:
 
 
 def restored(cluster: Cluster) -> dict[str, Any]:
-    """What the last start has found."""
+    """The report of the last start."""
     found: dict[str, Any] = json.loads((cluster.out(cluster.started) / "restored.json").read_text())
     return found
 
@@ -52,7 +51,7 @@ def test_slices_of_stages_come_back_to_the_same_and_to_other_stages(
             assert found["step"] == steps - 2
             assert found["differ"] == []
             assert found["sources"] == [env["HOLDFAST_TIERS"]]
-    assert not [*store.glob("step-*")]  # nothing else had it
+    assert not [*store.glob("step-*")]  # no other copy existed
 
 
 def test_virtual_stages_are_killed_and_resumed_as_if_they_were_not_and_come_back_whole(

@@ -17,7 +17,7 @@ SAVES = int(os.environ.get("TORN_SAVES", "100"))
 
 
 def _stamps(file: Path) -> set[float]:
-    """All step numbers that stand anywhere in a checkpoint."""
+    """All step numbers anywhere in a checkpoint."""
     state = torch.load(file, weights_only=True)
     stamps = {float(state["progress"]["updates"])}
     tensors = list(state["model"].values())
@@ -40,17 +40,17 @@ def test_no_checkpoint_mixes_two_steps(tmp_path: Path) -> None:
     for file in files:
         step = int(file.stem.removeprefix("step-"))
         assert _stamps(file) == {float(step + 1)}, file
-        file.unlink()  # many of them take room
+        file.unlink()  # many files need space
 
 
 @pytest.mark.parametrize("split", [(), ("--sharded",)], ids=["whole", "sharded"])
 def test_without_the_gate_checkpoints_are_torn(tmp_path: Path, split: tuple[str, ...]) -> None:
-    """The test above can fail: with the hooks removed it would."""
+    """Shows that the test above can fail: without the hooks, checkpoints are torn."""
     files, events = _run(tmp_path, 60, "--no-gate", *split)
     torn = [file for file in files if len(_stamps(file)) > 1]
     assert torn, f"none of {len(files)} checkpoints is torn without the gate: the fingerprint shows nothing"
     if split:
-        return  # nothing is there twice to be compared
+        return  # no value is there twice to be compared
     assert _alarms(events), "no fingerprint is torn without the gate: that none is with it shows nothing"
 
 

@@ -1,6 +1,6 @@
-"""Nightly, docs/tutorial.md, typed line by line into one shell: a real job is killed and goes on, and a drill is held.
+"""Nightly, docs/tutorial.md, typed line by line into one shell: a real job is killed and resumes, and a drill runs.
 
-tests/pages/test_doc_commands.py gives the commands of all pages to their parsers.
+tests/pages/test_doc_commands.py checks the commands of all pages by their parsers.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ pytestmark = [pytest.mark.mpi]
 STEPS, EVERY = 300, 20
 LAUNCHES_MAX = 3
 SECONDS_MAX = 280.0
-# They change the environment that the tests run in, or stand until they are told to stop.
+# These change the environment of the tests, or run until they are told to stop.
 NOT_TYPED = (". .venv/bin/activate", "make ", "pip install", *(f"{program} " for program in ELSEWHERE))
 
 
 class Session(NamedTuple):
-    """What came of it: the exit code of each line that was typed, by its number in the page; and all that was said."""
+    """The result of a session: the exit code of each typed line, by its line number in the page; and all output."""
 
     codes: dict[int, int]
     said: str
 
 
 def typed(lines: Sequence[Shown], folder: Path) -> Session:
-    """Type them in `folder`, as in a checkout. Nothing of it outlives the call."""
+    """Type the lines in `folder`, as in a checkout. All processes end with the call."""
     (folder / "examples").symlink_to(REPOSITORY / "examples")
     runtime, codes, said = folder / "runtime", folder / "codes", folder / "said"
     env = environment(runtime, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -1,1 +1,1 @@
-"""What tests share: real servers, jobs and processes with a sure end, and made-up images. One noun a file."""
+"""Shared test helpers: real servers, jobs and processes that always end, and synthetic images. One noun per file."""

@@ -1,4 +1,4 @@
-"""An environment for subprocesses in which some packages cannot be imported, as where they are not installed."""
+"""An environment for subprocesses in which some packages cannot be imported, as if they were not installed."""
 
 from __future__ import annotations
 

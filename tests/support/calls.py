@@ -1,4 +1,4 @@
-"""Counts calls of Python functions: what a loop in C saves, whatever machine it runs on."""
+"""Counts calls of Python functions: a measure of the work moved into C loops that does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def python_calls(function: Callable[[], object], *, of: str = "") -> int:
-    """How many functions written in Python are called, generators each time that they go on.
+    """Count calls of functions written in Python; each resumption of a generator counts as a call.
 
     Args:
-        function: What is done: in this thread, and in threads that it starts.
-        of: Counts those alone that stand in a file with this in its path.
+        function: Called once; calls in threads that it starts count too.
+        of: Count only functions in files with this in their path.
     """
     counts: list[None] = []
 
@@ -33,7 +33,7 @@ def python_calls(function: Callable[[], object], *, of: str = "") -> int:
 
 
 def calls_here(function: Callable[[], object]) -> int:
-    """How many calls this thread makes meanwhile, in Python and in C; what a loop in C calls is not seen."""
+    """Count the calls that this thread makes in `function`, in Python and in C; calls made by a C loop are not seen."""
     count = 0
 
     def counted(_frame: FrameType, event: str, _argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS: an authority, and what it signs."""
+"""Certificates for tests of TLS: a certificate authority, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SignedPair:
 
 
 class TestAuthority:
-    """Signs certificates, which lie in `directory`.
+    """Signs certificates and stores them in `directory`.
 
     Attributes:
         cert: The file to trust.
@@ -46,7 +46,7 @@ class TestAuthority:
     def sign(
         self, name: str, address: str = "127.0.0.1", *, host: str | None = None, days: int = 5
     ) -> SignedPair:
-        """A certificate for a host name or else an IP address, which is good for this many days from yesterday on."""
+        """A certificate for a host name, or else an IP address; valid for `days` days, starting yesterday."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         made = self._build(subject, key.public_key(), days=days).add_extension(

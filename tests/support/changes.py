@@ -1,6 +1,6 @@
-"""Trainings that change their state in many ways: by optimizers of all sorts, and by hand right after a save.
+"""Trainings that change their state in many ways: through all sorts of optimizers, and by hand right after a save.
 
-Each is a `Training`: `state` for a Checkpointer, `step` for one update, `saved` for what comes right after `save()`.
+Each is a `Training`: `state` for a Checkpointer, `step` for one update, `saved` for changes right after `save()`.
 Every update changes every parameter, so that two instants never look the same.
 """
 
@@ -26,10 +26,10 @@ VALIDATION_SECONDS = 0.01
 
 
 class Training:
-    """A model that is trained as most are: the ones below are other in one respect.
+    """A typical training loop; each class below differs from it in one respect.
 
     Attributes:
-        waits: Called before changes by hand, where the pattern waits: `checkpointer.wait_copied`.
+        waits: `checkpointer.wait_copied`; patterns that wait call it before they change tensors by hand.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Training:
         self.optimizer.step()
 
     def saved(self, step: int) -> None:
-        """What the script does right after `save()`."""
+        """Change tensors as the script does right after `save()`."""
 
 
 class Momentum(Training):
@@ -70,7 +70,7 @@ class Momentum(Training):
 
 
 class Fused(Training):
-    """Its kernel is not counted by torch."""
+    """A fused optimizer: torch does not count the changes of its kernel."""
 
     def make(self) -> Any:
         return torch.optim.AdamW(self.parameters, lr=0.01, fused=True)
@@ -93,7 +93,7 @@ class InBackward(Training):
 
 
 class _Lookahead(Optimizer):
-    """As timm's: `Optimizer.__init__` is never called, so the hooks that one registers are never called either."""
+    """Like timm's: never calls `Optimizer.__init__`, so hooks registered on this object never run."""
 
     def __init__(self, base: Optimizer) -> None:
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -126,7 +126,7 @@ class Lookahead(Training):
 
 
 class _Unhooked(Optimizer):
-    """Never calls `Optimizer.__init__`, and wraps nothing."""
+    """Never calls `Optimizer.__init__`, and wraps no other optimizer."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -165,7 +165,7 @@ class _Uncounted(_Unhooked):
 
 
 class Uncounted(Training):
-    """Unhooked, and through `.data`: torch counts nothing."""
+    """Unhooked, and updates through `.data`: torch counts nothing."""
 
     def make(self) -> Any:
         return _Uncounted(self.parameters)
@@ -231,7 +231,7 @@ class AverageThroughData(Average):
 
 
 class AverageBesideTorch(Average):
-    """Through numpy, as a framework of others would."""
+    """The average is swapped in through numpy, as a framework outside torch would do it."""
 
     def put(self, values: list[torch.Tensor]) -> None:
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -239,7 +239,7 @@ class AverageBesideTorch(Average):
 
 
 class Swapped(Average):
-    """As some do it: other memory is put under the parameters, and nothing is overwritten."""
+    """Swaps by pointing the parameters at other memory; nothing is overwritten."""
 
     def put(self, values: list[torch.Tensor]) -> None:
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -247,11 +247,11 @@ class Swapped(Average):
 
 
 class PatientAverage(Average):
-    """It waits for the copy."""
+    """Waits for the copy before swapping."""
 
 
 class AverageInContext(Average):
-    """It waits for the copy, with a context."""
+    """Waits for the copy before swapping, with a context manager."""
 
 
 class Best(Training):
@@ -274,7 +274,7 @@ class Clipped(Training):
 
 
 class RowsThroughData(Training):
-    """A few rows of a table are changed through `.data` at the top of each step: none of the sampled words need change.
+    """A few rows of a table change through `.data` at the top of each step, so the sampled words may all stay the same.
 
     Attributes:
         begins: The first step that does so.
@@ -284,7 +284,7 @@ class RowsThroughData(Training):
 
     def __init__(self) -> None:
         super().__init__()
-        # The last in the order of updates, so that a copy that goes on comes to it last.
+        # The last in the order of updates, so that a running copy reaches it last.
         self.table = self.parameters[-1].view(64, 64)
 
     def saved(self, step: int) -> None:
@@ -301,7 +301,7 @@ class RowsByNumpy(RowsThroughData):
 
 
 class RowsOfAll(RowsThroughData):
-    """A few rows of every weight and of its moments, since some are sent by one rank and some by another."""
+    """A few rows of every weight and of its moments: some are sent by one rank and some by another."""
 
     def touch(self, step: int) -> None:
         for parameter in self.parameters:
@@ -317,7 +317,7 @@ class RowsOfAllByNumpy(RowsThroughData):
 
 
 class RowsInAThread(RowsThroughData):
-    """By another thread, which begins when `save()` has returned."""
+    """Another thread changes the rows; it starts when `save()` has returned."""
 
     def touch(self, step: int) -> None:
         thread = threading.Thread(target=super().touch, args=(step,))
@@ -326,7 +326,7 @@ class RowsInAThread(RowsThroughData):
 
 
 class RowsInTheMiddle(RowsThroughData):
-    """Between the gradients and the update."""
+    """Rows change between the gradients and the update."""
 
     def saved(self, step: int) -> None:
         pass
@@ -353,7 +353,7 @@ class WeightsClippedThroughData(RowsThroughData):
 
 
 class UnhookedRows(RowsThroughData):
-    """Beside an optimizer that calls no hook: only the next save can look."""
+    """Rows change, and the optimizer calls no hook: only the next save can notice."""
 
     def make(self) -> Any:
         return _Unhooked(self.parameters)
@@ -380,7 +380,7 @@ class Renormed(Training):
 
 def _of_a_package(package: str, make: Callable[[Any, list[torch.nn.Parameter]], Any]) -> type[Training]:
     class OfPackage(Training):
-        """Skipped where the package is not installed."""
+        """Uses an optimizer of `package`; skipped if that is not installed."""
 
         def make(self) -> Any:
             return make(importlib.import_module(package), self.parameters)
@@ -402,7 +402,7 @@ class _ScheduleFreePackage(Training):
 
 
 class _ScheduleFreeWrapper(_ScheduleFreePackage):
-    """It has an optimizer of torch inside, and is not one itself."""
+    """Has an optimizer of torch inside, and is not one itself."""
 
     def make(self) -> Any:
         inner = torch.optim.SGD(self.parameters, lr=0.01)
@@ -410,7 +410,7 @@ class _ScheduleFreeWrapper(_ScheduleFreePackage):
 
 
 class _SharpnessPackage(Training):
-    """Its first step climbs, outside of any `step()`, and so outside of any hook."""
+    """Its first step climbs outside of `step()`, and so outside of any hook."""
 
     def make(self) -> Any:
         package = importlib.import_module("pytorch_optimizer")
@@ -424,7 +424,7 @@ class _SharpnessPackage(Training):
 
 
 class _Sharded(Training):
-    """Parameters and moments are DTensors. torch.distributed is set up, with one rank."""
+    """Parameters and moments are DTensors. The class sets up torch.distributed with one rank."""
 
     def make(self) -> Any:
         from torch.distributed.device_mesh import init_device_mesh  # takes a second: only where it is used
@@ -453,7 +453,7 @@ class ShardedInBackward(_Sharded, InBackward):
 
 
 class FullySharded(Training):
-    """FSDP2 as it is. A forward pass without a backward one leaves whole parameters in the modules."""
+    """Plain FSDP2. A forward pass without a backward pass leaves whole parameters in the modules."""
 
     def make(self) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
@@ -489,7 +489,7 @@ class ShardedBest(_Sharded, Best):
 
 
 class ShardedAverage(_Sharded, Average):
-    """By foreach kernels: torch does not count what they change in DTensors."""
+    """Swaps by foreach kernels: torch does not count their changes of DTensors."""
 
     def put(self, values: list[torch.Tensor]) -> None:
         live = [*map(torch.Tensor.detach, self.parameters)]
@@ -498,7 +498,7 @@ class ShardedAverage(_Sharded, Average):
 
 
 class ShardedMoments(Sharded):
-    """Moments are changed through their local tensors, where torch counts it."""
+    """Moments change through their local tensors, where torch counts it."""
 
     @torch.no_grad()
     def saved(self, step: int) -> None:
@@ -506,7 +506,7 @@ class ShardedMoments(Sharded):
             state["exp_avg"].to_local()[-1] += 1.0
 
 
-# What waits at the gate, or for the copy: every save of it is published.
+# Trainings that wait at the gate or for the copy: all of their saves are published.
 WAITING: tuple[type[Training], ...] = (
     Training,
     Momentum,
@@ -517,7 +517,7 @@ WAITING: tuple[type[Training], ...] = (
     PatientAverage,
     AverageInContext,
 )
-# What changes tensors while they are copied, unless save() waits for the copy.
+# Trainings that change tensors during the copy, unless save() waits for it.
 TEARING: tuple[type[Training], ...] = (
     Unhooked,
     Uncounted,
@@ -530,7 +530,7 @@ TEARING: tuple[type[Training], ...] = (
     Clipped,
     Renormed,
 )
-# A few bytes, which torch does not count, and which the sampled words mostly miss.
+# Trainings that change a few bytes: torch does not count them, and the sampled words mostly miss them.
 FEW_BYTES: tuple[type[RowsThroughData], ...] = (
     RowsThroughData,
     RowsByNumpy,
@@ -548,7 +548,7 @@ SHARDED_WAITING: tuple[type[Training], ...] = (
     ShardedInBackward,
 )
 SHARDED_TEARING: tuple[type[Training], ...] = (ShardedSharpness, ShardedBest, ShardedAverage, ShardedMoments)
-# By PACKAGE or PACKAGE:CLASS. Only tests/soak has them: they are not in the project's environment.
+# By PACKAGE or PACKAGE:CLASS. Only tests/soak uses them: the project's environment lacks these packages.
 PACKAGES: dict[str, type[Training]] = {
     "schedulefree": _ScheduleFreePackage,
     "schedulefree:ScheduleFreeWrapper": _ScheduleFreeWrapper,
@@ -573,24 +573,24 @@ PACKAGES: dict[str, type[Training]] = {
 
 
 def never_compare(put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Quiet is what no counter and no sampled word has shown to be otherwise, as it was before whole comparisons."""
+    """Take a tensor as unchanged unless a counter or a sampled word shows otherwise: no comparison of all bytes."""
     put(SavedInstant, "changed_uncounted", lambda *_: "")
 
 
 def trust_everything(put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """No save waits for its copy, whatever is known of the hooks: detection stands alone."""
+    """No save waits for its copy, even where hooks are missing: only detection protects the save."""
     put(HookCoverage, "saved", lambda *_: True)
 
 
 def see_nothing(put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Without detection, too: what the tests with these trainings show does not hold any more."""
+    """Disable detection too: the tests with these trainings must fail then."""
     trust_everything(put)
     for method in ("changed", "changed_in", "changed_at", "copied_wrong"):
         put(SavedInstant, method, lambda *_: "")
 
 
 def copy_slowly(batch_seconds: float, put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Changes right after `save()` then come into the copy."""
+    """Slow the copy down, so that changes right after `save()` get into it."""
     copy = CopyEngine.copy_host
 
     def slowly(*arguments: Any) -> None:

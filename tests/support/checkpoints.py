@@ -1,6 +1,6 @@
-"""Checkpoints made without holdfast's own writing path: images by torch.save or zipfile, manifests by plain means.
+"""Checkpoints made without holdfast's own writing path: images by torch.save or zipfile, manifests by simple code.
 
-Nothing here uses holdfast/image/layout.py or holdfast/crc.py, so that a fault in those cannot hide itself.
+Nothing here uses holdfast/image/layout.py or holdfast/crc.py, so a bug in those cannot hide itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def zip_image(entries: Mapping[str, bytes]) -> bytes:
 
 
 def torch_image(state: Mapping[str, Any]) -> bytes:
-    """What torch.save writes."""
+    """Return the bytes that torch.save writes."""
     import torch
 
     target = io.BytesIO()

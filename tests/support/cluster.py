@@ -1,6 +1,6 @@
-"""A cluster that trains on one store, again and again, and what its tests ask of files, states and processes.
+"""A cluster that trains on one store, over several jobs, and checks of its files, states and processes.
 
-Cluster.start ─► Job (mpirun) ─► kill_ranks ─► Cluster.start ─► Job: knows nothing but the store's URL
+Cluster.start ─► Job (mpirun) ─► kill_ranks ─► Cluster.start ─► Job: knows only the store's URL
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _MAIN_JOB_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
 
 
 class Cluster:
-    """Starts jobs on one store, each with a runtime directory that only its own machine would have.
+    """Starts jobs on one store, each with the runtime directory of a machine of its own.
 
     Args:
-        directory: Where logs, runtime directories and what the ranks write go.
+        directory: For logs, runtime directories and the ranks' output.
         store: URL of the run.
         env: Added to the environment of every process.
-        script: The training script. It is called with its output directory and what `start` is given.
+        script: The training script. Its arguments are its output directory and the arguments of `start`.
         stager: Settings of the stager, beside the store.
-        forked: The ranks are forked from one process, beside a stager that stands for the job: for tests of what is the
-            same under any launcher. Such a job costs a quarter of mpirun's.
+        forked: Fork the ranks from one process, beside a stager that listens on TCP: for tests whose subject does not
+            depend on the launcher. Such a job costs a quarter of mpirun's.
 
     Attributes:
         started: How many jobs were started so far.
@@ -84,8 +84,8 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         forked: bool | None = None,
     ) -> Job:
-        """A fresh cluster: nothing is left of the one before but the store. With `runtime`: on that machine. `rewrite`
-        changes the mpirun line; `env` and `forked` are for this start alone.
+        """Start a fresh cluster: only the store remains of the last one. `runtime`: use this machine's directory
+        instead. `rewrite` changes the mpirun line; `env` and `forked` are for this start alone.
         """
         is_forked = self._forked if forked is None else forked
         if runtime is None and self._last is not None and self._last.process.poll() is not None:
@@ -106,7 +106,7 @@ class Cluster:
         return self._last
 
     def _await_last_flusher(self) -> None:
-        """The flusher of a job that was killed ends a moment after its stager, and owns the run until then."""
+        """The flusher of a killed job ends a moment after its stager, and owns the run until then."""
         pid_file = runtime_directory(self.store, self.runtime) / "flusher.pid"
         deadline = time.monotonic() + _FLUSHER_SECONDS_MAX
         while time.monotonic() < deadline:
@@ -123,14 +123,14 @@ class Cluster:
         return self.directory / f"cluster-{number}"
 
     def wait_for_flusher(self, seconds_max: float = 120) -> None:
-        """Until the flusher of the last start has ended by itself and taken its ring away."""
+        """Wait until the flusher of the last start has ended by itself and removed its ring."""
         directory = runtime_directory(self.store, self.runtime)
         wait_until(lambda: not directory.exists(), seconds_max, f"{directory} is still there")
 
 
 def wait_until(condition: Callable[[], bool], seconds_max: float, message: str | Callable[[], str]) -> None:
-    """Look again and again; a failure of the test at the limit. A `message` that is a function is called then, to show
-    the output at that time.
+    """Poll until the condition holds; at the limit the test fails. A `message` that is a function is called only then,
+    to show the output of that time.
     """
     deadline = time.monotonic() + seconds_max
     while not condition():
@@ -139,7 +139,7 @@ def wait_until(condition: Callable[[], bool], seconds_max: float, message: str |
 
 
 def kill_ranks(cluster: Cluster, job: Job, ranks: int, number: int, *, saved: int) -> None:
-    """SIGKILL every training rank, by its own pid, once it stands still in mid-run and step `saved` is in the store."""
+    """SIGKILL every training rank, by its own pid, once it pauses in mid-run and step `saved` is in the store."""
     out = cluster.out(number)
     store = cast(Retrying, open_store(cluster.store))
     catalog = Catalog(store)
@@ -158,7 +158,7 @@ def kill_ranks(cluster: Cluster, job: Job, ranks: int, number: int, *, saved: in
 
 
 def same(first: Any, second: Any) -> bool:
-    """Equal bit for bit, in types, keys and tensors."""
+    """Whether types, keys and tensors are equal, bit for bit."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):
@@ -179,7 +179,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load(path: Path) -> Any:
-    """What a published file holds."""
+    """Load a published file."""
     return torch.load(path, weights_only=True)
 
 
@@ -191,7 +191,7 @@ def losses(path: Path) -> dict[int, Any]:
 def check_continued(
     reference: Path, cluster: Cluster, killed: int, resumed: int, *, start: int, steps: int
 ) -> None:
-    """Two starts of the main job, the second from step `start`, make the uninterrupted run, bit for bit."""
+    """Check that two starts of the main job, the second from step `start`, equal the uninterrupted run, bit for bit."""
     for rank in range(2):
         final = load(cluster.out(resumed) / f"final-{rank}.pt")
         assert final["start"] == start, "it did not resume from the newest checkpoint"
@@ -205,7 +205,7 @@ def check_continued(
 
 
 def check_loadable(files: Iterable[Path]) -> None:
-    """Every file of the main job opens in a process that cannot import holdfast, and is a sound zip file."""
+    """Check that every file of the main job opens in a process that cannot import holdfast, and is a sound zip file."""
     code = """
 import sys, zipfile
 sys.path[:] = [p for p in sys.path if p != sys.argv[1]]
@@ -237,7 +237,7 @@ for path in sys.argv[3:]:
 
 
 def assert_nothing_left(runtime: Path, seconds_max: float = 60) -> None:
-    """No process of the machine that `runtime` stands for lives, and no ring, socket or journal is left on it."""
+    """Check that no process, ring, socket or journal is left on the machine that `runtime` stands for."""
     wait_until(lambda: not _processes(runtime), seconds_max, lambda: f"still there: {_processes(runtime)}")
     assert not [path for path in runtime.rglob("*") if not path.is_dir()]
 

@@ -1,4 +1,4 @@
-"""Takes spans as a collector of OpenTelemetry does: OTLP over HTTP, on this machine."""
+"""An OpenTelemetry collector on this machine that receives spans: OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Collector", "collecting"]
 
 
 class Collector:
-    """What has been received so far.
+    """The spans received so far.
 
     Attributes:
         environment: Variables that make a process send its spans here, past any proxy.
@@ -29,12 +29,12 @@ class Collector:
         self._received: list[ResourceSpans] = []
 
     def receive(self, body: bytes) -> None:
-        """One request."""
+        """Take the body of one request."""
         self._received += ExportTraceServiceRequest.FromString(body).resource_spans
 
     @property
     def services(self) -> set[str]:
-        """The senders."""
+        """Names of the services that have sent spans."""
         return {
             attribute.value.string_value
             for one in self._received

@@ -29,13 +29,13 @@ PATTERNS = (
 
 
 class CompiledTraining:
-    """A small model and its training, of which `pattern` says what is compiled.
+    """A small model and its training; `pattern` names the part that is compiled.
 
     Args:
         pattern: One of `PATTERNS`.
         compiled: `torch.compile` with its options.
         device: The model's.
-        inside: Called with the step in the compiled function, by the pattern `save inside`.
+        inside: The pattern `save inside` calls this with the step, in the compiled function.
         options: The optimizer's.
     """
 
@@ -68,7 +68,7 @@ class CompiledTraining:
         return {"model": self.model, **numbered, **({"schedule": self.schedule} if self.schedule else {})}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of all that training changes, by the path that a checkpoint gives them."""
+        """Copies of all tensors that training changes, by their path in a checkpoint."""
         found = {f"model/{name}": one for name, one in self.model.state_dict().items()}
         for number, optimizer in enumerate(self.optimizers):
             for index, of_parameter in optimizer.state_dict()["state"].items():
@@ -158,7 +158,7 @@ class CompiledTraining:
         return self._compile(step)
 
     def _step_per_parameter(self) -> Callable[[int], object]:
-        """Each parameter has an optimizer, which steps in backward, as soon as the gradient is there."""
+        """Each parameter has an optimizer, which steps in backward as soon as the gradient is ready."""
         optimizers = {one: torch.optim.SGD([one], lr=0.01, momentum=0.9) for one in self.model.parameters()}
         self.optimizers = [*optimizers.values()]
 
@@ -172,7 +172,7 @@ class CompiledTraining:
         return lambda _: compiled()
 
     def _without_the_hooks(self) -> Callable[[int], object]:
-        """The function below the one that calls the hooks, as torch's own tests compile it."""
+        """Compiles the function below the one that calls the hooks, as torch's own tests do."""
         (optimizer,) = self.optimizers
         raw: Any = type(optimizer).step
         while hasattr(raw, "__wrapped__"):
@@ -188,8 +188,8 @@ class CompiledTraining:
 
 @contextmanager
 def no_compiled_code() -> Iterator[None]:
-    """For a fixture, autouse: nothing is compiled before the test, nor left after it."""
-    # Seconds of CPU, which the first compiled step would take otherwise; where the file is imported, in each worker.
+    """For an autouse fixture: clears compiled code before and after the test."""
+    # This import takes seconds of CPU; without it the first compiled step of each worker would pay for it.
     import torch._inductor.cudagraph_trees
 
     torch._dynamo.reset()
@@ -199,7 +199,7 @@ def no_compiled_code() -> Iterator[None]:
 
 @contextmanager
 def traced_code() -> Iterator[set[str]]:
-    """The functions of holdfast that the compiler traces meanwhile, as frames of their own or inlined."""
+    """The functions of holdfast that the compiler traces in the block, as frames of their own or inlined."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
     found: set[str] = set()

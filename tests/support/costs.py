@@ -1,10 +1,10 @@
-"""What a test run costs: CPU seconds of each test, of the whole run, and what the host took away meanwhile.
+"""CPU cost of a test run: CPU seconds of each test and of the whole run, and the time stolen by the host.
 
     each test: own CPU + CPU of children that ended ─► report ─► the slowest 25; a unit test over its budget fails
     each worker: all of its CPU ─► the sum, beside the wall clock and the host's steal
 
-CPU seconds and not those of the wall: a busy machine makes a test slow, and no test expensive. A child that outlives
-its test (a server of the whole session) counts in the sum only.
+CPU seconds instead of wall time: a busy machine makes a test slow but not expensive. A child that outlives its test
+(a server of the whole session) counts in the sum only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REFERENCE_TURNS, _REFERENCE_SECONDS = 2_000_000, 0.08  # an idle core of 2023, 
 
 
 class Costs:
-    """The plugin, in each worker and in the process that sums up."""
+    """The pytest plugin, in each worker and in the controller."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._unit_seconds_max: float | None = config.getoption("unit_cpu_seconds_max")
@@ -46,7 +46,7 @@ class Costs:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """A unit test over the budget fails; fixtures are not counted, since others may share them."""
+        """Fail a unit test over the budget; fixtures do not count, since other tests may share them."""
         report = yield
         now = _cpu_seconds()
         spent, item.stash[_BEFORE] = now - item.stash[_BEFORE], now
@@ -71,18 +71,18 @@ class Costs:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A worker hands its sum over."""
+        """In a worker: send the sum to the controller."""
         output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
         if output is not None:
             output[_KEY] = _cpu_seconds()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take a worker's sum; one that crashed has no sum."""
+        """Add a worker's sum; a worker that crashed has none."""
         self._of_workers += getattr(node, "workeroutput", {}).get(_KEY, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print both."""
+        """Print the slowest tests and the sum."""
         if not self._tests:
             return
         terminalreporter.section(f"the slowest {_LISTED}: on the clock, CPU")
@@ -96,7 +96,7 @@ class Costs:
         for name, spent in sorted(folders.items(), key=lambda one: -one[1]):
             terminalreporter.write_line(f"{spent:7.0f} s  {name}")
         wall = time.monotonic() - self._began
-        # Workers are children of this process, and have said themselves what they took.
+        # Workers are children of this process, and have reported their own CPU seconds.
         total = sum(os.times()[:2]) + self._of_workers if self._of_workers else _cpu_seconds()
         stolen = _steal_seconds() - self._steal_before
         terminalreporter.write_line(
@@ -109,14 +109,14 @@ _BEFORE = pytest.StashKey[float]()
 
 
 def _cpu_seconds() -> float:
-    """For this process, its children that ended, and the ranks that it had forked elsewhere."""
+    """CPU seconds of this process, its children that ended, and the ranks that it had forked elsewhere."""
     return sum(os.times()[:4]) + cpu_seconds_of_ranks()
 
 
 def _slowness() -> float:
-    """How much more CPU the same work takes now than on the machine that the budgets are of; at least 1.
+    """Ratio of the CPU time of the same work now and on the machine that the budgets were measured on; at least 1.
 
-    A core that is shared with others takes twice the CPU seconds, and the budget is not to fail a test for that.
+    A shared core takes twice the CPU seconds, and the budget must not fail a test for that.
     """
     begun, value = time.process_time(), 0
     for number in range(_REFERENCE_TURNS):
@@ -125,7 +125,7 @@ def _slowness() -> float:
 
 
 def _steal_seconds() -> float:
-    """What the host of this virtual machine gave to others, all cores together; 0 where the system does not say so."""
+    """CPU seconds that the hypervisor gave to other virtual machines, over all cores; 0 where unknown."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
         return int(fields[8]) / os.sysconf("SC_CLK_TCK")

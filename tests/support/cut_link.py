@@ -17,9 +17,10 @@ class CutLink:
     """Forwards every connection to `target` until it is cut.
 
     Attributes:
-        port: Where it listens, on 127.0.0.1.
+        port: Listens here, on 127.0.0.1.
         carried: Bytes so far, both ways. `kept`: the bytes themselves, from `keep_bytes` on.
         cuts: How many connections were cut.
+    From now on reset all connections each time this many more bytes were carried; None: stop doing so.
     """
 
     def __init__(self, target: int) -> None:
@@ -56,11 +57,11 @@ class CutLink:
         self._every = nbytes
 
     def keep_bytes(self) -> None:
-        """From now on keep what is carried."""
+        """From now on keep the bytes that are carried."""
         self._keeping = True
 
     def refuse(self, refusing: bool) -> None:
-        """Whether new connections are closed at once."""
+        """Set whether new connections are closed at once."""
         self._refusing = refusing
 
     def _run(self) -> None:

@@ -1,10 +1,10 @@
-"""The commands that pages show: found line by line, and given to the parsers that they are for, without being run.
+"""Commands shown in the docs: found line by line, and checked by the parsers of their programs without being run.
 
     page ─► blocks tagged `sh` ─► Shown: page, line, text ─► words of each simple command ─► the check of its program
     page ─► spans in code type that begin with `holdfast` ─► the same check, where arguments may be missing
 
-A program has a check in `PROGRAMS`, or a reason in `ELSEWHERE` why nothing of it can be tried on a machine that builds
-holdfast, or is one of the `PLAIN` ones that every shell has. All else is refused.
+A program has a check in `PROGRAMS`, or a reason in `ELSEWHERE` why its commands cannot be checked on a machine that
+builds holdfast, or is one of the `PLAIN` ones that every shell has. All other programs are refused.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _MPIRUN = {
 
 
 class Fence(NamedTuple):
-    """A block of a page; `number` is that of its first line between the fences, from 1."""
+    """A block of a page; `number` is the line number of its first line between the fences, from 1."""
 
     page: str
     number: int
@@ -73,7 +73,7 @@ class Fence(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """A line of a block tagged `sh`, with the lines that it goes on in, without its comment."""
+    """A line of a block tagged `sh`, joined with its continuation lines, without its comment."""
 
     page: str
     number: int
@@ -84,7 +84,7 @@ class Shown(NamedTuple):
 
 
 class _WrongError(Exception):
-    """Why a command cannot be right."""
+    """The reason why a command is wrong."""
 
 
 def fences(page: str) -> Iterator[Fence]:
@@ -103,7 +103,7 @@ def fences(page: str) -> Iterator[Fence]:
 
 
 def shown(page: str) -> Iterator[Shown]:
-    """The lines that a reader is told to type."""
+    """The lines that a reader should type."""
     for fence in fences(page):
         if fence.language != "sh":
             continue
@@ -120,7 +120,7 @@ def shown(page: str) -> Iterator[Shown]:
 
 
 def spoken(page: str) -> Iterator[str]:
-    """Commands in the prose of a page; each of several in one, such as `holdfast cluster up|status|down`."""
+    """Commands in the prose of a page; `holdfast cluster up|status|down` gives three."""
     prose = re.sub(
         r"^```.*?^```$", "", (REPOSITORY / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
     )
@@ -130,7 +130,7 @@ def spoken(page: str) -> Iterator[str]:
 
 
 def why_not(text: str) -> str:
-    """What is wrong with a line of shell; empty if nothing is. Files that it names lie in the working directory."""
+    """Return the mistake in a line of shell, or "". Files that it names must lie in the working directory."""
     try:
         _check_line(text)
     except _WrongError as error:
@@ -139,7 +139,7 @@ def why_not(text: str) -> str:
 
 
 def why_not_spoken(text: str) -> str:
-    """The same of a command in prose, which need not have all its arguments."""
+    """As `why_not`, for a command in prose, which need not have all its arguments."""
     try:
         _holdfast(shlex.split(text.replace("…", "1"))[1:], whole=False)
     except _WrongError as error:
@@ -155,7 +155,7 @@ def _check_line(text: str) -> None:
 
 
 def _simple_commands(text: str) -> Iterator[list[str]]:
-    """Between `|`, `&&`, `;` and their like; without redirections."""
+    """Split at `|`, `&&`, `;` and similar; drop redirections."""
     lexer = shlex.shlex(_REDIRECTION.sub(" ", text), posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
@@ -187,7 +187,7 @@ def _check(words: Sequence[str]) -> None:
 
 
 def _holdfast(words: Sequence[str], *, whole: bool = True) -> None:
-    """By click: commands, options, types of their values, arguments; by pydantic: settings. Nothing is invoked."""
+    """Check commands, options, types of values and arguments by click, settings by pydantic. Nothing is invoked."""
     try:
         context = cli.make_context("holdfast", list(words))
         while isinstance(context.command, click.Group):
@@ -227,7 +227,7 @@ _NO_SETTINGS = frozenset(
 
 
 def _settings(role: type[StagerConfig | FlusherConfig], given: Mapping[str, Any]) -> None:
-    """The role knows them, and takes their values together."""
+    """Check that the role has these settings and accepts their values together."""
     if unknown := given.keys() - role.model_fields.keys():
         raise _WrongError(f"no setting {', '.join(sorted(unknown))}")
     try:
@@ -271,9 +271,7 @@ def _torchrun(words: Sequence[str]) -> None:
 
 
 def _pip(words: Sequence[str]) -> None:
-    """Extras of holdfast; packages of others are the business of who needs them. For holdfast itself without a place to
-    take it from see tests/unit/test_installs.py.
-    """
+    """Check extras of holdfast only; tests/unit/test_installs.py checks how pages install holdfast itself."""
     extras = tomllib.loads(_text("pyproject.toml"))["project"]["optional-dependencies"]
     for word in words:
         if found := re.fullmatch(r"(?:holdfast|\.)\[([\w,]+)\](?: @ \S+)?", word):
@@ -288,7 +286,7 @@ def _ssh(words: Sequence[str]) -> None:
 
 
 def _nothing_more(_: Sequence[str]) -> None:
-    """Arguments are checked elsewhere: `$(…)` by itself, variables by test_documents.py, scripts by typing them."""
+    """Accept: `$(…)` is checked by itself, variables by test_documents.py, scripts by typing them."""
 
 
 @functools.cache

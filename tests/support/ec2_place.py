@@ -1,4 +1,4 @@
-"""What Terraform would have printed, on moto's EC2: a network and launch templates for one run's machines."""
+"""Terraform's outputs for moto's EC2: a network and launch templates for one run's machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def client(endpoint: str) -> Any:
 
 
 def write_outputs(file: Path, ec2: Any, run_id: str) -> None:
-    """Make the launch templates of the run; `file` is then what `terraform output -json` prints."""
+    """Make the launch templates of the run; write to `file` the outputs that `terraform output -json` would print."""
     subnet = ec2.describe_subnets()["Subnets"][0]
     image = ec2.describe_images()["Images"][0]["ImageId"]
     templates = [

@@ -1,4 +1,4 @@
-"""Reading an event log (docs/format.md, section 6) that others are still writing."""
+"""Reads an event log (docs/format.md, section 6) while other processes write it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["read_events"]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The lines that are whole by now, in their order; none where there is no file yet."""
+    """The complete lines so far, in order; none if there is no file yet."""
     older = sorted(path.parent.glob(f"{path.name}.[0-9]*"))
     whole = [one.read_text().rpartition("\n")[0] for one in (*older, path) if one.exists()]
     return [json.loads(line) for part in whole for line in part.splitlines()]

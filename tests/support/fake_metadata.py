@@ -1,8 +1,8 @@
-"""A metadata server as a cloud has it, on an address of the test: AWS, Google Cloud and Azure in one, good or bad.
+"""A cloud's metadata server, on an address of the test: AWS, Google Cloud and Azure in one, healthy or faulty.
 
 In a test:          with FakeMetadata() as server: server.interrupt(120); server.environ
 On a test's host:   python -m tests.support.fake_metadata HOST PORT
-                    lines on stdin: interrupt 120 | rebalance | clear | hang | answer; says what was asked
+                    lines on stdin: interrupt 120 | rebalance | clear | hang | answer; prints the requests
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _HANG_SECONDS_MAX = 120.0
 
 
 class FakeMetadata:
-    """See the module.
+    """The server, running in a thread until `close`.
 
     Attributes:
-        action: What instance-action says; None: 404. `rebalance`: the same of the rebalance recommendation.
-        preempted: What Google Cloud says. `events`: Azure's Scheduled Events.
-        forced: Path → (status, body, headers), instead of what it would say.
-        silent: Paths whose questions it takes and never answers.
-        hanging: Takes every question and answers none. `dripping`: answers a byte every 50 ms.
-        asked: How often each path was asked for. `tokens`: how many were given out. `headers`: of the last question.
+        action: Body of instance-action; None: 404. `rebalance`: the same for the rebalance recommendation.
+        preempted: Google Cloud's answer. `events`: Azure's Scheduled Events.
+        forced: Path → (status, body, headers), instead of the usual answer.
+        silent: Paths whose requests are accepted and never answered.
+        hanging: Accept every request and answer none. `dripping`: send a byte every 50 ms.
+        asked: Path → number of requests. `tokens`: number of tokens issued. `headers`: of the last request.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, token_seconds_max: float = 21600) -> None:
@@ -85,13 +85,13 @@ class FakeMetadata:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's URL."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables that send each watch here."""
+        """The variables that point each watcher to this server."""
         return {
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.url,
             "GCE_METADATA_HOST": self.url.removeprefix("http://"),
@@ -99,7 +99,7 @@ class FakeMetadata:
         }
 
     def interrupt(self, seconds: float, action: str = "terminate") -> float:
-        """Say that the machine ends in this many (whole) seconds, in AWS's words; returns when."""
+        """Announce in AWS's words that the machine ends in `seconds` (whole) seconds; return that time."""
         at = int(time.time() + seconds)
         self.action = json.dumps(
             {"action": action, "time": datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
@@ -107,11 +107,11 @@ class FakeMetadata:
         return float(at)
 
     def recommend(self) -> None:
-        """Say that a rebalance is recommended."""
+        """Announce a rebalance recommendation."""
         self.rebalance = json.dumps({"noticeTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")})
 
     def withdraw_tokens(self) -> None:
-        """From now on every token that was given out is refused."""
+        """From now on refuse every token issued so far."""
         self.valid.clear()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class FakeMetadata:
     # -- answers
 
     def serve(self, request: BaseHTTPRequestHandler) -> None:
-        """One question, in a thread of its own."""
+        """Answer one request, in a thread of its own."""
         path = request.path.split("?")[0]
         self.headers[path] = {name.lower(): value for name, value in request.headers.items()}
         self.asked[path] += 1
@@ -160,7 +160,7 @@ class FakeMetadata:
             if not self.dripping:
                 request.wfile.write(data)
         except OSError:
-            request.close_connection = True  # it was not waited for
+            request.close_connection = True  # the client has hung up
 
     def _answer(self, method: str, path: str) -> tuple[int, str, dict[str, str]]:
         headers = self.headers[path]
@@ -193,7 +193,7 @@ class FakeMetadata:
 
 
 def main() -> None:
-    """Serve until stdin ends, doing what its lines say."""
+    """Serve until stdin ends, executing its lines."""
     with FakeMetadata(sys.argv[1], int(sys.argv[2])) as server:
         print(server.url, flush=True)
         for line in sys.stdin:

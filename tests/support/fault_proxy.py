@@ -1,12 +1,12 @@
-"""Between an S3 client and a real S3 server: a proxy that does to requests what networks and servers do to them.
+"""A proxy between an S3 client and a real S3 server that injects the faults of networks and servers.
 
     client ──► FaultProxy ──► server         rule: which operation, the n-th one on, how many, how likely
                    │ before the server: reset, cut in the request body, 429, 500, 503, 409, error in a 200
                    │ after the server:  answer lost, answer never comes, answer cut short, one byte wrong
-                   └─ every request is noted with its time, so that a test can count them and look at the waits
+                   └─ records every request with its time, so that a test can count them and look at the waits
 
-Requests pass through byte for byte, `Host` too, so signatures stay valid and the server checks them. Chance is drawn
-from the seed and the request's own place (operation, key, part, which time), so threads do not change what is hit.
+Requests pass through byte for byte, `Host` too, so signatures stay valid and the server checks them. Each random
+choice depends only on the seed and on the request (operation, key, part, how often), not on thread timing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "conte
 
 
 class Fault(enum.Enum):
-    """What may go wrong with one request."""
+    """A fault that hits one request."""
 
     RESET_BEFORE = "reset before the request reached the server"
     RESET_MIDWAY = "reset when the server had half of the request's body"
@@ -67,14 +67,14 @@ _ANSWERS: dict[Fault, tuple[int, str]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to which requests.
+    """Assigns a fault to matching requests.
 
     Attributes:
         operation: Name of the S3 operation, such as `UploadPart`; "" for all.
-        key: The object's key must end so.
-        first: The first one that is hit, counted from 1 among those that operation and key fit.
-        times: How many from there on; None for all.
-        probability: How likely each of them is hit.
+        key: Suffix of the object's key.
+        first: The first request that is hit, counted from 1 among those that match operation and key.
+        times: How many requests are hit from there on; None for all.
+        probability: Chance of a hit, for each of these.
     """
 
     fault: Fault
@@ -87,14 +87,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Request:
-    """A request that came.
+    """A request that the proxy received.
 
     Attributes:
-        at: `time.monotonic` of its coming.
+        at: `time.monotonic` of its arrival.
         operation: Name of the S3 operation.
         key: The object's key, or the prefix that is listed.
         part: The part's number, or 0.
-        fault: What was done to it.
+        fault: The fault that hit it, if any.
     """
 
     at: float
@@ -112,14 +112,14 @@ class _Armed:
 
 
 class FaultProxy:
-    """The proxy. Rules may be added and taken away while it runs.
+    """The proxy. Rules may be added and removed while it runs.
 
     Args:
         server: URL of the server, `http://host:port`.
-        seed: For the chances of all rules.
+        seed: For the random choices of all rules.
 
     Attributes:
-        bytes_per_second: How fast the bodies of requests pass, one for all connections; None: unlimited.
+        bytes_per_second: Speed of request bodies, over all connections; None: unlimited.
     """
 
     def __init__(self, server: str, *, seed: int = 0) -> None:
@@ -160,17 +160,17 @@ class FaultProxy:
         self._listening.server_close()
 
     def add(self, *rules: Rule) -> None:
-        """More goes wrong. The first rule that hits a request wins."""
+        """Add rules. The first rule that hits a request wins."""
         with self._lock:
             self._armed += [_Armed(rule) for rule in rules]
 
     def clear(self) -> None:
-        """All is well again."""
+        """Remove all rules."""
         with self._lock:
             self._armed.clear()
 
     def requests(self, operation: str = "", key: str = "", part: int | None = None) -> list[Request]:
-        """Requests so far, in order: of an operation, with keys that end so, of a part."""
+        """Requests so far, in order, filtered by operation, suffix of the key, and part."""
         with self._lock:
             return [
                 request
@@ -181,11 +181,11 @@ class FaultProxy:
             ]
 
     def hits(self, fault: Fault | None = None) -> list[Request]:
-        """Requests to which something was done."""
+        """Requests that a fault has hit."""
         return [r for r in self.requests() if r.fault is not None and fault in (None, r.fault)]
 
     def decide(self, operation: str, key: str, part: int) -> Fault | None:
-        """Note a request; what is to be done to it."""
+        """Record a request; return its fault."""
         with self._lock:
             fault = next(
                 filter(None, (self._hit(armed, operation, key, part) for armed in self._armed)), None
@@ -194,7 +194,7 @@ class FaultProxy:
         return fault
 
     def pace(self, nbytes: int) -> None:
-        """Wait as long as `nbytes` take on a slow line; one after the other, as on one line."""
+        """Wait as long as `nbytes` take on a slow line; all connections share the line."""
         if self.bytes_per_second is not None:
             with self._passing:
                 self.stopping.wait(nbytes / self.bytes_per_second)
@@ -217,13 +217,13 @@ class FaultProxy:
 
 
 def _steady(key: str) -> str:
-    """The key without what is drawn again in each run, or a seed would not decide what is hit."""
+    """The key without its random part, so that the seed alone decides which requests are hit."""
     return re.sub(r"/check-.*", "/check", key)
 
 
 @contextlib.contextmanager
 def running_proxy(server: str, *, seed: int = 0) -> Iterator[FaultProxy]:
-    """A proxy before `server`, stopped at the end."""
+    """A proxy in front of `server`, stopped at the end."""
     proxy = FaultProxy(server, seed=seed)
     proxy.start()
     try:
@@ -235,11 +235,11 @@ def running_proxy(server: str, *, seed: int = 0) -> Iterator[FaultProxy]:
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
-    block_on_close = False  # an idle connection of a client's pool must not hold us
+    block_on_close = False  # an idle connection of a client's pool must not block the end
     request_queue_size = 64
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is the everyday case here."""
+        """Log only at debug level: clients that disconnect midway are normal here."""
         _log.debug("connection of %s ended", client_address, exc_info=True)
 
 
@@ -361,14 +361,14 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(piece)
 
     def _stall(self) -> None:
-        """Until the client loses patience."""
+        """Wait until the client gives up."""
         until = time.monotonic() + _STALL_SECONDS_MAX
         while time.monotonic() < until and not self.owner.stopping.is_set():
             if select.select([self.connection], [], [], 0.1)[0]:
                 return
 
     def _reset(self) -> None:
-        """Close with RST: what the kernel of a machine says that knows nothing of the connection any more."""
+        """Close with RST, as a kernel does that has no record of the connection."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         # A second handle, which rfile and wfile keep, would keep the connection open.
@@ -380,7 +380,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Gone:
-    """What the base class may flush and close after a reset."""
+    """Replaces the files that the base class flushes and closes after a reset."""
 
     closed = True
 

@@ -1,4 +1,4 @@
-"""Flushers that a test starts, and that end with it: for fixtures."""
+"""For fixtures: flushers that a test starts, and that end with the test."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ F = TypeVar("F", bound=FlusherProcess)
 
 @contextmanager
 def watched(place: Path, make: Callable[..., F]) -> Iterator[Callable[..., F]]:
-    """Start flushers by what this gives, with the arguments of `make`.
+    """Yield a function that starts flushers; it takes the arguments of `make`.
 
-    At the end those that live are killed. Raises AssertionError if their log, `place`/flusher.log, has a traceback.
+    At the end, kill those still alive. Raises AssertionError if their log, `place`/flusher.log, has a traceback.
     """
     started: list[F] = []
 

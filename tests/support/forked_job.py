@@ -1,4 +1,4 @@
-"""A job whose ranks are forked from one process (rank_server.py), beside a stager that stands alone."""
+"""A job whose ranks are forked from one process (rank_server.py), beside a stager that listens on TCP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LISTENS_SECONDS_MAX = 120.0
 
 
 class ForkedJob(Job):
-    """Takes what `Job` takes; `rewrite` and `ulfm` are for mpirun. The log is that of ranks and stager."""
+    """Takes the arguments of `Job`; `rewrite` and `ulfm` are for mpirun only. Ranks and stager share the log."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ForkedJob(Job):
         self._stager: subprocess.Popen[bytes] | None = None
         log.write_bytes(b"")
         if stager is not None:
-            # A rank that was killed is lost at once, as under mpirun.
+            # The stager counts a killed rank as lost at once, as under mpirun.
             line = [HOLDFAST, "stager", *stager, "--listen", "127.0.0.1:0", "--once"]
             with log.open("ab") as output:
                 self._stager = subprocess.Popen(
@@ -63,7 +63,7 @@ class ForkedJob(Job):
         return found[1]
 
     def wait(self, seconds_max: float) -> int:
-        """Also for the end of the stager. The exit code is that of the ranks."""
+        """Wait for the stager too. The exit code is that of the ranks."""
         code = super().wait(seconds_max)
         if self._stager is not None:
             self._stager.wait(seconds_max)

@@ -17,11 +17,11 @@ _taken = itertools.count(random.SystemRandom().randrange(1 << 16))  # a test may
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on at this moment.
+    """Return a TCP port of this machine on which nothing listens now.
 
-    Between this call and the server's start nobody else may take the port. Therefore it lies below the ports that the
-    kernel gives away, each worker of pytest-xdist has a range of its own, and a process takes the ports of its range in
-    turn.
+    No other process may take the port between this call and the server's start. The port therefore lies below the
+    kernel's ephemeral ports, each worker of pytest-xdist has a range of its own, and a process takes the ports of its
+    range in turn.
     """
     kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     size = (max(kernels, 2 * _FIRST) - _FIRST) // _WORKERS_MAX

@@ -1,4 +1,4 @@
-"""Slow copies behind the gate, beside a training loop: layer by layer, as the copy thread takes them."""
+"""Slow copies behind the gate, while a training loop runs: layer by layer, as the copy thread makes them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SECONDS_MAX = 60.0
 
 
 class Copies:
-    """Takes a copy of all that the optimizers change after each step, beside the training.
+    """After each step, copies all tensors that the optimizers change, while training continues.
 
-    With half of it copied it stands still until the next update has come, however fast training is.
+    Half-way through, the copy pauses until the next update has come, however fast training is.
 
     Args:
         gate: None: only the training.
         optimizers: The training's.
-        turn: `(rank, ranks)`: of as many parameters this rank copies one, with its moments; other ranks have the rest.
+        turn: `(rank, ranks)`: this rank copies every `ranks`-th parameter with its moments; other ranks copy the rest.
 
     Attributes:
-        waited_seconds: For how long updates were held back.
+        waited_seconds: Time for which updates were held back.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Copies:
         self.waited_seconds += gate.open()
 
     def _await_update(self, gate: Gate, left: dict[int, torch.Tensor]) -> None:
-        """Until it waits at the gate, or has gone past it and changed what is left to copy, or none comes."""
+        """Wait until the training waits at the gate, or has changed tensors still to copy, or no update comes."""
         wanted, deadline = self._wanted[-1], time.monotonic() + SECONDS_MAX
         while not (
             gate._waiting
@@ -91,7 +91,7 @@ class Copies:
             assert not self._thread.is_alive()
 
     def torn(self) -> int:
-        """How many copies are not what was there at `save()`."""
+        """Number of copies that differ from the tensors at `save()`."""
         self.join()
         return sum(
             any(not got[address].equal(tensor) for address, tensor in wanted.items())

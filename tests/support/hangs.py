@@ -1,8 +1,8 @@
-"""A test that hangs ends its children, fails by name, and takes no worker with it.
+"""A test that hangs fails by name, its children are killed, and its worker survives if it can.
 
 timeout_seconds ─► SIGALRM: pytest-timeout fails the test where it waits
     a second later ─► SIGKILL for every process that the test started, so that no `finally` waits for one
-    a minute later ─► the main thread was in C and heard nothing: tracebacks of all threads, and the worker ends
+    a minute later ─► the main thread is still in C code: tracebacks of all threads, and the worker ends
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import pytest
 _GRACE_SECONDS = 1.0
 _DEAF_SECONDS = 60.0
 _RUN = "PYTEST_XDIST_TESTRUNUID"
-_MARK = "PYTEST_CURRENT_TEST"  # pytest sets it anew for each phase of a test, and children inherit it
+_MARK = "PYTEST_CURRENT_TEST"  # pytest sets it for each phase of a test, and children inherit it
 
 
 class Hangs:
-    """The plugin."""
+    """The pytest plugin."""
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
-        # pytest puts another file in the place of the second descriptor while a test runs.
+        # pytest redirects file descriptor 2 while a test runs.
         self._stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ is not None else 2
 
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Any:
-        """Beside pytest-timeout's own alarm."""
+        """Start our timer beside pytest-timeout's own alarm."""
         self._timer = threading.Timer(
             settings.timeout + _GRACE_SECONDS, end_children, [item.nodeid, _children()]
         )
@@ -45,7 +45,7 @@ class Hangs:
 
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_cancel_timer(self, item: pytest.Item) -> Any:
-        """The test is over."""
+        """Cancel the timers: the test is over."""
         faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()
@@ -54,21 +54,21 @@ class Hangs:
 
 
 def end_children(test: str, before: set[int]) -> None:
-    """Kill what was started in the phase in which the test is now: servers that fixtures made for others stay.
+    """Kill the processes that the test started in its current phase; servers of shared fixtures stay.
 
     Args:
         test: Its id.
-        before: The children that were there when it began.
+        before: The pids of the children at the start of the phase.
 
-    An orphan is known by its environment, and one with an environment of its own by its parent.
+    Orphans are found by PYTEST_CURRENT_TEST in their environment, processes with another environment by their parent.
     """
     phase = os.environ.get(_MARK, "")
     if not phase.startswith(test):
-        return  # it has ended meanwhile
+        return  # the test has ended meanwhile
     new = [psutil.Process(pid) for pid in _children() - before if psutil.pid_exists(pid)]
     descendants = {process.pid for child in new for process in (child, *child.children(recursive=True))}
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it is gone, or somebody else's
+        with contextlib.suppress(psutil.Error):  # the process has ended, or belongs to another user
             variables = process.environ()
             if _MARK in variables:
                 ours = variables[_MARK] == phase and variables.get(_RUN) == os.environ.get(_RUN)
@@ -79,7 +79,7 @@ def end_children(test: str, before: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    """This process's children; asked before each test, so without a look at every process of the machine."""
+    """This process's children, by a lookup that is cheap enough to run before each test."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has just ended

@@ -1,4 +1,4 @@
-"""Images for tests: small made-up layouts, and real files of `torch.save` taken apart into a layout."""
+"""Images for tests: small synthetic layouts, and real `torch.save` files taken apart into a layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Image:
     sent: bytes
 
     def frame(self, chunk: int, rank: int) -> bytes:
-        """What `rank` sends into `chunk`."""
+        """The bytes that `rank` sends for `chunk`."""
         return b"".join(self.sent[e.offset : e.end] for e in self.layout.pieces(chunk, rank))
 
     def sources(self, chunk: int) -> list[tuple[int, int]]:

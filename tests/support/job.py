@@ -1,4 +1,4 @@
-"""Start a real MPI job and be sure to end it: own process group, a hard limit, its output in the failure message."""
+"""Starts a real MPI job that always ends: own process group, a hard limit, its output in the failure message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 
 
 def environment(runtime: Path, **more: str) -> dict[str, str]:
-    """The environment of a job that shares nothing with another one on this machine."""
+    """The environment of a job that shares nothing with other jobs on this machine."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -41,13 +41,13 @@ def environment(runtime: Path, **more: str) -> dict[str, str]:
         "OMPI_MCA_btl_sm_backing_directory": str(runtime),
         "PYTHONPATH": f"{QUICK_SITE}{os.pathsep}{REPOSITORY}",
         "OMP_NUM_THREADS": "1",
-        "HOLDFAST_GRACE_SECONDS": "1",  # a flusher whose job was killed waits for another one, and so do the tests
+        "HOLDFAST_GRACE_SECONDS": "1",  # an idle flusher waits this long for a new job, and so do the tests
         **more,
     }
 
 
 class Job:
-    """One mpirun with `ranks` trainers and mostly a stager. A context manager: nothing of it outlives the block.
+    """One mpirun with `ranks` trainers and mostly a stager. A context manager: no process outlives the block.
 
     Args:
         trainer: Arguments after the Python interpreter.
@@ -84,7 +84,7 @@ class Job:
                 break
 
     def _could_not_launch(self) -> bool:
-        """Whether mpirun itself failed before it had started anything, as it now and then does."""
+        """Whether mpirun failed before it started any process, as happens now and then."""
         mpirun, deadline = psutil.Process(self.process.pid), time.monotonic() + _LAUNCH_SECONDS_MAX
         with contextlib.suppress(psutil.NoSuchProcess):
             while self.process.poll() is None and time.monotonic() < deadline:
@@ -100,7 +100,7 @@ class Job:
         self.kill()
 
     def wait(self, seconds_max: float) -> int:
-        """Wait for the end; on the limit everything is killed and the test fails with the job's output."""
+        """Wait for the end; at the limit kill everything and fail the test with the job's output."""
         try:
             return self.process.wait(seconds_max)
         except subprocess.TimeoutExpired:
@@ -110,16 +110,16 @@ class Job:
             ) from None
 
     def succeed(self, seconds_max: float) -> None:
-        """Wait for the end and demand exit code 0."""
+        """Wait for the end and require exit code 0."""
         code = self.wait(seconds_max)
         assert code == 0, f"the job ended with exit code {code}; it said:\n{self.output()}"
 
     def output(self) -> str:
-        """What it has said so far."""
+        """The job's output so far."""
         return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL mpirun and all it started (the flusher is in a session of its own and is not touched)."""
+        """SIGKILL mpirun and its children (the flusher runs in a session of its own and survives)."""
         if self.process.poll() is None:
             workers = _workers_of_torchrun(self.process.pid)
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ class Job:
 
 
 def _workers_of_torchrun(pid: int) -> list[psutil.Process]:
-    """Each is in a session of its own; none where mpirun has started the ranks."""
+    """The workers, each in a session of its own; none where mpirun has started the ranks."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):

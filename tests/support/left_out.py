@@ -1,4 +1,4 @@
-"""On a machine that is too slow for them, the last tests of a run are left out, and their number is said."""
+"""Skips the last tests of a run on a machine that is too slow, and reports how many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REASON = "no time was left to begin it"
 
 
 class LeftOut:
-    """The plugin, in each worker and in the process that sums up."""
+    """The pytest plugin, in each worker and in the controller."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._seconds_max: float = config.getoption("begin_seconds_max")
@@ -21,7 +21,7 @@ class LeftOut:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        """Before the fixtures, which may take long."""
+        """Skip before the fixtures run, which may take long."""
         if self._seconds_max and time.monotonic() - self._began > self._seconds_max:
             pytest.skip(_REASON)
 

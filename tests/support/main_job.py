@@ -1,4 +1,4 @@
-"""The training that many tests kill, and the run of it that nobody killed, which they compare with."""
+"""The training that many tests kill, and its uninterrupted run, which they compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = (str(STEPS), str(EVERY))
 
 
 class Finished(NamedTuple):
-    """A run on two ranks that came to its end: its store, and what its ranks wrote."""
+    """A run on two ranks that ended by itself: its store, and the ranks' output."""
 
     store: Path
     out: Path

@@ -1,4 +1,4 @@
-"""A store in memory whose calls can be made to fail, for tests of what uses a store."""
+"""A store in memory whose calls can be made to fail."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class MemoryStore:
     Attributes:
         objects: Name → bytes, all that is visible.
         open_uploads: Names of uploads that were neither published nor aborted.
-        uploads: Token → the parts that an open upload has written; what `resume` finds again.
+        uploads: Token → the parts that an open upload has written, for `resume`.
         owners: Name → write-id of the upload that was published there.
         resumable: Whether uploads have a token.
-        before: Called before each act with its name, such as `write_part`, and the object's name; may raise.
+        before: Called before each operation with its name, such as `write_part`, and the object's name; may raise.
         part_chunks: Size of the parts of uploads.
     """
 

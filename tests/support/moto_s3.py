@@ -1,6 +1,6 @@
-"""moto's S3 server as a child process: a second opinion on our requests, with its own reading of S3.
+"""moto's S3 server as a child process: an independent implementation of S3 to check our requests.
 
-It is atomic where Swift is not (`If-None-Match`), and refuses small parts; it checks neither signatures nor CRCs, so
+moto is atomic where Swift is not (`If-None-Match`), and refuses small parts. It checks neither signatures nor CRCs, so
 a pass here proves nothing about those.
 """
 
@@ -25,7 +25,7 @@ _START_SECONDS_MAX = 120.0
 
 @contextlib.contextmanager
 def running_moto() -> Iterator[str]:
-    """A started moto server; gives its endpoint."""
+    """Start a moto server; yield its endpoint."""
     port = free_port()
     command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
     if shutil.which("setpriv"):
@@ -41,7 +41,7 @@ def running_moto() -> Iterator[str]:
                 time.sleep(0.05)
             yield f"http://127.0.0.1:{port}"
         finally:
-            process.kill()  # it keeps nothing that would have to be closed
+            process.kill()  # moto holds nothing that needs a clean shutdown
             process.wait()
 
 

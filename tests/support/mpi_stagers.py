@@ -1,4 +1,4 @@
-"""The mpirun line of a job with several stagers, made from that of a job with one."""
+"""Rewrites the mpirun line of a job with one stager for several stagers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["with_stagers"]
 def with_stagers(
     count: int, *, first: bool = False, before: Mapping[int, Sequence[str]] | None = None
 ) -> Callable[[list[str]], list[str]]:
-    """A `rewrite` of `Cluster.start`. `first`: the stagers have the lowest world ranks. `before`: what a stager's
-    command begins with, such as `env NAME=value`, by the index of its share.
+    """A `rewrite` for `Cluster.start`. `first`: the stagers have the lowest world ranks. `before`: prefix of a stager's
+    command, such as `env NAME=value`, by the index of its share.
     """
 
     def rewrite(line: list[str]) -> list[str]:
@@ -19,7 +19,7 @@ def with_stagers(
         options, trainers, stager = line[:begin], line[begin:colon], line[colon + 3 :]
         if "--oversubscribe" not in options:
             options.append("--oversubscribe")
-        # One by one where they differ: mpirun numbers the processes in the order of the line.
+        # One entry each, since they may differ: mpirun numbers processes in the order of the line.
         stagers = [["-n", "1", *(before or {}).get(index, ()), *stager] for index in range(count)]
         parts = [["-n", str(count), *stager]] if before is None else stagers
         parts = [*parts, trainers] if first else [trainers, *parts]

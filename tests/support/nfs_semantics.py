@@ -1,10 +1,10 @@
-"""Imported into a process: below the directory TEST_NFS its calls answer as those on a mounted NFS may.
+"""Import this in a process, and its calls below the directory TEST_NFS behave as badly as those on a mounted NFS may.
 
-    link, rename, unlink    every second answer is lost: the client asks again, and hears of what its first call did
+    link, rename, unlink    every second answer is lost: the client retries, and gets the error of a second call
     open for reading        every fifth meets a stale handle; the next one does not
-    listing a directory     two times of three as it was when it was listed before: what others did since is not there
+    listing a directory     two times of three a stale listing, without changes that other processes made since
 
-What this process does itself it sees at once. On a file system of this machine nothing of this ever happens.
+A process sees its own changes at once. Local file systems never behave like this.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _every(what: str, count: int) -> bool:
 
 
 def _answers_lost(name: str, number: int, directory: str) -> None:
-    """Every second call is done, and says what a second one would."""
+    """Every second call succeeds, and then raises as a retry would."""
     real: Callable[..., None] = getattr(os, name)
 
     def call(*arguments: Any, **directories: Any) -> None:
@@ -59,7 +59,7 @@ def _opened(path: Any, flags: int, *arguments: Any, **directories: Any) -> int:
 
 
 class _Listing:
-    """What `os.scandir` gives."""
+    """Iterator and context manager, as `os.scandir` returns."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)
@@ -77,7 +77,7 @@ class _Listing:
         pass
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no directory is open."""
 
 
 _scandir = os.scandir

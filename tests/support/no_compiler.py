@@ -1,8 +1,8 @@
-"""Leave torch's compiler out of a training job: building an optimizer or DDP imports it, and nothing here uses it.
+"""Keeps torch's compiler out of a training job: building an optimizer or DDP imports it, and no test job uses it.
 
-That is a second of CPU in each rank, half of its start-up; over all jobs of the tests it is minutes. Call it before the
-first optimizer, DDP or pipeline is made. The demo, the tutorial, the pages and the frameworks' examples run with the
-compiler.
+The import takes a second of CPU in each rank, half of its start-up; over all test jobs it adds up to minutes. Call
+this before making an optimizer, DDP or pipeline. The demo, the tutorial, the pages and the frameworks' examples run
+with the compiler.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["do_without_compiler"]
 
 
 class _OptimizedModule:
-    """What `torch.compile` would return, which nothing here is."""
+    """Stands for the type of `torch.compile`'s result; no object here has that type."""
 
 
 def do_without_compiler() -> None:
-    """Put an empty one in its place, with what optimizers, DDP, FSDP2, pipelines and process groups ask of it.
+    """Replace the compiler by a stub with the few names that optimizers, DDP, FSDP2, pipelines and process groups use.
 
-    That is what they ask since torch 2.11; before, they get the compiler.
+    These names suffice since torch 2.11; older versions get the real compiler.
     """
     if TorchVersion(torch.__version__) < "2.11":
         return
@@ -36,7 +36,7 @@ def do_without_compiler() -> None:
         "trace_rules": types.SimpleNamespace(clear_lru_cache=lambda: None),
         "eval_frame": types.SimpleNamespace(OptimizedModule=_OptimizedModule),
         "OptimizedModule": _OptimizedModule,
-        # DTensors ask for a setting of the compiler, which is a file of its own.
+        # DTensors read a setting of the compiler, which lives in a file of its own.
         "__path__": [str(Path(torch.__file__).with_name("_dynamo"))],
     }
     vars(nothing).update(answers)

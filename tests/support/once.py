@@ -1,6 +1,6 @@
-"""A directory that one of all workers makes, once for the whole test run, and many tests look at.
+"""A directory that one worker makes once for the whole test run, and that many tests read.
 
-first who asks: lock ─► make ─► mark; everybody else waits for the lock, and finds it made
+first worker: lock ─► make ─► mark; all others wait for the lock, and find the mark
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["made_once"]
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """The directory of this name; nobody may change what is in it."""
+    """Return the directory of this name; its users must not change it."""
     base = factory.getbasetemp()
-    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # shared by all workers
     directory, made = root / name, root / f"{name}.made"
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
-            shutil.rmtree(directory, ignore_errors=True)  # of one that failed half-way
+            shutil.rmtree(directory, ignore_errors=True)  # leftovers of a worker that failed half-way
             directory.mkdir()
             make(directory)
             made.touch()

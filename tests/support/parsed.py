@@ -1,4 +1,4 @@
-"""Source files as trees, each parsed once in a process: several tests look at the same files."""
+"""Source files as trees, parsed once per process: several tests read the same files."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["parsed"]
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """The tree of a file, which nobody changes."""
+    """The tree of a file; callers must not change it."""
     return ast.parse(path.read_text(encoding="utf-8"))

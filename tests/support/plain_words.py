@@ -3,8 +3,8 @@
     python -m tests.support.plain_words           # fails where a count differs from what is recorded here
     python -m tests.support.plain_words --list    # each such sentence, with its place
 
-The subject of a sentence is a thing with a name: no sentence begins with a pronoun that stands for a relative clause
-("What is written …", "Those that …"), and field words replace idioms: "retry" and not "begin anew".
+The subject of a sentence is a thing with a name: do not begin with a pronoun that stands for a relative clause ("What
+is written …", "Those that …"), and use field words instead of idioms: "retry", not a second beginning.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from typing import NamedTuple, TypeGuard
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
+# Only docstrings are read there: newcomers read those.
 CHECKS = (
     "tests",
     "benchmarks",
-)  # only their docstrings are read: comments and messages are for who works on them
+)
 
 OPENING = re.compile(r"(?:What|Who|Whoever|Those|Of|So)\b")
 IDIOM = re.compile(r"\b(?:anew|in vain|at one go|is none|so many|likewise|to the bit)\b", re.IGNORECASE)
 
-# How many such sentences there are. A kind may only lose some: whoever removes more than SLACK writes the new count.
+# The number of such sentences, which may only fall: if you remove more than SLACK, write the new count here.
 RECORDED = {
     "docstrings": 0,
-    "docstrings of tests and benchmarks": 324,
+    "docstrings of tests and benchmarks": 169,
     "comments": 0,
     "messages": 0,
     "README.md": 0,
@@ -69,10 +70,10 @@ def odd(text: str) -> list[str]:
 
 
 def prose(source: str, path: str) -> Iterator[Place]:
-    """All prose of a source file: docstrings, comments, and the strings that a program shows."""
+    """All prose of a source file: docstrings, comments, and the strings that a program prints."""
     tree = ast.parse(source)
     helps = {id(node.body[0]) for node in ast.walk(tree) if _is_help(node)}
-    silent: set[int] = set()  # strings that no program shows: docstrings, and the pieces of an f-string
+    silent: set[int] = set()  # strings that no program prints: docstrings, and the pieces of an f-string
     for node in ast.walk(tree):
         match node:
             case ast.Expr(value=ast.Constant(value=str() as text) as found):
@@ -122,7 +123,7 @@ def everything(root: Path = ROOT) -> Iterator[Place]:
 
 
 def complaints(found: Mapping[str, int], recorded: Mapping[str, int]) -> Iterator[str]:
-    """What is wrong with the counts: one has grown, or has fallen without being recorded."""
+    """Describe each wrong count: one that has grown, or has fallen without being recorded."""
     for kind, count in recorded.items():
         if found.get(kind, 0) > count:
             yield (

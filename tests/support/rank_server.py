@@ -3,8 +3,8 @@
     test ── socket ──► server ── fork ──► launcher of a job, a session of its own ── fork ──► rank 0, rank 1, …
          ◄─────── its process id, and at the end exit code and CPU seconds ─────┘
 
-To import torch is most of what a rank of a test costs. A rank has torchrun's variables and an interpreter that ends as
-any other. What /proc shows of its environment is that of the server, so processes are not to be found by that.
+Importing torch is most of a test rank's cost. A rank has torchrun's variables and an interpreter that ends as any
+other. /proc shows the server's environment for the ranks too, so do not look for ranks by their environment.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _cpu_seconds: list[float] = []
 
 
 class ForkedRanks:
-    """The ranks of a job. Asked and ended like a `subprocess.Popen` whose process waits for them.
+    """The ranks of a job, with the interface of a `subprocess.Popen` whose process waits for them.
 
     Args:
         trainer: The script and its arguments.
         env: The whole environment of each rank, but for RANK and LOCAL_RANK. RANKS_IMPORT: modules that are imported
             once for them.
-        log: What they say is added to it.
+        log: Their output is appended to it.
     """
 
     def __init__(self, ranks: int, trainer: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -55,11 +55,11 @@ class ForkedRanks:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The highest rank's that failed, minus a signal; None while one of them lives."""
+        """Exit code of the highest rank that failed, or minus its signal; None while a rank lives."""
         return self._ended(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """As that of `Popen`."""
+        """As `Popen.wait`."""
         code = self._ended(timeout)
         if code is None:
             assert timeout is not None
@@ -78,7 +78,7 @@ class ForkedRanks:
 
 
 def cpu_seconds_of_ranks() -> float:
-    """For all jobs of this process that have ended: they are no children of it."""
+    """CPU seconds of all ended jobs of this process; they are not its children, so the kernel does not count them."""
     return sum(_cpu_seconds)
 
 
@@ -89,7 +89,7 @@ class _Server:
         folder = tempfile.mkdtemp(prefix="ranks-")
         self.address = f"{folder}/socket"
         env = {**os.environ, "PYTHONPATH": f"{QUICK_SITE}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-        env.pop("PYTEST_CURRENT_TEST", None)  # it is not this test's alone
+        env.pop("PYTEST_CURRENT_TEST", None)  # the server outlives this test
         line = [sys.executable, "-u", __file__, self.address]
         self.process = subprocess.Popen(line, stdin=subprocess.DEVNULL, env=env)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -105,16 +105,16 @@ _servers: list[_Server] = []
 
 
 def _address() -> str:
-    """The server's; another one's where a test that hung has taken it along."""
+    """The server's address; starts a new server if a hanging test has taken the last one down."""
     if not _servers or _servers[-1].process.poll() is not None:
         _servers.append(_Server())
     return _servers[-1].address
 
 
 def main() -> int:
-    """Returns in the launchers and the ranks only."""
+    """Serve forever; returns only in the launchers and the ranks."""
     tie()
-    # What the scripts import: nothing of it looks at the variables of a rank yet.
+    # The scripts' imports: none of these modules reads a rank's variables on import.
     import torch
 
     from trainer_side import Checkpointer
@@ -125,7 +125,7 @@ def main() -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(f"{address}.bound")
         listening.listen()
-        os.rename(f"{address}.bound", address)  # noqa: PTH104 - connects from now on
+        os.rename(f"{address}.bound", address)  # noqa: PTH104 - clients can connect from now on
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for launchers
         while True:
             client, _ = listening.accept()
@@ -137,7 +137,7 @@ def main() -> int:
 
 
 def _launch(client: socket.socket) -> int:
-    """In the launcher, and in each rank."""
+    """Fork the ranks: runs in the launcher, returns in the launcher and in each rank."""
     wish: dict[str, Any] = json.loads(client.recv(_MESSAGE_BYTES_MAX))
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,4 +1,4 @@
-"""For tests of restore: real checkpoints on disk, a store that counts, and ranks that are threads of one process."""
+"""For tests of restore: real checkpoints on disk, a store that counts reads, and ranks as threads of one process."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def publish(
     plain: bool = False,
     image: bytes | None = None,
 ) -> Manifest:
-    """Write what `torch.save` makes of `tree`, and its manifest; `plain`: under the name without the attempt.
+    """Write the `torch.save` file of `tree` and its manifest; `plain`: under the name without the attempt.
 
-    With `image` that is written, and `tree` is not looked at.
+    With `image`, write those bytes and ignore `tree`.
     """
     image = torch_image(tree) if image is None else image
     name = step_file_name(step, attempt=attempt if attempt > 1 and not plain else 0)
     manifest = manifest_of(image, step=step, attempt=attempt, file=name, chunk_bytes=chunk_bytes, ranks=ranks)
-    # Where a storage lies is asked from torch, by other means than those of the code under test.
+    # Ask torch for the offset of each storage, by other means than the code under test.
     index_of: dict[int | None, int] = {
         entry.offset: index for index, entry in enumerate(manifest.entries) if entry.nbytes
     }
@@ -65,7 +65,7 @@ def publish(
 
 
 class CountingStore(PosixStore):
-    """Counts what is read from portable files; may be told to do something before a read.
+    """Counts reads of portable files; can call a hook before a read.
 
     Attributes:
         requests: Offset and size of each read, in the order in which they ended.
@@ -94,7 +94,7 @@ class CountingStore(PosixStore):
 
 
 class _Meeting:
-    """Rounds in which each rank says something and hears all others; a rank that has left ends the waiting."""
+    """Rounds in which each rank says something and gets all others' words; a rank that has left ends the waiting."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -137,7 +137,7 @@ class _Meeting:
 
 
 class ThreadPeers:
-    """One rank of several; sharing copies memory from one rank's tensors to another's."""
+    """One of several ranks; sharing copies memory from one rank's tensors to another's."""
 
     def __init__(self, meeting: _Meeting, rank: int, flip: Callable[[int, memoryview], None] | None) -> None:
         self._meeting, self._rank, self._flip = meeting, rank, flip
@@ -224,7 +224,7 @@ class Ranks:
         self.peers = [ThreadPeers(self._meeting, rank, flip) for rank in range(ranks)]
 
     def run(self, work: Callable[[ThreadPeers], _T]) -> list[_T]:
-        """The results in order of rank; raises the first rank's error if there is one."""
+        """The results in order of rank; raises the first rank's error, if any."""
         results, errors = self.outcomes(work)
         for error in errors:
             if error is not None:

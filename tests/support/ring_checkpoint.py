@@ -1,4 +1,4 @@
-"""A checkpoint of `tests.support.slices` in a ring, as stager and flusher leave it; and who answers for the stager."""
+"""A checkpoint of `tests.support.slices` in a ring, as stager and flusher leave it; and a stand-in for the stager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["FetchPort", "LiveFetch", "put_in_ring"]
 def put_in_ring(
     ring: Ring, saved: Checkpoint, slots: Iterable[int], *, state: Literal["staged", "durable"]
 ) -> None:
-    """Fill these slots with its first chunks. Durable: all are free again, and no file speaks of it."""
+    """Fill these slots with its first chunks. Durable: all slots are free again, and no file records the step."""
     digest, image, layout = ring.put_layout(saved.layout), saved.image(), saved.layout
     filled = list(zip(slots, range(layout.chunks), strict=False))
     for slot, chunk in filled:
@@ -46,7 +46,7 @@ def put_in_ring(
 
 
 class FetchPort:
-    """What `Fetches` uses of a `TrainersPort`: what it was sent, and how much of it is still on its way."""
+    """The part of `TrainersPort` that `Fetches` uses; keeps the sent frames, and how many each rank has yet to get."""
 
     def __init__(self) -> None:
         self.sent: deque[tuple[int, Frame]] = deque()
@@ -61,11 +61,11 @@ class FetchPort:
 
 
 class LiveFetch:
-    """As `Link.fetch`, to a real `Fetches` on this ring.
+    """As `Link.fetch`, answered by a real `Fetches` on this ring.
 
     Attributes:
-        asked: All questions so far.
-        error: Raised from question `errors_from` on, if set.
+        asked: All requests so far.
+        error: Raised from request `errors_from` on, if set.
         attempt: The stager's.
     """
 

@@ -1,4 +1,4 @@
-"""A fresh bucket on a test's S3 server, reached by the environment as a user's would be."""
+"""A fresh bucket on a test's S3 server, configured by environment variables as a user would."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["S3Place", "plain_client", "s3_environment"]
 
 
 class S3Place(NamedTuple):
-    """Where a test may write.
+    """A bucket that the test may write.
 
     Attributes:
         server: `swift` or `moto`.
         endpoint: URL of the server.
         bucket: A bucket of this test's own.
-        environment: What a process needs to reach it; set in this process already.
+        environment: Variables that a process needs to reach the bucket; set in this process already.
     """
 
     server: str
@@ -36,7 +36,7 @@ class S3Place(NamedTuple):
 
 
 def s3_environment(endpoint: str, access_key: str, secret_key: str) -> dict[str, str]:
-    """The environment of a process that uses the server, and nothing of this machine's own AWS settings."""
+    """The environment of a process that uses the server, without this machine's own AWS settings."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": access_key,
@@ -50,7 +50,7 @@ def s3_environment(endpoint: str, access_key: str, secret_key: str) -> dict[str,
 
 
 def plain_client() -> S3Client:
-    """A client of the test's own, to look behind the store; the caller closes it."""
+    """A separate client, to check on the store's objects; the caller closes it."""
     session: Any = boto3.session.Session()
     return cast("S3Client", session.client("s3", config=Config(s3={"addressing_style": "path"})))
 

@@ -1,4 +1,4 @@
-"""A test over many seeds is one test: a loop, whose failure says with which seed it is seen again."""
+"""Runs a test over many seeds as one test: a loop whose failure names the seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a process with TEST_ALSO (other_host_site): how long a flusher waits for other machines is TEST_OTHERS_SECONDS."""
+"""Imported by TEST_ALSO (other_host_site): a flusher waits TEST_OTHERS_SECONDS for other machines."""
 
 from __future__ import annotations
 

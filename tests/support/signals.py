@@ -1,8 +1,8 @@
-"""Signals for children of tests, whatever the tests were started with."""
+"""Signals for children of tests, whatever signals the test runner itself ignores."""
 
 from __future__ import annotations
 
 __all__ = ["INTERRUPTIBLE"]
 
-# Before a command: SIGINT interrupts it, also where the tests ignore it (`nohup make test &` in a script).
+# Prefix of a command: SIGINT interrupts it, even if the tests ignore SIGINT (`nohup make test &` in a script).
 INTERRUPTIBLE = ("env", "--default-signal=INT")

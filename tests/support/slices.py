@@ -1,6 +1,6 @@
 """Checkpoints as slices of several ranks, made by the real skeletons; and a tier that keeps them in a dict.
 
-For tests of restore that say what is found where, damaged or lost. Tests of tiers themselves use the real ones.
+For tests of restore that set where slices lie, damaged or lost. Tests of tiers themselves use the real ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Checkpoint", "DictTier", "checkpoint", "keep"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What all ranks save of one step."""
+    """The slices of all ranks for one step."""
 
     attempt: int
     step: int
@@ -45,7 +45,7 @@ class Checkpoint:
         return area
 
     def seal(self, rank: int) -> SliceSeal:
-        """Its seal."""
+        """The seal of a rank's slice."""
         area = self.area(rank)
         return SliceSeal(
             run="run",
@@ -104,7 +104,7 @@ def checkpoint(
     chunk_bytes: int = 4096,
     job: str = "",
 ) -> Checkpoint:
-    """What `ranks` ranks save, each its share of its own state."""
+    """Make the checkpoint of `ranks` ranks; each saves its share of `state_of(rank)`."""
     frames = []
     for rank in range(ranks):
         state = state_of(rank)
@@ -131,13 +131,13 @@ def keep(tier: Tier, saved: Checkpoint, rank: int, *, complete: bool = True) -> 
 
 
 class DictTier(Tier):
-    """Keeps slices as bytes: only what restore asks of a tier.
+    """Keeps slices as bytes; implements only the calls that restore makes.
 
     Attributes:
         areas: Slot → the slice's bytes, for tests to alter.
         reads: Offset and bytes of each read that was answered, with the step.
         fails: Raised by every read after the first `good_reads`, if set; `kept_fails` by `kept`.
-        failed_reads: How many were refused like this.
+        failed_reads: How many reads raised it.
     """
 
     how, writers = "a dict", 1
@@ -162,16 +162,16 @@ class DictTier(Tier):
         return self
 
     def slot(self, step: int, rank: int) -> int:
-        """Where the slice of a rank lies."""
+        """The slot of a rank's slice."""
         return next(k.slot for k in self._kept if (k.seal.step, k.seal.rank) == (step, rank))
 
     def flip(self, step: int, rank: int, offset: int) -> None:
-        """Turn a bit of a slice."""
+        """Flip a bit of a slice."""
         self.areas[self.slot(step, rank)][offset] ^= 16
 
     @property
     def bytes_read(self) -> int:
-        """All that was asked for."""
+        """Sum over all reads."""
         return sum(nbytes for _, _, nbytes in self.reads)
 
     def doubt(self, steps: DoubtedSteps) -> None:
@@ -212,4 +212,4 @@ class DictTier(Tier):
         raise NotImplementedError
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Nothing to release."""

@@ -1,7 +1,7 @@
-"""Images whose tensors are split among ranks, and what each rank holds of them: cut out by numpy, not by the product.
+"""Images whose tensors are split among ranks, and each rank's part of them: cut out by numpy, not by the product.
 
 whole tensor ── boxes, each with its ranks ──► held[entry, rank]: the rank's local tensor
-                                          └──► `unite`, as whoever leads the agreement does ──► the layout's pattern
+                                         └──► `unite`, as the agreement's leader does ──► the layout's pattern
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["SplitImage", "cut_up", "split"]
 
 @dataclass(frozen=True)
 class SplitImage(Image):
-    """An image, and by entry and rank the local tensors of which its frames are made."""
+    """An image, and by entry and rank the local tensors that its frames are made of."""
 
     held: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     def frame(self, chunk: int, rank: int) -> bytes:
-        """The bytes that `rank` sends into `chunk`, out of its own memory where it holds a part."""
+        """The bytes that `rank` sends into `chunk`, from its local tensors where it holds a part."""
         frame = bytearray()
         for part in self.layout.parts(chunk, rank):
             own = None if part.entry is None else self.held.get((part.entry, rank))
@@ -63,7 +63,7 @@ def split(image: Image, cuts: Mapping[int, tuple[tuple[int, ...], Sequence[Regio
 
 
 def cut_up(image: Image, chance: random.Random, *, share: float = 1.0) -> SplitImage:
-    """The same file, with this share of its tensors split on some mesh; the dice alone decide how, not the bytes."""
+    """The same file, with this share of its tensors split on some mesh; only `chance` decides how, not the bytes."""
     cuts = {}
     for number, entry in enumerate(image.layout.entries):
         if "/data/" in entry.name and entry.nbytes and chance.random() < share:
@@ -84,10 +84,10 @@ def _shape_of(nbytes: int, chance: random.Random) -> tuple[int, ...]:
 
 
 def _regions_of(shape: tuple[int, ...], ranks: int, chance: random.Random) -> list[Region | None]:
-    """Some mesh: rows as FSDP2 cuts them, columns, boxes cut anywhere; each region's ranks one, or replicas."""
+    """Some mesh: rows as FSDP2 cuts them, columns, or boxes cut anywhere; a region has one rank, or replicas."""
     groups = chance.choice([ranks, ranks, chance.randint(1, ranks)])
     order = chance.choice([list(range(ranks)), chance.sample(range(ranks), ranks)])
-    # HSDP: ranks beyond the number of groups hold again what others hold.
+    # HSDP: ranks beyond the number of groups hold replicas.
     group_of = {rank: place % groups for place, rank in enumerate(order)}
     if chance.random() < 0.6:
         boxes = _shards(shape, groups, chance.randrange(len(shape)))
@@ -97,7 +97,7 @@ def _regions_of(shape: tuple[int, ...], ranks: int, chance: random.Random) -> li
 
 
 def _shards(shape: tuple[int, ...], count: int, dimension: int) -> list[Region | None]:
-    """As `torch.chunk`: all but the last are of equal size, the last ones may be short, or empty."""
+    """As `torch.chunk`: all shards but the last have equal size; the last ones may be short, or empty."""
     each = -(-shape[dimension] // count)
     found: list[Region | None] = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""A flusher process and a stager made of nothing but ring and socket, for tests: no MPI, every step by hand."""
+"""A flusher process, and a stager played by ring and socket alone: no MPI, every step by hand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FlusherProcess:
         return Path(self.said["directory"])
 
     def kill(self) -> None:
-        """As a crash."""
+        """SIGKILL, as a crash."""
         self.process.kill()
         self.process.wait(DEADLINE_SECONDS)
 
@@ -74,24 +74,24 @@ class FlusherProcess:
         return code
 
     def wait_killed(self) -> None:
-        """Its fault has struck."""
+        """Wait until its fault point has killed it."""
         assert self.process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
 
     def freeze(self) -> None:
-        """It does nothing any more, until it is killed."""
+        """Stop it by SIGSTOP; only `kill` ends it."""
         self.process.send_signal(signal.SIGSTOP)
 
     def visible(self) -> list[str]:
-        """What somebody sees who lists the run, without the claims."""
+        """Names in the run's folder, without the claims."""
         return sorted(path.name for path in self.store.iterdir() if path.name != ".holdfast")
 
     def hidden(self) -> list[str]:
-        """Files below `.holdfast` that are no claims."""
+        """Files below `.holdfast` that are not claims."""
         files = (path for path in (self.store / ".holdfast").rglob("*") if path.is_file())
         return sorted(path.name for path in files if not path.name.startswith("writer-"))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a step, of the newest attempt that has it, as JSON."""
+        """A step's manifest as JSON, from the newest attempt that has the step."""
         found = [json.loads(path.read_text()) for path in self.store.glob(f"step-{step:09d}*.json")]
         return max(found, key=lambda manifest: int(manifest["attempt"]), default={})
 
@@ -101,8 +101,8 @@ class FlusherProcess:
 
 
 class StagerClient:
-    """Plays the stager. `share`, `lead_attempt`: what it says of itself where there are several. `wait_seconds`: the
-    longest wait for the socket.
+    """Plays the stager. `share`, `lead_attempt`: its identity where there are several. `wait_seconds`: longest wait for
+    the socket.
 
     Attributes:
         tells: Kinds of messages that are really sent; None: all.
@@ -139,7 +139,7 @@ class StagerClient:
         self.chance = random.Random(seed)
 
     def wait(self, kind: str, **fields: object) -> Message:
-        """The first message of this kind with these fields, heard before or from now on."""
+        """The first message of this kind with these fields, received before or from now on."""
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
             for message in self.heard:
@@ -151,7 +151,7 @@ class StagerClient:
             self.heard += self.channel.poll()
 
     def begin(self, image: Image, step: int) -> None:
-        """A checkpoint begins."""
+        """Begin a checkpoint."""
         digest = self.ring.put_layout(image.layout)
         self.ring.write_checkpoint(self.attempt, step, "receiving", digest, {})
         self._tell("begin", attempt=self.attempt, step=step, layout_digest=digest)
@@ -159,7 +159,7 @@ class StagerClient:
     def send(
         self, image: Image, step: int, chunks: Iterable[int], *, flip: tuple[int, int] | None = None
     ) -> None:
-        """Chunks arrive; `flip` is `(chunk, offset)` of a byte that is damaged on its way."""
+        """Receive chunks; `flip` is `(chunk, offset)` of a byte that is damaged on its way."""
         for chunk in chunks:
             slot = self.free_slot()
             self.ring.mark_filling(slot, self.attempt, step, chunk)
@@ -171,7 +171,7 @@ class StagerClient:
             self._tell("chunk", slot=slot)
 
     def staged(self, image: Image, step: int) -> None:
-        """All chunks are in."""
+        """Mark the checkpoint as staged: all chunks are in."""
         now = time.time()
         record = {
             "ranks": {str(rank): {"saved_at_unix": now - 2.0 + rank} for rank in range(image.layout.ranks)},
@@ -181,11 +181,11 @@ class StagerClient:
         self._tell("staged", attempt=self.attempt, step=step)
 
     def abort(self, step: int, reason: str) -> None:
-        """A checkpoint that has begun is withdrawn: the flusher has the slots of what has come."""
+        """Withdraw a checkpoint that has begun: the flusher frees the slots of its chunks."""
         self._tell("abort", attempt=self.attempt, step=step, reason=reason)
 
     def doubt(self, first: int, last: int) -> None:
-        """A rank has found that these steps may be torn."""
+        """Report these steps as possibly torn, as a rank does."""
         doubt = Doubt(0, (first, last), f"model/w was changed after save({last + 1})")
         write_doubts(self.ring.directory, [DoubtedSteps(self.attempt, doubt)])
         self._tell("doubt")
@@ -199,7 +199,7 @@ class StagerClient:
         shuffled: bool = True,
         chunks: Iterable[int] | None = None,
     ) -> None:
-        """A whole checkpoint, or one share; chunks in any order as far as the ring has room for the lowest."""
+        """Save a whole checkpoint, or one share; chunks in any order as far as the ring has room for the lowest."""
         self.begin(image, step)
         left = list(range(image.layout.chunks) if chunks is None else chunks)
         while left:
@@ -210,7 +210,7 @@ class StagerClient:
         self.staged(image, step)
 
     def free_slot(self) -> int:
-        """A FREE slot, any; waits for one."""
+        """Return any FREE slot; wait for one."""
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
             free = [n for n in range(self.ring.ring_chunks) if self.ring.state(n) is SlotState.FREE]
@@ -225,12 +225,12 @@ class StagerClient:
             self.channel.send(kind, **fields)
 
     def finish(self) -> None:
-        """The training is over: wait until all is durable."""
+        """End the training: wait until all is durable."""
         self.channel.send("finish")
         self.wait("drained")
         self.close()
 
     def close(self) -> None:
-        """Go away."""
+        """Disconnect from the flusher."""
         self.channel.close()
         self.ring.close()

@@ -1,4 +1,4 @@
-"""A standing stager, and jobs of the main job's script that join it."""
+"""A standing stager, and jobs with the main job's script that join it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scene:
     def start(
         self, arguments: Sequence[str], *, torchrun: bool = False, restarts: int = 0, **env: str
     ) -> Job:
-        """A job; under torchrun if it is asked for, or is to restart the ranks."""
+        """Start a job; under torchrun if asked for, or if `restarts` is set."""
         if not torchrun and not restarts:
             return self.cluster.start(RANKS, *arguments, stager=False, env=env, forked=True)
         rewrite = by_torchrun(RANKS, restarts=restarts)
@@ -44,7 +44,7 @@ class Scene:
         return int((self.cluster.out(1) / f"pid-{rank}").read_text())
 
     def wait_for_pause(self, job: Job) -> None:
-        """Until all ranks stand still, and step SAVED is in the store."""
+        """Wait until all ranks pause, and step SAVED is in the store."""
 
         def ready() -> bool:
             assert job.process.poll() is None, job.output()

@@ -1,4 +1,4 @@
-"""A stager that stands alone, as a real process, for jobs that no mpirun starts."""
+"""A standing stager as a real process, for jobs without mpirun."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class StandingProcess:
     """`holdfast stager --listen`.
 
     Attributes:
-        address: Where it listens. `process`: it.
+        address: Where it listens.
+        process: The stager's.
     """
 
     def __init__(
@@ -58,16 +59,16 @@ class StandingProcess:
         raise AssertionError(f"it does not listen: {self.output()}")
 
     def output(self) -> str:
-        """What it has said so far."""
+        """The stager's output so far."""
         return self.log.read_text(errors="replace")
 
     def stop(self) -> int:
-        """SIGTERM: it ends when all that is staged is in the store. Its exit code."""
+        """SIGTERM the stager, which ends when all staged steps are in the store; return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(_ENDS_SECONDS_MAX)
 
     def kill(self) -> None:
-        """SIGKILL it; its flusher is in a session of its own and is not touched."""
+        """SIGKILL the stager; its flusher runs in a session of its own and survives."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -83,7 +84,7 @@ def standing_stager(
     listen: str = "127.0.0.1:0",
     verbose: bool = False,
 ) -> Iterator[StandingProcess]:
-    """A stager for the block; nothing of it outlives that."""
+    """A stager for the block; killed at the block's end."""
     stager = StandingProcess(store, env, log, [*settings, *more], listen=listen, verbose=verbose)
     try:
         yield stager

@@ -1,9 +1,9 @@
-"""A real S3 server for tests: OpenStack Swift with its S3 API, installed and run by us, on this machine only.
+"""A real S3 server for tests: OpenStack Swift with its S3 API, installed and run on this machine only.
 
     install (own environment, once) ─► rings, configuration ─► account, container, object, proxy ─► answers ─► stop
 
-It checks signatures and part CRCs, keeps open uploads over a kill, and is eventually consistent in places, as S3
-itself was. `python -m tests.support.swift --install` installs it ahead of time.
+Swift checks signatures and part CRCs, keeps open uploads over a kill, and is eventually consistent in places, as S3
+once was. `python -m tests.support.swift --install` installs it ahead of time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def install() -> Path:
         if not stamp.exists() or stamp.read_text() != _REQUIREMENT:
             _log.info("installing %s into %s", _REQUIREMENT, _HOME)
             shutil.rmtree(_HOME, ignore_errors=True)
-            # The pip of this environment does it: another one would take seconds to be installed itself.
+            # Use the pip of this environment: installing another one would take seconds.
             pip = [
                 sys.executable,
                 "-m",
@@ -76,11 +76,11 @@ def install() -> Path:
 
 
 class SwiftServer:
-    """The four processes of one Swift. Data and ports stay the same over `stop` and `start`.
+    """The four processes of one Swift. Data and ports survive `stop` and `start`.
 
     Args:
         home: An empty folder for configuration, data and logs.
-        commands: What `install` gave back.
+        commands: The folder that `install` returned.
         address: Where its S3 interface listens.
     """
 
@@ -132,7 +132,7 @@ class SwiftServer:
             time.sleep(0.05)
 
     def stop(self, *, kill: bool = False) -> None:
-        """End the processes; with `kill` without notice, as a machine that goes away."""
+        """End the processes; with `kill` by SIGKILL, as a machine that vanishes."""
         for process in self._processes:
             if kill:
                 process.kill()
@@ -166,7 +166,7 @@ class SwiftServer:
         connection = http.client.HTTPConnection(self._address, self._ports["proxy"], timeout=5)
         try:
             connection.request("GET", "/info")
-            with connection.getresponse() as response:  # it has the socket open, beyond the connection's end
+            with connection.getresponse() as response:  # holds the socket beyond the connection's end
                 return response.status == 200
         except OSError:
             return False
@@ -176,7 +176,7 @@ class SwiftServer:
 
 @contextlib.contextmanager
 def running_swift() -> Iterator[SwiftServer]:
-    """A started Swift, installed before if need be; stopped and its data removed at the end."""
+    """A started Swift, installed first if need be; stopped, and its data removed, at the end."""
     commands = install()
     with tempfile.TemporaryDirectory(prefix="holdfast-swift-") as home:
         server = SwiftServer(Path(home), commands)

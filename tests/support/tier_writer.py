@@ -1,4 +1,4 @@
-"""A process that writes slices into a tier, step by step, and says in a file how far it is; made to be killed.
+"""A process that writes slices into a tier, step by step, records its progress in a file, and is made to be killed.
 
 It runs in a child of multiprocessing's fork server, so that a kill costs no new interpreter.
 """
@@ -18,7 +18,7 @@ STEPS = 5
 
 
 def write_steps(spec: str, progress: Path, attempt: int, environment: dict[str, str]) -> None:
-    """Steps 1 to 5, of which the third is begun, abandoned and begun again; each is said to be complete."""
+    """Write steps 1 to 5, abandoning the third once and writing it again; record each complete step in `progress`."""
     os.environ.update(environment)
     faultpoint.identify("rank:0")
     made = image()

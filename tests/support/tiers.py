@@ -1,4 +1,4 @@
-"""Slices for tests of tiers: made-up images, a slice written frame by frame, and what was kept compared with it."""
+"""Slices for tests of tiers: synthetic images, writing a slice frame by frame, and comparing a tier with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def aligned(data: bytes, nbytes: int) -> memoryview:
 
 
 def slice_of(made: Image, rank: int, seed: int = 0) -> list[bytes]:
-    """The frames of a rank; of another seed, other bytes."""
+    """The frames of a rank; another seed gives other bytes."""
     chance = random.Random(seed)
     return [
         chance.randbytes(frame.nbytes) if seed else made.frame(frame.chunk, rank)
@@ -61,7 +61,7 @@ def save(tier: Tier, made: Image, rank: int, attempt: int, step: int, *, complet
 
 
 def read(tier: Tier, kept: Kept) -> list[bytes]:
-    """The frames of a slice; their CRCs are compared."""
+    """Read the frames of a slice and compare their CRCs."""
     found = []
     for frame, crc in zip(frames_of(kept.layout, kept.seal.rank), kept.seal.frame_crc32s, strict=True):
         view = aligned(b"", frame.nbytes)
@@ -72,7 +72,7 @@ def read(tier: Tier, kept: Kept) -> list[bytes]:
 
 
 def check(tier: Tier, made: Image, *orders: tuple[int, int], rank: int = 0) -> None:
-    """The tier holds exactly these slices of this rank, newest first, and all of their bytes."""
+    """Check that the tier holds exactly these slices of this rank, newest first, with all of their bytes."""
     mine = [kept for kept in tier.kept() if kept.seal.rank == rank]
     assert [kept.seal.order for kept in mine] == list(orders)
     for kept in mine:

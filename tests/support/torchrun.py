@@ -1,4 +1,4 @@
-"""The command line of torchrun, in the place of mpirun's."""
+"""The command line of torchrun, in place of mpirun's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["by_torchrun", "launch_command", "torchrun_command"]
 
 
 def torchrun_command(ranks: int, trainer: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """Start a Python script on this many ranks of this machine."""
+    """Start a Python script on `ranks` ranks of this machine."""
     return [
         sys.executable,
         "-m",
@@ -26,7 +26,7 @@ def torchrun_command(ranks: int, trainer: Sequence[str], *, restarts: int = 0) -
 
 
 def by_torchrun(ranks: int, *, restarts: int = 0) -> Callable[[list[str]], list[str]]:
-    """For `Cluster.start(rewrite=…)`: torchrun starts what the mpirun line would, without a stager in it."""
+    """For `Cluster.start(rewrite=…)`: torchrun starts the trainers of the mpirun line, without a stager."""
 
     def rewrite(line: list[str]) -> list[str]:
         return torchrun_command(ranks, line[line.index(sys.executable) + 1 :], restarts=restarts)

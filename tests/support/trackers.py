@@ -1,7 +1,7 @@
 """The libraries of W&B, TensorBoard and MLflow for tests: installed beside the environment, and read back.
 
-`python -m tests.support.trackers --install` installs them into .services/trackers. Tests that need them run processes,
-which `environment` leads there, and are skipped where they are missing.
+`python -m tests.support.trackers --install` installs them into .services/trackers. Tests that need them run processes
+with the variables of `environment`, and are skipped where the libraries are missing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MISSING = "W&B, TensorBoard and MLflow are not installed: `make trackers`"
 
 
 def install() -> Path:
-    """Install them, once; several processes may ask at the same time.
+    """Install the libraries, once; several processes may call this at the same time.
 
     Raises:
-        subprocess.CalledProcessError: pip could not; its output is in `stderr`.
+        subprocess.CalledProcessError: pip failed; its output is in `stderr`.
     """
     HOME.parent.mkdir(exist_ok=True)
     stamp = HOME / "installed"
@@ -38,7 +38,7 @@ def install() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
             shutil.rmtree(HOME, ignore_errors=True)
-            # What the environment has already stays as it is; a folder given with --target would get all of it again.
+            # Install only packages that the environment lacks; --target alone would install all of them again.
             lacking = json.loads(_pip("--dry-run", "--report", "-", *_PACKAGES))["install"]
             names = [f"{one['metadata']['name']}=={one['metadata']['version']}" for one in lacking]
             _pip("--no-deps", "--target", str(HOME), *names)
@@ -61,7 +61,7 @@ def _pip(*arguments: str) -> str:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Variables with which a process finds the libraries, and all of them write below `directory` and nowhere else."""
+    """Variables that let a process find the libraries, and make all of them write below `directory` only."""
     return {
         "PYTHONPATH": os.pathsep.join((str(QUICK_SITE), str(REPOSITORY), str(HOME))),
         "WANDB_MODE": "offline",

@@ -1,4 +1,4 @@
-"""A stager's ports over TCP that a test turns by hand, with the listener that admits to them."""
+"""A stager's ports over TCP whose loop a test runs by hand, with the listener that admits jobs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _RECONNECT_SECONDS = 1.0
 
 
 class TurnedStager:
-    """A listening stager's ports, turned by the test.
+    """A listening stager's ports; the test runs the loop.
 
     Attributes:
-        messages: What has come, each with its rank. `lost`: who was lost.
+        messages: Messages received, each with its rank. `lost`: ranks lost, each with the reason.
     """
 
     def __init__(self, *, key: bytes = KEY, ranks: int | None = None, tls: StagerTls | None = None) -> None:
@@ -35,7 +35,7 @@ class TurnedStager:
         self.lost: list[tuple[int, str]] = []
 
     def until(self, condition: Callable[[], bool], what: str = "it") -> None:
-        """Turn until the condition holds."""
+        """Run the loop until the condition holds."""
         deadline = time.monotonic() + SECONDS_MAX
         while not condition():
             assert time.monotonic() < deadline, f"not within {SECONDS_MAX:g} s: {what}"
@@ -43,7 +43,7 @@ class TurnedStager:
             time.sleep(0.0005)
 
     def turn(self) -> None:
-        """Look once at everything."""
+        """Run the loop once."""
         if self.port is None:
             self.reactor.turn()
             return

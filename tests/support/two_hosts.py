@@ -1,9 +1,9 @@
-"""Two hosts on one machine: this one, and a network namespace with a wire between them that can be cut.
+"""Two hosts on one machine: this one, and a network namespace behind a wire that can be cut.
 
     this host 10.M.N.1 ───── veth ───── 10.M.N.2 namespace "spot", with a host name of its own
 
-A cut wire is what a vanished VM looks like: no reset, no goodbye, packets go nowhere. mpirun starts its daemon over
-there through a launch agent that is a script, in place of ssh; everything between the two then goes over the wire.
+A cut wire looks like a vanished VM: no reset, no goodbye, packets are lost. mpirun starts its daemon in the namespace
+through a launch agent that is a script, in place of ssh; all other traffic between the two goes over the wire.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def why_not() -> str:
-    """Why this machine cannot play two hosts; empty if it can."""
+    """Return why this machine cannot play two hosts, or ""."""
     if os.geteuid() != 0:
         return "making a network namespace needs root"
     for tool in ("ip", "unshare", "hostname"):
@@ -54,7 +54,7 @@ class TwoHosts:
         pid = os.getpid()
         self.name = f"hfspot{pid}"
         self._here, self._there = f"hfw{pid}a", f"hfw{pid}b"
-        self._network = f"10.{64 + pid // 250 % 64}.{pid % 250 + 1}"  # another one than other workers have
+        self._network = f"10.{64 + pid // 250 % 64}.{pid % 250 + 1}"  # unlike the other workers'
         self._agent = directory / "agent"
         self._agent.write_text(_AGENT.format(name=self.name))
         self._agent.chmod(0o755)
@@ -66,17 +66,17 @@ class TwoHosts:
 
     @property
     def there(self) -> str:
-        """Address of the other one."""
+        """Address of the namespace."""
         return f"{self._network}.2"
 
     @property
     def wire(self) -> str:
-        """Name of this host's end of it."""
+        """Name of this host's end of the wire."""
         return self._here
 
     @property
     def mpirun_options(self) -> str:
-        """What keeps MPI on the wire."""
+        """Options that keep MPI on the wire."""
         network = f"{self._network}.0/24"
         return (
             f"--prtemca prte_if_include {network} --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include "
@@ -84,7 +84,7 @@ class TwoHosts:
         )
 
     def make(self) -> None:
-        """Build it."""
+        """Build namespace and wire."""
         inside = ("ip", "netns", "exec", self.name)
         for command in (
             ("ip", "netns", "add", self.name),
@@ -100,16 +100,16 @@ class TwoHosts:
             assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
     def cut(self) -> None:
-        """The wire is cut: nobody is told."""
+        """Cut the wire; neither side gets a notification."""
         done = _run("ip", "link", "set", self._here, "down")
         assert done.returncode == 0, done.stderr
 
     def pids(self) -> list[int]:
-        """Processes over there."""
+        """Processes in the namespace."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.name).stdout.split()]
 
     def remove(self) -> None:
-        """Take it down with whoever still lives there."""
+        """Kill the processes in the namespace and remove it."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ class TwoHosts:
         _run("ip", "netns", "del", self.name)
 
     def rewrite(self, command: list[str]) -> list[str]:
-        """An mpirun line whose trainers run over there, and whose stager runs here."""
+        """Return an mpirun line whose trainers run in the namespace, and whose stager runs here."""
         network = f"{self._network}.0/24"
         options = [
             *("--prtemca", "plm_ssh_agent", str(self._agent), "--prtemca", "prte_if_include", network),
@@ -125,7 +125,7 @@ class TwoHosts:
         ]
         command = [*command]
         command[command.index("btl") + 1] = (
-            "tcp,self"  # what is there for one machine's job: mpirun takes one alone
+            "tcp,self"  # replaces the setting for one machine's job: mpirun accepts only one
         )
         split, first = command.index(":"), command.index("-n")
         ranks = command[first + 1]
@@ -138,7 +138,7 @@ class TwoHosts:
 
 @contextlib.contextmanager
 def two_hosts(directory: Path) -> Iterator[TwoHosts]:
-    """Make them; afterwards nothing of them is left."""
+    """Make the two hosts; remove them at the end."""
     hosts = TwoHosts(directory)
     try:
         hosts.make()

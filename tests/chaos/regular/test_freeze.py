@@ -1,4 +1,4 @@
-"""Flushers that stand still while they are replaced: before a file's name, a manifest, a removal."""
+"""Flushers that freeze while they are replaced: before a file's name, a manifest, a removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills in a slot's life (tests/chaos/slots.py), those of each time."""
+"""Kills in a slot's life (tests/chaos/slots.py): the regular cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/kill-matrix.md is the matrix that the code runs, and shows no run that did not hold."""
+"""docs/kill-matrix.md is the matrix that the code runs, and shows no run that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On PYTHONPATH of a flusher: it waits seconds, not minutes, for an answer that never comes."""
+"""On PYTHONPATH of a flusher: makes it wait seconds instead of minutes for an answer that never comes."""
 
 from holdfast.store import s3_client
 

@@ -1,4 +1,4 @@
-"""Both ends of a link that a test breaks: the stager says a number now and then, and the rank says it back."""
+"""Both ends of a link that a test breaks: the stager sends a number now and then, and the rank sends it back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Ranks that restore while the disk of one of them hangs, and then begin a job on it; over real MPI.
 
-    python hanging.py RUN TIERS OUT     writes to OUT, per rank, as JSON, what came from where and what was said
+    python hanging.py RUN TIERS OUT     writes the sources and messages of each rank to OUT, as JSON
 
-The rules of `tests/faults/failing_disk.py` decide which calls hang; here reads of what a tier keeps are added to them.
+The rules of `tests/faults/failing_disk.py` decide which calls hang; this script adds the reads of tiers to them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESTORE_SECONDS_MAX, START_SECONDS_MAX = 10.0, 1.0
 
 
 def main() -> None:
-    """Restore, report, begin again."""
+    """Restore, report, begin a job."""
     run, tiers, out = map(Path, sys.argv[1:4])
     peers = MpiWorld.join().peers()
     tier, store, live = tier_of(tiers, run, peers.rank), CountingStore(run), model(0)

@@ -1,7 +1,7 @@
-"""Trains on, whatever becomes of its checkpoints: saves after every step and waits for none of them.
+"""Trains on, whatever happens to its checkpoints: saves after every step and waits for no save.
 
-`python stepping.py OUT STEPS [SECONDS]`. Every parameter is the number of the step, which takes at least SECONDS. After
-the last step it writes to OUT, per rank, what was taken, waits until OUT/go is there, and leaves the block of its
+`python stepping.py OUT STEPS [SECONDS]`. Every parameter equals the number of the step, which takes at least SECONDS.
+After the last step each rank writes the accepted steps to OUT, waits for OUT/go, and leaves the block of its
 Checkpointer.
 """
 
@@ -31,19 +31,19 @@ def main() -> None:
         checkpointer.restore()
         taken = []
         for step in range(steps):
-            torch.distributed.barrier()  # as a training does; ranks that drift apart are never ready for one step
+            torch.distributed.barrier()  # as a training does; ranks that drift apart never offer the same step
             begun = time.monotonic()
             with torch.no_grad():
                 for part in model.parameters():
                     part.fill_(step)
             if checkpointer.save(step):
                 taken.append(step)
-            # A training step takes a while; a checkpoint that is stuck must not make it longer.
+            # A training step takes a while; a stuck checkpoint must not prolong it.
             until = time.monotonic() + STAGED_SECONDS_MAX
             while checkpointer.staged_step < step and time.monotonic() < until:
                 time.sleep(0.005)
             time.sleep(max(0.0, begun + seconds - time.monotonic()))
-        # On a slow machine the last checkpoint may be on its way for longer than a step.
+        # On a slow machine the last checkpoint may take longer than a step.
         until = time.monotonic() + LAST_STAGED_SECONDS_MAX
         while taken and checkpointer.staged_step < taken[-1] and time.monotonic() < until:
             time.sleep(0.005)

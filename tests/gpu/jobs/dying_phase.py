@@ -1,6 +1,6 @@
-"""Phases that die in different ways, between some that do not: `python -m tests.gpu.jobs.dying_phase OUT`.
+"""Phases that die in different ways, between some that survive: `python -m tests.gpu.jobs.dying_phase OUT`.
 
-As a phase's module it does what the phase's name says.
+As the module of a phase, this file does as the phase's name says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONG_SECONDS = 600
 
 
 def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
-    """What a phase is asked for."""
+    """Run the phase."""
     measured.put(pid=os.getpid())
     match measured.phase.partition("-")[0]:
         case "raises":
@@ -30,7 +30,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         case "hangs":
-            # As a flusher: in a session of its own.
+            # In a session of its own, as a flusher.
             left = subprocess.Popen(["sleep", str(_LONG_SECONDS)], start_new_session=True)
             measured.put(left=left.pid)
             time.sleep(_LONG_SECONDS)
@@ -39,10 +39,10 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
 
 
 def main() -> int:
-    """Run them; the exit code."""
+    """Run the phases; return the exit code."""
     phases = [
         TimedPhase("facts", "benchmarks.gpu.device_facts", 60),
-        TimedPhase("hangs", _HERE, 0.001),  # what the one before it leaves is its time, too
+        TimedPhase("hangs", _HERE, 0.001),  # the time left over by the previous phase counts too
         TimedPhase("late", _HERE, 0.001),
         *(TimedPhase(name, _HERE, 120) for name in ("first", "raises", "second", "killed", "third")),
         *(TimedPhase(name, _HERE, 120) for name in ("lacks", "fourth")),

@@ -1,8 +1,8 @@
 """A training of replicas, each rank on a device of its own: `python on_devices.py OUT STEPS [PAUSE_AT]`.
 
-Every rank sees the same data, so the replicas stay equal without NCCL. Dropout takes random numbers of the device, a
-GradScaler is in the state, and each step's update follows the save at once. With SHARDED in the environment the model
-is split by FSDP2, and there is no GradScaler.
+Every rank sees the same data, so the replicas stay equal without NCCL. Dropout uses the device's random numbers, a
+GradScaler is in the state, and each step's update follows the save at once. With SHARDED in the environment FSDP2
+splits the model, and there is no GradScaler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shortest story of whole hosts: what a machine plays in well under a minute."""
+"""The shortest story of whole hosts; takes well under a minute."""
 
 from __future__ import annotations
 

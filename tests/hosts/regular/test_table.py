@@ -1,4 +1,4 @@
-"""The page of docs/ says what was written down, of stories that there are."""
+"""The page of docs/ shows the recorded results, of existing stories."""
 
 from __future__ import annotations
 

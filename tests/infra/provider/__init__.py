@@ -1,1 +1,1 @@
-"""A stand-in for the AWS provider that knows its schema and nothing else; see schema.py and serve.py."""
+"""A stand-in for the AWS provider with its schema and no other function; see schema.py and serve.py."""

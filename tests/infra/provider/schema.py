@@ -2,9 +2,9 @@
 
     bindings (PyPI, MPL-2.0) ─► source of each type, in its source map ─► comments, getters, synthesis ─► schema.json
 
-The generator wrote, beside each attribute, what the provider's own schema says of it (`// http_tokens - computed: true,
-optional: true, required: false`); the types are in the getters and in the synthesis to HCL. What the bindings do not
-say, and so is not checked: enumerations, rules across fields, defaults, and how few blocks there must be beyond one.
+The generator has copied the provider's schema beside each attribute (`// http_tokens - computed: true, optional: true,
+required: false`); the types are in the getters and in the synthesis to HCL. The bindings lack enumerations, rules
+across fields, defaults, and the minimum number of blocks beyond one, so these are not checked.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def extract(wheel: Path, used: dict[str, set[str]]) -> dict[str, Any]:
     """Schema of the provider's configuration and of the types in `used`.
 
     Raises:
-        KeyError: A type that this provider does not have.
+        KeyError: The provider does not have this type.
     """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".jsii.tgz")]
@@ -139,7 +139,7 @@ class _Bindings:
                 "required": required == "true",
             }
             known = synthesised.get(name)
-            # A nested thing that the provider may fill in is an attribute for Terraform, though written as a block.
+            # A nested value that the provider may fill in is an attribute for Terraform, though written as a block.
             if known is not None and known.is_block and not flags["computed"]:
                 blocks[name] = self._block(known, required=flags["required"])
             else:
@@ -160,7 +160,7 @@ class _Bindings:
         reference = re.search(rf"export class {name}OutputReference extends", self._source)
         if reference:
             return self._entity(self._from(reference.start()), synthesis)
-        # The provider's own blocks have no class; what is required is in the interface.
+        # The provider's own blocks have no class; the interface shows which fields are required.
         interface = re.search(rf"export interface {name} \{{", self._source)
         assert interface is not None, name
         text = self._from(interface.start())

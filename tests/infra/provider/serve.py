@@ -1,8 +1,8 @@
 """A provider for Terraform that has the AWS provider's schema and makes nothing.
 
-Runs in the environment of toolbox.py, which has gRPC: as Terraform's plugin, started and stopped by it, or with the
-path of a socket for many runs of Terraform, which then attach to it. `validate` and mocked tests need no more than the
-schema. Anything else (plan, apply, read) is answered with UNIMPLEMENTED: nothing can look as if it was made.
+Runs in the environment of toolbox.py, which has gRPC: as Terraform's plugin, started and stopped by Terraform, or with
+the path of a socket to which many runs of Terraform attach. `validate` and mocked tests need only the schema. Other
+calls (plan, apply, read) return UNIMPLEMENTED: nothing can look as if it was made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import tfplugin5_pb2 as wire
 
-# Terraform's handshake with every plugin: the cookie is no secret, it tells a plugin that it was not started by hand.
+# Terraform's handshake with every plugin: the cookie is no secret, but shows a plugin that it was not started by hand.
 _COOKIE = "d602bf8f470bc67ca7faa0386276bbdd4330efaf76d1a219cb4d6991ca9872b2"
 _NESTING = {"single": 1, "list": 2, "set": 3, "map": 4}
 
@@ -56,7 +56,7 @@ def _schema(document: dict[str, Any]) -> Any:
 
 
 def main(schema: Path, socket: Path) -> None:
-    """Serve until Terraform says stop, or a signal ends this process."""
+    """Serve until Terraform stops the plugin, or a signal ends this process."""
     answer = _schema(json.loads(schema.read_text(encoding="utf-8")))
     stopped = threading.Event()
 

@@ -1,1 +1,1 @@
-"""What `make check` runs of this folder."""
+"""The part of this folder that `make check` runs."""

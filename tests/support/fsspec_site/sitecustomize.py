@@ -1,6 +1,6 @@
-"""On PYTHONPATH of a job: gives every process of it an fsspec driver that holdfast has never heard of.
+"""On PYTHONPATH of a job: gives all its processes an fsspec driver that holdfast does not know.
 
-`elsewhere://` keeps its files on this machine, but as far as holdfast knows it is any object store behind fsspec.
+`elsewhere://` keeps its files on this machine, but holdfast treats it as any object store behind fsspec.
 """
 
 from fsspec import register_implementation

@@ -1,4 +1,4 @@
-"""On PYTHONPATH of a process: it takes itself for one on the host TEST_HOST, and imports TEST_ALSO."""
+"""On PYTHONPATH of a process: makes it believe that it runs on the host TEST_HOST, and imports TEST_ALSO."""
 
 import importlib
 import os

@@ -1,7 +1,7 @@
-"""On PYTHONPATH of a job: its processes start and end with less work of the garbage collector.
+"""On PYTHONPATH of a job: reduces the garbage collector's work at the start and end of its processes.
 
-Importing torch makes objects that live until the end. The collector looks at them again and again while they are made,
-and once more when the process ends; that is a third of the CPU of a rank that starts and ends.
+Importing torch makes objects that live until the end. The collector scans them repeatedly during the import, and again
+at exit; that is a third of the CPU of a rank that only starts and ends.
 """
 
 import atexit

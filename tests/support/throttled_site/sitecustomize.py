@@ -1,9 +1,9 @@
-"""On PYTHONPATH of a job: gives every process of it a store that is slow, and nothing else is.
+"""On PYTHONPATH of a job: gives all its processes a slow store; all else runs at full speed.
 
-`throttled://` keeps its files on this machine, and takes THROTTLED_BYTES_PER_SECOND of them, all writers together.
-While the file THROTTLED_STALL is there, it takes nothing. While the file THROTTLED_SECONDS is there, each piece takes
-the seconds that stand in it. While the file THROTTLED_SHARE is there, it takes the part of the bytes that stands in it,
-as if another job wrote the others.
+`throttled://` keeps its files on this machine, and accepts THROTTLED_BYTES_PER_SECOND, over all writers together.
+While the file THROTTLED_STALL exists, the store accepts nothing. While THROTTLED_SECONDS exists, each piece takes the
+seconds written in that file. While THROTTLED_SHARE exists, the store accepts the fraction of the bytes written in that
+file, as if another job wrote the others.
 """
 
 import os
