@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.experiments import tiered
+from benchmarks.experiments import interference, tiered
 from benchmarks.experiments.makespan import cpu_seconds, overheads
 from benchmarks.experiments.table import medians
 from benchmarks.peers import NEVER_DURABLE, PEERS
@@ -79,12 +79,51 @@ def _workloads(document: Document) -> Iterator[str]:
         yield from _runs([run for run in document["runs"] if run["model"] == model], f"{model}, ")
 
 
+def _epochs(document: Document) -> Iterator[str]:
+    yield from _runs(document["runs"], "")
+
+
 def _restore(document: Document) -> Iterator[str]:
-    rounds = document["rounds"]
-    found = {
-        way: spread(columns(rounds, way, "seconds")).median for way in rounds[0] if not way.startswith("raw")
+    yield from _rounds("restore", document["rounds"], "seconds")
+
+
+def _sharded(document: Document) -> Iterator[str]:
+    for cell in document["cells"]:
+        for what, figure in (("one file opens", "done_seconds"), ("stall", "stall_seconds")):
+            yield from _rounds(f"{cell['mesh']}, {what}", cell["rounds"], figure)
+    for of in document["restores"]:
+        yield from _rounds(f"restore onto {of['mesh']}", of["rounds"], "seconds")
+
+
+def _s3(document: Document) -> Iterator[str]:
+    yield from _rounds("stall", document["rounds"], "stall_seconds")
+    yield from _rounds("durable", document["rounds"], "done_seconds")
+    yield from _rounds("restore", document["restores"], "seconds")
+
+
+def _rounds(what: str, rounds: list[dict[str, Any]], figure: str) -> Iterator[str]:
+    """One figure of all ways to do the same; what the bare machine does is no peer."""
+    ways = [way for way in rounds[0] if not way.startswith(("raw", "bare"))]
+    found = {way: spread(values).median for way in ways if (values := columns(rounds, way, figure))}
+    yield from _less(what, found.pop(_OURS), found, " s", 3)
+
+
+def _interference(document: Document) -> Iterator[str]:
+    """CheckFreq's claim is that the adaptive interval costs less than a static one."""
+    adaptive, static = (
+        100 * interference.overheads(document, name).median
+        for name in (interference.ADAPTIVE, interference.STATIC)
+    )
+    yield from _less("overhead of the adaptive interval", adaptive, {"the static one": static}, " %", 1)
+
+
+def _effective(document: Document) -> Iterator[str]:
+    ways = document["rounds"][0]["ways"]
+    shares = {
+        way: spread([100 * of["ways"][way]["real"]["effective"] for of in document["rounds"]]).median
+        for way in ways
     }
-    yield from _less("restore", found.pop(_OURS), found, " s", 3)
+    yield from _more("effective time", shares.pop(_OURS), shares)
 
 
 def _flights(document: Document) -> Iterator[str]:
@@ -135,8 +174,13 @@ _FINDERS: Mapping[str, Callable[[Document], Iterator[str]]] = {
     "table": _table,
     "models": _models,
     "makespan": _makespan,
+    "epochs": _epochs,
     "workloads": _workloads,
     "restore": _restore,
+    "sharded": _sharded,
+    "s3": _s3,
+    "interference": _interference,
+    "effective": _effective,
     "flights": _flights,
     "tiered": _tiered,
     "goodput": _goodput,

@@ -100,7 +100,8 @@ def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     if name == "targets":
         return _targets(documents)
     if name == "papers":
-        return papers.grid(documents).markdown()
+        grid = papers.grid(documents)
+        return "\n\n".join(filter(None, (grid.markdown(), papers.shortfalls(grid))))
     if name not in EXPERIMENTS:
         raise ValueError(
             f"the page asks for {what!r}; there are {', '.join(EXPERIMENTS)}, targets and papers"

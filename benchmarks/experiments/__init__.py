@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "table": "Every peer once a round: stall, staged, durable; ratios; memory; idle CPU",
     "makespan": "A training of GPT-2 that saves every 2 to 10 iterations, beside one that saves nothing",
     "cpu": "Real forward, backward and update on both cores; CPU seconds that a checkpoint costs",
+    "epochs": "A checkpoint once an epoch, beside one every 5 iterations: overhead, and work lost at a kill",
     "models": "Stall, staged, durable and phases of ten models' states, 0.04 to 4 GB, as shapes",
     "workloads": "ResNet-50 that saves in every iteration, ResNet-152, and BERT-large",
     "jitter": "Iterations of plain Python with and without checkpoints: p50 to the slowest",

@@ -22,6 +22,7 @@ from holdfast.image.manifest import manifest_name
 
 __all__ = [
     "Part",
+    "Recovery",
     "Series",
     "cell",
     "common",
@@ -29,9 +30,12 @@ __all__ = [
     "grids",
     "measure",
     "overheads",
+    "recoveries",
     "rounds_in",
     "rounds_of_runs",
+    "safe_seconds",
     "shortest",
+    "utilisation",
 ]
 
 _ROUNDS = 3
@@ -313,38 +317,79 @@ def grids(document: dict[str, Any]) -> list[Grid]:
     saved = ("checkpoints in a run of holdfast", *(_saves(runs, "holdfast", every) for every in intervals))
     names = ("peer", *(f"every {every}" for every in intervals))
     result = [Grid(title, names, (*rows, saved))]
-    table = tuple((peer, shortest(runs, peer).text()) for peer in peers)
-    result.append(Grid("Shortest interval with at most 5 % overhead", ("peer", "iterations"), table))
+    table = [("no checkpoints", "", _percent(utilisation(runs, "none", None, seconds)))]
+    for peer in peers:
+        found = shortest(runs, peer)
+        share = utilisation(runs, peer, found.within or found.beyond, seconds)
+        table.append((peer, found.text(), _percent(share)))
+    names = ("peer", "iterations", "computing there, %")
+    title = "Shortest interval with at most 5 % overhead, and the time in which a device would compute"
+    result.append(Grid(title, names, tuple(table)))
     cost = tuple((peer, f"{seconds:.2f}") for peer, seconds in cpu_seconds(runs).items())
     result.append(Grid("CPU seconds that one checkpoint costs, all processes", ("peer", "CPU s"), cost))
     return [*result, _recovery(document)] if "restores" in document else result
 
 
-def _recovery(document: dict[str, Any]) -> Grid:
-    """What a kill costs on average: restart and restore, and half an interval and one write done again.
+def _percent(value: Spread) -> str:
+    return value.text(1, times=100)
 
-    Each peer saves at its own shortest interval; a peer that has reached none has no row.
+
+@dataclass(frozen=True)
+class Recovery:
+    """What a kill costs on average, in seconds, with a checkpoint every `every` iterations.
+
+    Attributes:
+        again: Half an interval, and one checkpoint until it is safe: work done again.
     """
-    runs, seconds = document["runs"], document["iteration_seconds"]
-    rows = []
-    for peer in dict.fromkeys(run["peer"] for run in runs if run["peer"] != "none"):
-        every = shortest(runs, peer).within
+
+    every: int
+    restart: float
+    restore: float
+    again: float
+
+    @property
+    def total(self) -> float:
+        return self.restart + self.restore + self.again
+
+
+def recoveries(document: Mapping[str, Any]) -> dict[str, Recovery]:
+    """By peer, each at its own shortest interval; a peer that has reached none has no entry."""
+    found = {}
+    for peer in dict.fromkeys(run["peer"] for run in document["runs"] if run["peer"] != "none"):
+        every = shortest(document["runs"], peer).within
         if every is None:
             continue
-        restore = spread(
-            [of["holdfast" if peer == "holdfast" else "torch.load"] for of in document["restores"]]
-        )
-        saves = [of for of in document["saves"] if of["peer"] == peer]
-        safe = spread(
-            [of["staged_seconds"] if "staged_seconds" in of else of["done_seconds"] for of in saves]
-        )
-        again = every * seconds / 2 + safe.median
-        total = document["start_seconds"] + restore.median + again
-        cells = (document["start_seconds"], restore.median, again, total)
-        rows.append((peer, str(every), *(f"{value:.2f}" for value in cells)))
+        way = "holdfast" if peer == "holdfast" else "torch.load"
+        restore = spread([of[way] for of in document["restores"]]).median
+        safe = safe_seconds(document["saves"], peer).median
+        again = every * document["iteration_seconds"] / 2 + safe
+        found[peer] = Recovery(every, document["start_seconds"], restore, again)
+    return found
+
+
+def safe_seconds(saves: Sequence[Mapping[str, Any]], peer: str) -> Spread:
+    """Seconds until one checkpoint of a peer survives the loss of the training's machines."""
+    theirs = [of for of in saves if of["peer"] == peer]
+    return spread([of.get("staged_seconds", of["done_seconds"]) for of in theirs])
+
+
+def utilisation(runs: list[dict[str, Any]], peer: str, every: int | None, seconds: float) -> Spread:
+    """Share of the time in which a device would compute: a timed wait of `seconds` in each iteration.
+
+    With `every` None: over all runs of the peer.
+    """
+    theirs = [run for run in runs if run["peer"] == peer and every in (None, run["every"])]
+    return spread([seconds / _lasting(run, _beside(runs, run)) for run in theirs])
+
+
+def _recovery(document: dict[str, Any]) -> Grid:
+    rows = tuple(
+        (peer, str(of.every), *(f"{value:.2f}" for value in (of.restart, of.restore, of.again, of.total)))
+        for peer, of in recoveries(document).items()
+    )
     names = ("peer", "every", "restart", "restore, cold disk", "work done again", "sum")
     title = "A kill costs on average, seconds: computed from this run, each at its shortest interval"
-    return Grid(title, names, tuple(rows))
+    return Grid(title, names, rows)
 
 
 def cpu_seconds(runs: list[dict[str, Any]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ network decides on two cores, too. Links are network namespaces (`benchmarks.sha
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.experiments import Options, document
@@ -14,7 +15,7 @@ from benchmarks.grid import Grid
 from benchmarks.shaped_job import Links, ShapedJob, why_not
 from benchmarks.spread import Spread, spread
 
-__all__ = ["grids", "measure", "times_faster"]
+__all__ = ["beyond_link", "grids", "measure", "times_faster"]
 
 _ROUNDS = 3
 _RANKS = (1, 2, 4, 8, 16)
@@ -59,19 +60,29 @@ def measure(options: Options) -> dict[str, Any]:
     return document("shards", options, shape, rank_bits=_RANK_BITS, cells=cells)
 
 
-def times_faster(document: dict[str, Any], figure: str = "staged_seconds") -> dict[int, float]:
+def times_faster(document: Mapping[str, Any], figure: str = "staged_seconds") -> dict[int, float]:
     """How many times faster than with one rank, by number of ranks: the smallest state, the widest stager's link."""
     cells = document["cells"]
-    least, widest = min(of["image_bytes"] for of in cells), max(of["wide_as"] for of in cells)
-    chosen = {
-        of["ranks"]: _figure(of, figure).median
-        for of in cells
-        if of["wide_as"] == widest and of["image_bytes"] < 1.5 * least
-    }
-    return {ranks: chosen[1] / seconds for ranks, seconds in sorted(chosen.items())}
+    chosen = _by_ranks(cells, max(of["wide_as"] for of in cells), figure)
+    return {ranks: chosen[1] / seconds for ranks, seconds in chosen.items()}
 
 
-def _figure(cell: dict[str, Any], figure: str) -> Spread:
+def beyond_link(document: Mapping[str, Any]) -> dict[int, float]:
+    """By number of ranks: how many times as long until staged as with those that fill the narrowest stager's link."""
+    cells = document["cells"]
+    narrowest = min(of["wide_as"] for of in cells)
+    chosen = _by_ranks(cells, narrowest, "staged_seconds")
+    return {ranks: seconds / chosen[narrowest] for ranks, seconds in chosen.items() if ranks > narrowest}
+
+
+def _by_ranks(cells: Sequence[Mapping[str, Any]], wide_as: int, figure: str) -> dict[int, float]:
+    """Seconds with the smallest state, behind a stager's link that is as wide as those of `wide_as` ranks."""
+    least = min(of["image_bytes"] for of in cells)
+    chosen = [of for of in cells if of["wide_as"] == wide_as and of["image_bytes"] < 1.5 * least]
+    return {of["ranks"]: _figure(of, figure).median for of in sorted(chosen, key=lambda of: of["ranks"])}
+
+
+def _figure(cell: Mapping[str, Any], figure: str) -> Spread:
     return spread([figures[figure] for figures in cell["rounds"]])
 
 
