@@ -21,14 +21,14 @@ _OURS = "holdfast"
 
 
 def behind(document: Document) -> str:
-    """One sentence; empty where holdfast is ahead everywhere, or nobody is compared."""
+    """Return one sentence, or "" where holdfast is ahead everywhere or the document compares no peers."""
     find = _FINDERS.get(document["experiment"])
     found = list(find(document)) if find else []
     return f"**Here holdfast is behind:** {'; '.join(found)}." if found else ""
 
 
 def _less(what: str, ours: float, others: Mapping[str, float], unit: str, digits: int) -> Iterator[str]:
-    """Peers whose figure is below holdfast's, where less is better."""
+    """Name the peers whose figure is lower than holdfast's; lower is better."""
     ahead = {name: value for name, value in others.items() if round(value, digits) < round(ours, digits)}
     if ahead:
         named = ", ".join(f"{name} {value:.{digits}f}{unit}" for name, value in ahead.items())
@@ -102,14 +102,14 @@ def _s3(document: Document) -> Iterator[str]:
 
 
 def _rounds(what: str, rounds: list[dict[str, Any]], figure: str) -> Iterator[str]:
-    """One figure of all ways to do the same; what the bare machine does is no peer."""
+    """Compare one figure across all ways; the bare machine's ways are no peers."""
     ways = [way for way in rounds[0] if not way.startswith(("raw", "bare"))]
     found = {way: spread(values).median for way in ways if (values := columns(rounds, way, figure))}
     yield from _less(what, found.pop(_OURS), found, " s", 3)
 
 
 def _interference(document: Document) -> Iterator[str]:
-    """CheckFreq's claim is that the adaptive interval costs less than a static one."""
+    """Check CheckFreq's claim that the adaptive interval costs less than a static one."""
     adaptive, static = (
         100 * interference.overheads(document, name).median
         for name in (interference.ADAPTIVE, interference.STATIC)
@@ -127,7 +127,7 @@ def _effective(document: Document) -> Iterator[str]:
 
 
 def _flights(document: Document) -> Iterator[str]:
-    """PCcheck's figure has less with more checkpoints in flight."""
+    """Check PCcheck's figure, where more checkpoints in flight cost less."""
     runs = document["runs"]
     counts = sorted({run["in_flight"] for run in runs})
     for every in sorted({run["every"] for run in runs}):
@@ -142,7 +142,7 @@ def _flights(document: Document) -> Iterator[str]:
 
 
 def _tiered(document: Document) -> Iterator[str]:
-    """LightCheck's figures have less layer by layer than with a coarse gate."""
+    """Check LightCheck's figures, where the layer-wise gate costs less than a coarse one."""
     for of, every in tiered.gated(document):
         layered, coarse = (tiered.overhead(of, every, coarse=which).median for which in (False, True))
         what = f"{of['tier']}, every {every}, layer-wise gate"
@@ -163,7 +163,7 @@ def _goodput(document: Document) -> Iterator[str]:
 
 
 def _more(what: str, ours: float, others: Mapping[str, float]) -> Iterator[str]:
-    """Peers whose figure is above holdfast's, where more is better."""
+    """Name the peers whose figure is higher than holdfast's; higher is better."""
     ahead = {name: value for name, value in others.items() if round(value, 1) > round(ours, 1)}
     if ahead:
         named = ", ".join(f"{name} {value:.1f} %" for name, value in ahead.items())

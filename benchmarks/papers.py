@@ -1,7 +1,7 @@
-"""How the papers' results compare: one row for each table and figure of the four, judged from the committed JSON.
+"""Judges each table and figure of the four papers from the committed JSON, one row each.
 
-A row says `reproduced`, `beaten`, `in part`, `not reproduced`, `not measured yet`, or `not here` with the reason. What
-a paper claims is in the words of its abstract or of its published artifact, or only the kind of its figure.
+A row says `reproduced`, `beaten`, `in part`, `not reproduced`, `not measured yet`, or `not here` with the reason. A
+paper's claim is quoted from its abstract or published artifact, or named by the kind of figure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PaperResult:
     """One table or figure.
 
     Attributes:
-        experiment: The one whose JSON `judge` reads; empty: no experiment, and `judge` gives the reason.
+        experiment: `judge` reads its JSON; empty: there is none, and `judge` gives the reason.
     """
 
     paper: str
@@ -180,7 +180,7 @@ def _kill_costs(document: Document) -> Judged:
 
 
 def _host_memory(document: Document) -> Judged:
-    """PCcheck's bound is on a training machine; the memory that a write fills here is the stager's ring."""
+    """Compare the stager's ring with PCcheck's bound, which is on memory of a training machine."""
     texts = []
     for of in document["cells"]:
         durable = spread([figures["done_seconds"] for figures in of["rounds"]])
@@ -239,7 +239,7 @@ _FASTER_OF_ACUTE = 1 / 0.567
 
 
 def _memory_baselines(document: Document) -> Judged:
-    """One checkpoint; by interval it is a part of `workloads`."""
+    """Compare one checkpoint; `workloads` compares by interval."""
     parts = (("stall", "gpm-like"), ("done", "gpm-like"), ("stall", "gemini-like"), ("staged", "gemini-like"))
     texts, ahead = [], []
     for figure, peer in parts:
@@ -323,7 +323,7 @@ def _stager_size(document: Document) -> Judged:
 
 
 def _interval_of_its_own(document: Document) -> Judged:
-    """The overhead with `every="auto"`, alone on the machine."""
+    """Judge the overhead with `every="auto"`, alone on the machine."""
     value = interference.overheads(document, interference.ALONE)
     met = value.median <= _CHECKFREQ_OVERHEAD
     return ("reproduced" if met else "not reproduced"), f'every="auto", alone: {value.text(1, times=100)} %'
@@ -406,7 +406,7 @@ RESULTS = (
 
 
 def grid(documents: Mapping[str, Document | None]) -> Grid:
-    """All rows, in the order of the papers."""
+    """Return all rows, in the order of the papers."""
     rows = []
     for result in RESULTS:
         document = documents.get(result.experiment)
@@ -425,7 +425,7 @@ def grid(documents: Mapping[str, Document | None]) -> Grid:
 
 
 def shortfalls(of: Grid) -> str:
-    """The first sentence below the table: the results that fall short of a paper's; empty where there are none."""
+    """Return the first sentence below the table, which names the results that fall short of a paper's, or ""."""
     named = {"not reproduced": "Not reproduced", "in part": "Reproduced in part"}
     found = {verdict: [row[0] for row in of.rows if row[2] == verdict] for verdict in named}
     return " ".join(f"**{named[verdict]}:** {'; '.join(rows)}." for verdict, rows in found.items() if rows)
