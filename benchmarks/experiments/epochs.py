@@ -1,6 +1,6 @@
-"""A checkpoint once an epoch, as trainings save by habit, beside one every few iterations.
+"""A checkpoint once an epoch, as trainings often do, beside one every few iterations.
 
-Held against ACUTE's makespan delay of "nearly zero" (fig. 7), and CheckFreq's recovery within seconds where an epoch
+Compared with ACUTE's makespan delay of "nearly zero" (fig. 7), and CheckFreq's recovery within seconds where an epoch
 took hours, with an overhead of at most 3.5 % (FAST 2021, abstract). An epoch is `EPOCH` iterations of a timed wait.
 """
 
@@ -57,7 +57,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def lost_seconds(document: Mapping[str, Any], peer: str, every: int) -> Spread:
-    """Seconds of work that a kill takes away on average: half an interval, and one checkpoint until it is safe."""
+    """Return the seconds of work lost to a kill on average: half an interval, plus one checkpoint until it is safe."""
     safe, half = safe_seconds(document["saves"], peer), every * document["iteration_seconds"] / 2
     return Spread(half + safe.median, half + safe.least, half + safe.greatest)
 
