@@ -1,8 +1,8 @@
 """Layer-wise against coarse gate where copying outlasts the computation (LightCheck fig. 10 and section III-B).
 
 Computation and update are timed waits, so that only the gate makes a difference: an update of `_UPDATE_SECONDS` for all
-layers begins `compute_seconds` after the save. A coarse gate delays it until all is copied; a layer-wise one only delays
-layers with a copy in flight, so copy and update overlap. The table also states the delay that no gate can avoid:
+layers begins `compute_seconds` after the save. A coarse gate delays it until all is copied; a layer-wise one delays
+only layers with a copy in flight, so copy and update overlap. The table also states the delay that no gate can avoid:
 copy − computation − update, if positive.
 """
 
