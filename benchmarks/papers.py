@@ -28,7 +28,7 @@ class PaperResult:
     """One table or figure.
 
     Attributes:
-        experiment: `judge` reads its JSON; empty: there is none, and `judge` gives the reason.
+        experiment: `judge` reads its JSON; empty: no experiment exists, and `judge` gives the reason.
     """
 
     paper: str

@@ -17,7 +17,7 @@ class ShortestInterval:
     """The shortest interval lies between two measured ones, in iterations.
 
     Attributes:
-        beyond: The longest measured interval with too large an overhead; 0 if there is none.
+        beyond: The longest measured interval with too large an overhead, or 0.
         within: The next longer measured interval; None if the overhead was too large at the longest, too.
     """
 

@@ -76,7 +76,7 @@ def commit(requests: Sequence[Request], manifest: str) -> list[Request]:
     manifest's own included. With one stager: after the end of the last part.
 
     Args:
-        requests: Those of checkpoints written one after the other.
+        requests: Requests of checkpoints written one after the other.
         manifest: Name of the object.
 
     Raises:

@@ -101,7 +101,7 @@ def train(
 ) -> Run:
     """Train, saving after the first iteration and every `every` iterations from then on.
 
-    So as many iterations follow the last checkpoint as any other, and a run of whole intervals carries each
+    This way as many iterations follow the last checkpoint as any other, and a run of whole intervals carries each
     checkpoint's full cost.
 
     Args:

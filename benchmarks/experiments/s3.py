@@ -1,8 +1,8 @@
 """Durable and restore in an S3 server on this machine (OpenStack Swift), against s3torchconnector and a bare
 multipart upload.
 
-The server is written in Python and shares the two cores with everything else: it is the limit here. So the tables also
-state its CPU time for an upload and a restore, and the time of a bare client that sends or reads each byte once.
+The server is written in Python and shares the two cores with everything else: it is the limit here. The tables
+also state its CPU time for an upload and a restore, and the time of a bare client that sends or reads each byte once.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Persistent memory is a stand-in on `/dev/shm` (see `tiers`).
 
 Gates only differ where the copy outlasts the computation: there a coarse gate delays the update by copy − computation,
 a layer-wise one by copy − computation − update. The write must also end within the interval, or `save()` waits for a
-slot with either gate. So the runs of gates have a short computation and a long update, and save every 5 and 10.
+slot with either gate. Therefore the runs of gates have a short computation and a long update, and save
+every 5 and 10.
 """
 
 from __future__ import annotations

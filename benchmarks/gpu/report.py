@@ -43,7 +43,7 @@ _PEERS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the report; `met` is None without a measurement or without a target."""
+    """One line of the report; `met` is None if there is no measurement or no target."""
 
     figure: str
     wanted: str

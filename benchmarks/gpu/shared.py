@@ -1,6 +1,6 @@
 """Trainings, rates and the open Checkpointer, shared by the phases of one process and made at first use.
 
-So the state of 12 GB on the device and the 24 GB of locked memory of holdfast's two slots are made only once.
+The state of 12 GB on the device and the 24 GB of locked memory of holdfast's two slots are made only once.
 """
 
 from __future__ import annotations
