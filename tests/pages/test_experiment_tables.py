@@ -1,4 +1,4 @@
-"""Tables and verdicts of experiments, from documents whose truth is known."""
+"""Tables and verdicts of experiments, from documents with known results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _interfered(adaptive: float, static: float) -> dict[str, Any]:
             "iteration_seconds": [9.0, *[scale * seconds] * 4],
             "saved": [] if name == "nothing saved" else [0, 3],
         }
-        for number, scale in enumerate((1.0, 2.0))  # a slower round is beside its own plain run
+        for number, scale in enumerate((1.0, 2.0))  # each round is compared with its own plain run
         for name, seconds in of.items()
     ]
     return {"runs": runs, "left": 1 / 3, "write_seconds": 0.5, "iteration_seconds": 0.05}
@@ -148,7 +148,7 @@ def test_a_peer_that_keeps_in_memory_has_no_time_until_durable() -> None:
 
 
 def _epochs(once: float, often: float) -> dict[str, Any]:
-    """Seconds of holdfast's iterations, by interval; one takes 0.1 s without checkpoints."""
+    """Make a document from the seconds of holdfast's iterations by interval; without saves they take 0.1 s."""
 
     def run(peer: str, every: int, seconds: float) -> dict[str, Any]:
         took = {"makespan_seconds": 10 * seconds, "durable_seconds": 10 * seconds}
@@ -182,8 +182,8 @@ def test_often_is_held_against_once_an_epoch(
     assert _verdict("epochs", "fig. 7, once an epoch", document)[0] == of_acute
     verdict, text = _verdict("epochs", "abstract, recovery", document)
     assert verdict == of_checkfreq
-    assert "a kill loses 0.45 (" in text  # half of 5 iterations, and until it is staged
-    assert "loses 6.00 (" in text  # half of 100, and until it is durable
+    assert "a kill loses 0.45 (" in text  # half of 5 iterations, plus the time until staged
+    assert "loses 6.00 (" in text  # half of 100, plus the time until durable
     assert behind(document) == ""
     (grid,) = epochs.grids(document)
     assert [row[0] for row in grid.rows] == [
