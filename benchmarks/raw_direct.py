@@ -61,7 +61,7 @@ class DirectWriter:
             self._memory[slot * chunk_bytes : (slot + 1) * chunk_bytes] = tile
 
     def write(self, threads: int, *, anew: bool = True) -> float:
-        """Write and sync a new file, then remove it; or, if not `anew`, overwrite the previous such call's file.
+        """Write and sync a new file, then remove it; or overwrite and sync the file of the previous such call.
 
         Returns:
             Seconds from open to the return of fsync.

@@ -43,7 +43,7 @@ _PEERS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the report; `met` is None if there is no measurement or no target."""
+    """One line of the report; without a measurement or a target, `met` has the value None."""
 
     figure: str
     wanted: str
