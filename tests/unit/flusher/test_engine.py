@@ -1,4 +1,4 @@
-"""The engine on a real ring, with a store in memory that fails when it is told to."""
+"""The engine on a real ring, with a store in memory that fails on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine while the store takes nothing: which whole checkpoints stay in the ring, and what becomes of them."""
+"""The engine while the store refuses writes: which complete checkpoints stay in the ring, and their fate."""
 
 from __future__ import annotations
 

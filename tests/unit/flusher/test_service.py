@@ -1,4 +1,4 @@
-"""The flusher's loop ends when all is done, whichever moment the last of it is done at."""
+"""The flusher's loop ends when all work is done, at whichever moment the last piece ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that write shares of one image into a store in memory: how long one waits for another, and what stays."""
+"""Engines that write shares of one image into a store in memory: how long they wait, and what they leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One flusher per run and machine, whatever files a dead one left."""
+"""One flusher per run and machine, even if a dead one left files."""
 
 from __future__ import annotations
 

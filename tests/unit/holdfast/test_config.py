@@ -1,4 +1,4 @@
-"""Settings: where they come from, which wins, and what is said when one is wrong."""
+"""Settings: their sources, which one wins, and the message for a wrong one."""
 
 from __future__ import annotations
 

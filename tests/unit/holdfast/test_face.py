@@ -1,4 +1,4 @@
-"""`import holdfast` gives a script the whole public interface, and imports a name when it is first used."""
+"""`import holdfast` offers the whole public interface, and imports a name at its first use."""
 
 from __future__ import annotations
 

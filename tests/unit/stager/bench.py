@@ -1,4 +1,4 @@
-"""A stager's service with a real ring and a real channel; the test plays trainers, MPI and flusher."""
+"""A stager's service with a real ring and a real channel; the test simulates trainers, MPI and flusher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench on which the parts of a stager are tested together."""
+"""Fixtures with the bench for tests of a stager's parts together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's doubt is written down for every attempt of its job, and told to the flusher and to all ranks."""
+"""A rank's doubt is recorded for every attempt of its job, and sent to the flusher and all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding and starting the flusher: against real processes, among them ones that do what they should not."""
+"""Finding and starting the flusher, against real processes, some of which misbehave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digests of a step are written beside the ring when all ranks have sent theirs, and the flusher is told."""
+"""The digests of a step are written beside the ring once all ranks have sent theirs; the flusher is told."""
 
 from __future__ import annotations
 

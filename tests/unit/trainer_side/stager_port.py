@@ -1,4 +1,4 @@
-"""A link against a stager that the test plays: every message is written out, the transport is a pair of lists."""
+"""A link against a simulated stager: every message is serialized, the transport is a pair of lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many steps `save()` takes while others are on their way, with a link that the test plays."""
+"""How many steps `save()` accepts while others are in flight, with a simulated link."""
 
 from __future__ import annotations
 

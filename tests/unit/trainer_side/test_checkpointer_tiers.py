@@ -1,4 +1,4 @@
-"""`save()` with local tiers and a link that the test plays: what one of the two declines may still go to the other."""
+"""`save()` with local tiers and a simulated link: a step that one of them declines may still go to the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job without a stager finds its name, its attempt and what its ranks hold."""
+"""How a job without a stager finds its name, its attempt and its ranks' slices."""
 
 from __future__ import annotations
 

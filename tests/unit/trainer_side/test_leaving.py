@@ -1,4 +1,4 @@
-"""The end of a rank's part: the last step is waited for, and a newest step that is not durable is an error."""
+"""The end of a rank: it waits for the last step, and a newest step that is not durable is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalog: order, what may be restored, and the words for what may not."""
+"""The catalog: its order, which checkpoints may be restored, and the reasons why others may not."""
 
 from __future__ import annotations
 

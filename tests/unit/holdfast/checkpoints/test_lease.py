@@ -1,4 +1,4 @@
-"""The claim: at most one writer believes that the run is its own, and knows when it no longer is."""
+"""The claim: at most one writer believes that it owns the run, and a writer knows when it no longer does."""
 
 from __future__ import annotations
 

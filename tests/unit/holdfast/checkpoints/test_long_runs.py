@@ -1,4 +1,4 @@
-"""A run of thousands of checkpoints: what is read of it, and what is held."""
+"""A run of thousands of checkpoints: how much of it is read and kept in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading back: every flipped bit is found, and named as precisely as it can be."""
+"""Read-back: every flipped bit is found, and named as precisely as possible."""
 
 from __future__ import annotations
 

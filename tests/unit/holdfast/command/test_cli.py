@@ -1,4 +1,4 @@
-"""The command line: errors become messages and exit codes, and roles that cannot run break nothing."""
+"""The command line: errors become messages and exit codes, and a broken role does not break other commands."""
 
 from __future__ import annotations
 

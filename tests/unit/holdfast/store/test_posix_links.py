@@ -1,4 +1,4 @@
-"""No link below a run is followed: nothing outside of it is written, removed, read or taken for a file of the run."""
+"""Links below a run are never followed: no file outside is written, removed, read or taken for the run's."""
 
 from __future__ import annotations
 

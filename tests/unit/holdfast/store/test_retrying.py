@@ -1,4 +1,4 @@
-"""Only what may pass is tried again, with growing random waits, within the budget."""
+"""Only transient errors are retried, with growing random waits, within the budget."""
 
 from __future__ import annotations
 

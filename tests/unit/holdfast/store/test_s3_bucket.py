@@ -1,4 +1,4 @@
-"""An object that is read whole from a bucket: by the size that the server tells, and by what comes."""
+"""An object read whole from a bucket: by the server's stated size, and by the received bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credentials that expire while a run goes on: read again from where they came, and the same upload goes on."""
+"""Credentials expire during a run: they are read again from their source, and the same upload continues."""
 
 from __future__ import annotations
 

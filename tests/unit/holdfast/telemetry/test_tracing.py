@@ -1,4 +1,4 @@
-"""Whether spans are wanted is the environment's word; what is wrong with it is a warning, and events go on."""
+"""The environment enables spans; a mistake in it is a warning, and events continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement: which rank and which tensor differ is named; reserves are the same for all."""
+"""Agreement: the differing rank and tensor are named; reserves are the same for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of which the ranks have different tensors become one tree, sent by those who hold them, or are refused."""
+"""States with different tensors on each rank become one tree, sent by the holders, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: each fault of machine or store becomes a finding that says what to mend, and nothing is left."""
+"""`holdfast doctor`: each fault of machine or store gives a finding with a fix, and leaves no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variables of the user's environment that a run of a drill keeps."""
+"""The variables of the user's environment that a drill's run keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that asks for the hosts, and the loop that waits for its answer."""
+"""The thread that polls for hosts, and the loop that waits for its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of parameters go through each format and come back: an optimizer is joined by name after an import, too."""
+"""Names of parameters survive each format: after an import, too, an optimizer is joined by name."""
 
 from __future__ import annotations
 

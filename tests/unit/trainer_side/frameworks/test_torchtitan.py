@@ -1,4 +1,4 @@
-"""The checkpoint manager for torchtitan's loop, with a Checkpointer that notes what it is told."""
+"""The checkpoint manager for torchtitan's loop, with a Checkpointer that records its calls."""
 
 from __future__ import annotations
 

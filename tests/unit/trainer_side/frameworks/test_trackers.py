@@ -1,4 +1,4 @@
-"""Experiment trackers at a Checkpointer: their runs go into checkpoints, and come back with them; no real library."""
+"""Experiment trackers at a Checkpointer: checkpoints carry the trackers' runs; no real library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link against a stager that the test plays: what is said, what is lost, and how it ends."""
+"""The link against a simulated stager: its messages, its losses, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for a lost stager: what is tried again, as which generation, what ends it, and what people are told."""
+"""The search for a lost stager: attempts, generations, the end of the search, and messages to the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several stagers as one: what each is offered, and how their words about a step become one word."""
+"""Several stagers as one: the offer to each, and one verdict on a step from all verdicts."""
 
 from __future__ import annotations
 

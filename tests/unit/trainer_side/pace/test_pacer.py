@@ -1,4 +1,4 @@
-"""The pacer over a real event log, optimizer and schedule; the stager is the test."""
+"""The pacer over a real event log, optimizer and schedule; the test acts as the stager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step after a checkpoint is recorded once; the first step after a resume is compared with it on all ranks."""
+"""The step after a checkpoint is recorded once; after a resume all ranks compare their first step with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stager the ranks of a job go to that may start one itself: at the start, and when one is lost. No process."""
+"""The stager that ranks join if the job may start its own: at the start, and after a loss. No process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that was whole once, and is not any more, never makes a job begin again at step 0 by itself."""
+"""A checkpoint that is no longer complete never makes a job restart at step 0 by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and groups of optimizers come back by name, whatever their order; or both names are told."""
+"""Parameters and groups of optimizers come back by name in any order, or the error has both names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is made ahead: whoever comes earlier waits for his own piece alone."""
+"""Memory that is made ahead: an early caller waits only for its own piece."""
 
 from __future__ import annotations
 

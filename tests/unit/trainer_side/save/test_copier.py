@@ -1,4 +1,4 @@
-"""The copy thread never holds training back for ever, and nothing it copied late is used."""
+"""The copy thread never blocks training for ever, and late copies are not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever changes the state, and whenever: a copy is the saved instant, bit for bit, or the step is withdrawn by name.
+"""Any change of the state at any time: a copy equals the saved instant bit for bit, or the step is withdrawn.
 
 The copy is slow, so that changes right after `save()` come into it. Without detection, and without the wait of a save
 whose hooks are not proven, the same trainings give torn copies: that is shown, too.

@@ -1,4 +1,4 @@
-"""Several ranks in one process: councils whose messages go through lists, and an image that each has a slice of."""
+"""Several ranks in one process: councils whose messages go through lists, and an image with a slice for each."""
 
 from __future__ import annotations
 
