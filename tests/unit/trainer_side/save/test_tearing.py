@@ -1,7 +1,7 @@
 """Any change of the state at any time: a copy equals the saved instant bit for bit, or the step is withdrawn.
 
-The copy is slow, so that changes right after `save()` come into it. Without detection, and without the wait of a save
-whose hooks are not proven, the same trainings give torn copies: that is shown, too.
+The copy is slow, so that changes right after `save()` could enter it. Without detection, and without the wait of a save
+whose hooks are not proven, the same trainings give torn copies: the tests show that, too.
 """
 
 from __future__ import annotations
