@@ -1,4 +1,4 @@
-"""The snippets of the frameworks' guides make the same calls as the examples, which test_frameworks.py runs."""
+"""The snippets of the frameworks' guides make the calls of the examples that integration/test_frameworks.py runs."""
 
 from __future__ import annotations
 

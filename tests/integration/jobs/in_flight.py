@@ -2,7 +2,8 @@
 `python in_flight.py OUT --restore`: restores each accepted step, and compares it with the saved state.
 
 Every tensor changes with every step, so all checkpoints differ. Rank 0 keeps a copy of each saved state beside the
-store. Writes to OUT, per rank: the result of each `save()` while the store accepted nothing, and memory before and after.
+store. Writes to OUT, per rank: the result of each `save()` while the store accepted nothing, and the memory
+before and after.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def fresh(code: str, env: dict[str, str] | None = None) -> subprocess.CompletedP
 
 
 def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
-    """Which of the modules a fresh process has after `code`."""
+    """Return the modules, of these, that a fresh process has imported after `code`."""
     done = fresh(f"import sys\n{code}\nprint(*[name for name in {names} if name in sys.modules])")
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -18,7 +18,7 @@ from stager.doubt_handler import DoubtHandler
 
 
 class Around:
-    """The flusher's line and the ranks, which note what they are told."""
+    """Replaces the flusher's line and the ranks; records the messages to them."""
 
     def __init__(self, directory: Path) -> None:
         self.flusher = SimpleNamespace(attempt=5, ring=SimpleNamespace(directory=directory))

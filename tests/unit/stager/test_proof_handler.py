@@ -21,7 +21,7 @@ KEY = CheckpointId(5, 3)
 
 
 class Around:
-    """The flusher's line, which notes what it is told."""
+    """Replaces the flusher's line; records the messages to it."""
 
     def __init__(self, directory: Path) -> None:
         self.flusher = SimpleNamespace(attempt=5, ring=SimpleNamespace(directory=directory))

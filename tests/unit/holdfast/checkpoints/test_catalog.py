@@ -195,7 +195,7 @@ def test_a_step_that_is_not_there_names_those_near() -> None:
 
 
 class CountingStore(MemoryStore):
-    """Remembers what was read."""
+    """Records the reads."""
 
     def __init__(self) -> None:
         super().__init__()

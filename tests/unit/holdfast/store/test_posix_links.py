@@ -53,7 +53,7 @@ INSIDE: dict[str, Callable[[PosixStore], object]] = {
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory of somebody's."""
+    """Provide a directory outside the run."""
     place = tmp_path / "outside"
     (place / "tmp").mkdir(parents=True)
     for path in (place / "kept", place / "tmp" / "kept"):

@@ -15,7 +15,7 @@ from holdfast.store.wrapper import UploadWrapper
 
 
 class _Failing(PosixStore):
-    """Fails this many times before it does what it should."""
+    """Fails this many times before it succeeds."""
 
     def __init__(self, root: Path, failures: list[Exception]) -> None:
         super().__init__(root)

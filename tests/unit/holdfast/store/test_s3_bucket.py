@@ -15,7 +15,7 @@ class _Server:
     """Answers each GET with one body.
 
     Attributes:
-        read_bytes: How much of it was read.
+        read_bytes: Bytes read from the body.
     """
 
     def __init__(self, body: bytes, told_bytes: int | None) -> None:

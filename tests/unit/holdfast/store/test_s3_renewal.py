@@ -21,7 +21,7 @@ _INITIATED = "<InitiateMultipartUploadResult><UploadId>one</UploadId></InitiateM
 
 
 class _Server:
-    """Knows one access key. `let_expire`: the next request is refused, and there is another key from then on."""
+    """Knows one access key. `let_expire`: refuse the next request, and expect another key from then on."""
 
     def __init__(self) -> None:
         self.key, self.code = "KEY0", "ExpiredToken"

@@ -33,7 +33,7 @@ def staged(
     groups: dict[str, Any] | None = None,
     **per_rank: int,
 ) -> Proposal:
-    """The proposal of a rank with this tree: leaves are rows, or None for a plain value."""
+    """Return the proposal of a rank with this tree: leaves are rows, or None for a plain value."""
     rows: list[list[Any]] = []
 
     def outline(node: Any) -> Any:

@@ -12,7 +12,7 @@ _LOOKS = 3
 
 
 class CountedFleet:
-    """Has one host more at each look."""
+    """Has one more host at each poll."""
 
     name = "a fleet that is counted"
 

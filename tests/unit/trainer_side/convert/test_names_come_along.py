@@ -99,7 +99,7 @@ def test_names_that_cannot_be_read_are_refused(tmp_path: Path, run: Command, tex
 
 
 class Holder:
-    """It gives its optimizer's state beside other things, as loops of frameworks do."""
+    """An object that saves its optimizer's state among other values, as framework loops do."""
 
     def __init__(self, state: State) -> None:
         self.parts = state

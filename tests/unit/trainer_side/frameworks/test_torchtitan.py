@@ -18,7 +18,7 @@ from trainer_side.frameworks.torchtitan import HoldfastCheckpointManager
 
 
 class Noting:
-    """In the place of a Checkpointer."""
+    """Replaces the Checkpointer, and records its calls."""
 
     def __init__(self, state: dict[str, Any], *, config: Any, every: int) -> None:
         self.state, self.config, self.every = state, config, every

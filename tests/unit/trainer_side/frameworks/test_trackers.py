@@ -32,7 +32,7 @@ STARTS = {"wandb": start_wandb, "tensorboard": start_tensorboard, "mlflow": star
 
 
 class Kept(Tracker):
-    """Keeps what it is given.
+    """A tracker that records its calls.
 
     Attributes:
         start: With which it was begun.

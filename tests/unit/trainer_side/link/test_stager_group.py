@@ -29,7 +29,7 @@ FRAMES = [[chunk for chunk, _ in LAYOUT.sends(0) if SHARES.owner(chunk) == index
 
 
 class Scene:
-    """A rank's group of two stagers that the test plays."""
+    """A rank's group of two simulated stagers."""
 
     def __init__(self, tmp_path: Path, *, again: bool = False) -> None:
         self.ports = [FakePort() for _ in range(STAGERS)]

@@ -32,7 +32,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Source:
-    """Says what the test has put there, or raises it."""
+    """Returns the value set by the test, or raises it."""
 
     name = "test"
 

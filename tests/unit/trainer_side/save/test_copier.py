@@ -38,7 +38,7 @@ class FakeLink:
 
 
 class SlowStaging:
-    """Copies when the test says so."""
+    """A staging area that copies when the test allows it."""
 
     nbytes = 1
 

@@ -62,7 +62,7 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Run:
-    """One training with a checkpointer, and what became of each of its saves."""
+    """One training with a checkpointer, and the outcome of each save."""
 
     def __init__(self, link: FakeLink, kind: type[Training]) -> None:
         self.link, self.training = link, kind()

@@ -38,7 +38,7 @@ NOTHING = ((), ())
 
 
 class Rank:
-    """One rank with tiers; alone, unless it is given a net."""
+    """One rank with tiers, alone unless it gets a net."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class _Area:
 
 
 class _Writer:
-    """Keeps what it is given."""
+    """Records its frames."""
 
     memory = copy = None
 

@@ -18,7 +18,7 @@ class PlayedRun:
     """A run whose rows are closed by a later step, as in W&B.
 
     Attributes:
-        rows: Number → what is in the row.
+        rows: Number → content of the row.
     """
 
     id = "run-7"
