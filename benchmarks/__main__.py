@@ -26,7 +26,7 @@ def _console() -> Console:
     console = Console()
     return (
         console if console.is_terminal else Console(width=_WIDTH)
-    )  # a pipe has no width; the tables need one
+    )  # the tables need a width, and a pipe has none
 
 
 @click.group(help=__doc__)
@@ -55,7 +55,7 @@ def _run(name: str, options: Options, out: Path | None, console: Console) -> Non
 
 
 def _say(console: Console, status: Status, text: str) -> None:
-    """What is under way: in one line of a terminal, or in a log."""
+    """Show the current activity: on one line of a terminal, else in a log."""
     if console.is_terminal:
         status.update(text)
     else:

@@ -1,7 +1,7 @@
-"""Trains a classifier of handwritten digits, and writes down after each epoch how much of the test set it gets right.
+"""Trains a classifier of handwritten digits, and records its accuracy on the test set after each epoch.
 
-`holdfast run -n 2 … -- python -m benchmarks.accuracy_rank OUT EPOCHS WIDTH`: scikit-learn's digits, 8 by 8 pixels, come
-with that package; nothing is downloaded. Each epoch ends with a checkpoint. OUT gets a line of JSON for each epoch.
+`holdfast run -n 2 … -- python -m benchmarks.accuracy_rank OUT EPOCHS WIDTH`: scikit-learn ships
+the 8 by 8 digits; nothing is downloaded. Each epoch ends with a checkpoint. OUT gets a line of JSON for each epoch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SEED = 20
 
 
 def epoch_steps(ranks: int) -> int:
-    """Steps of an epoch."""
+    """Return the number of steps per epoch."""
     return TRAINED // (ranks * BATCH)
 
 
 def main() -> None:
     out, epochs, width = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    from sklearn.datasets import load_digits  # not for those who only draw what was measured
+    from sklearn.datasets import load_digits  # `make figures` imports this module without scikit-learn
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

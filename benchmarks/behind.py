@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.experiments import tiered
+from benchmarks.experiments import interference, tiered
 from benchmarks.experiments.makespan import cpu_seconds, overheads
 from benchmarks.experiments.table import medians
 from benchmarks.peers import NEVER_DURABLE, PEERS
@@ -21,14 +21,14 @@ _OURS = "holdfast"
 
 
 def behind(document: Document) -> str:
-    """One sentence; empty where holdfast is ahead everywhere, or nobody is compared."""
+    """Return one sentence, or "" where holdfast is ahead everywhere or the document compares no peers."""
     find = _FINDERS.get(document["experiment"])
     found = list(find(document)) if find else []
     return f"**Here holdfast is behind:** {'; '.join(found)}." if found else ""
 
 
 def _less(what: str, ours: float, others: Mapping[str, float], unit: str, digits: int) -> Iterator[str]:
-    """Peers whose figure is below holdfast's, where less is better."""
+    """Name the peers whose figure is lower than holdfast's; lower is better."""
     ahead = {name: value for name, value in others.items() if round(value, digits) < round(ours, digits)}
     if ahead:
         named = ", ".join(f"{name} {value:.{digits}f}{unit}" for name, value in ahead.items())
@@ -79,16 +79,55 @@ def _workloads(document: Document) -> Iterator[str]:
         yield from _runs([run for run in document["runs"] if run["model"] == model], f"{model}, ")
 
 
+def _epochs(document: Document) -> Iterator[str]:
+    yield from _runs(document["runs"], "")
+
+
 def _restore(document: Document) -> Iterator[str]:
-    rounds = document["rounds"]
-    found = {
-        way: spread(columns(rounds, way, "seconds")).median for way in rounds[0] if not way.startswith("raw")
+    yield from _rounds("restore", document["rounds"], "seconds")
+
+
+def _sharded(document: Document) -> Iterator[str]:
+    for cell in document["cells"]:
+        for what, figure in (("one file opens", "done_seconds"), ("stall", "stall_seconds")):
+            yield from _rounds(f"{cell['mesh']}, {what}", cell["rounds"], figure)
+    for of in document["restores"]:
+        yield from _rounds(f"restore onto {of['mesh']}", of["rounds"], "seconds")
+
+
+def _s3(document: Document) -> Iterator[str]:
+    yield from _rounds("stall", document["rounds"], "stall_seconds")
+    yield from _rounds("durable", document["rounds"], "done_seconds")
+    yield from _rounds("restore", document["restores"], "seconds")
+
+
+def _rounds(what: str, rounds: list[dict[str, Any]], figure: str) -> Iterator[str]:
+    """Compare one figure across all ways; the bare machine's ways are no peers."""
+    ways = [way for way in rounds[0] if not way.startswith(("raw", "bare"))]
+    found = {way: spread(values).median for way in ways if (values := columns(rounds, way, figure))}
+    yield from _less(what, found.pop(_OURS), found, " s", 3)
+
+
+def _interference(document: Document) -> Iterator[str]:
+    """Check CheckFreq's claim that the adaptive interval costs less than a static one."""
+    adaptive, static = (
+        100 * interference.overheads(document, name).median
+        for name in (interference.ADAPTIVE, interference.STATIC)
+    )
+    yield from _less("overhead of the adaptive interval", adaptive, {"the static one": static}, " %", 1)
+
+
+def _effective(document: Document) -> Iterator[str]:
+    ways = document["rounds"][0]["ways"]
+    shares = {
+        way: spread([100 * of["ways"][way]["real"]["effective"] for of in document["rounds"]]).median
+        for way in ways
     }
-    yield from _less("restore", found.pop(_OURS), found, " s", 3)
+    yield from _more("effective time", shares.pop(_OURS), shares)
 
 
 def _flights(document: Document) -> Iterator[str]:
-    """PCcheck's figure has less with more checkpoints in flight."""
+    """Check PCcheck's figure, where more checkpoints in flight cost less."""
     runs = document["runs"]
     counts = sorted({run["in_flight"] for run in runs})
     for every in sorted({run["every"] for run in runs}):
@@ -103,7 +142,7 @@ def _flights(document: Document) -> Iterator[str]:
 
 
 def _tiered(document: Document) -> Iterator[str]:
-    """LightCheck's figures have less layer by layer than with a coarse gate."""
+    """Check LightCheck's figures, where the layer-wise gate costs less than a coarse one."""
     for of, every in tiered.gated(document):
         layered, coarse = (tiered.overhead(of, every, coarse=which).median for which in (False, True))
         what = f"{of['tier']}, every {every}, layer-wise gate"
@@ -124,7 +163,7 @@ def _goodput(document: Document) -> Iterator[str]:
 
 
 def _more(what: str, ours: float, others: Mapping[str, float]) -> Iterator[str]:
-    """Peers whose figure is above holdfast's, where more is better."""
+    """Name the peers whose figure is higher than holdfast's; higher is better."""
     ahead = {name: value for name, value in others.items() if round(value, 1) > round(ours, 1)}
     if ahead:
         named = ", ".join(f"{name} {value:.1f} %" for name, value in ahead.items())
@@ -135,8 +174,13 @@ _FINDERS: Mapping[str, Callable[[Document], Iterator[str]]] = {
     "table": _table,
     "models": _models,
     "makespan": _makespan,
+    "epochs": _epochs,
     "workloads": _workloads,
     "restore": _restore,
+    "sharded": _sharded,
+    "s3": _s3,
+    "interference": _interference,
+    "effective": _effective,
     "flights": _flights,
     "tiered": _tiered,
     "goodput": _goodput,

@@ -1,11 +1,11 @@
-"""One MPI job of ranks, stager and flusher that takes orders, and what every experiment does with it.
+"""One MPI job of ranks, stager and flusher that takes orders, and the steps that all experiments share.
 
     with running(shape, progress) as cluster:
         cluster.prepare(peer) ─► cluster.save(peer) … ─► cluster.train(peer, …) … ─► cluster.drop(peer)
 
 holdfast is prepared first, since stager and flusher wait for the ranks, and never dropped: a rank joins once.
 
-Between two turns no peer has work left: holdfast has read its checkpoint back, files are removed, nothing is dirty.
+No peer has work left when its turn ends: holdfast has verified its checkpoint, files are removed, no page is dirty.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _VERIFY_SECONDS_MAX = 60.0
 _SETTLE_SECONDS_MAX = 60.0
 _SETTLED_PERCENT_MAX = 2.0
 _LOOK_AGAIN_SECONDS = 0.02
-_LOOK_AGAIN_REMOTE_SECONDS = 0.5  # the server shares the cores with what is waited for
+_LOOK_AGAIN_REMOTE_SECONDS = 0.5  # the server shares the cores with the flusher that this waits for
 
 Progress = Callable[[str], None]
 _Peer = TypeVar("_Peer")
@@ -52,16 +52,16 @@ _Peer = TypeVar("_Peer")
 
 @dataclass(frozen=True)
 class Shape:
-    """What runs.
+    """Model, store and processes of a job.
 
     Attributes:
         model: See `benchmarks.workload`.
-        ring_bytes: Size of the stager's ring; None: it grows, as it does where nobody has set it.
-        store: Path or URL of the run; empty: a folder beside what the other peers write.
-        folder: Where all peers write; None is the place for temporary files.
-        launcher: `mpirun`, with the stager in the job; or `torchrun`, beside one that stands alone.
-        stager_inside: What the command of a stager that stands alone begins with, such as one that enters a cgroup.
-        links: For ranks and stagers, each in a network namespace, without a launcher; None: all are on this machine.
+        ring_bytes: Size of the stager's ring; None: the ring grows as needed, as by default.
+        store: Path or URL of the run; empty: a folder beside those of the other peers.
+        folder: Where all peers write; None is the folder for temporary files.
+        launcher: `mpirun`, with the stager in the job; or `torchrun`, with a standing stager.
+        stager_inside: Prefix of the standing stager's command, such as one that enters a cgroup.
+        links: Put ranks and stagers in network namespaces with these links, without a launcher; None: no namespaces.
     """
 
     model: str = "gpt2"
@@ -84,13 +84,13 @@ class Shape:
 
 
 def turn(peers: Sequence[_Peer], number: int) -> list[_Peer]:
-    """Order of the peers in round `number`: turned by one each time, so that no place is anybody's."""
+    """Return the peers rotated by `number`, so that no peer always has the same place."""
     first = number % len(peers) if peers else 0
     return [*peers[first:], *peers[:first]]
 
 
 class Cluster:
-    """The running job. Made by `running`; one thread uses it."""
+    """A running job, made by `running`; for one thread."""
 
     def __init__(
         self, shape: Shape, folders: jobs.Folders, hub: Hub, job: jobs.Job, progress: Progress
@@ -107,23 +107,23 @@ class Cluster:
 
     @property
     def ring_bytes(self) -> int:
-        """The ring as it is."""
+        """Current size of the ring."""
         (ring,) = self.folders.runtime.glob("*/ring")
         return ring.stat().st_size
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
-        """One order to all ranks; answers by rank."""
+        """Send one order to all ranks; return their answers by rank."""
         return self.hub.ask("ranks", order)
 
     def prepare(self, peer: str, *, saves: int = _WARM_UP_SAVES) -> dict[str, Any]:
-        """Make a peer, save twice, compare what it wrote, and see what memory it took on the rank that took most.
+        """Make a peer, save twice, compare its files with the state, and return the largest memory use of any rank.
 
-        Nothing is done for one that is there already; one that was there before saves once.
+        A peer that exists already is left alone; one that existed earlier saves once.
 
         Raises:
-            RuntimeError: What it wrote is not what was saved.
+            RuntimeError: A file differs from the state that was saved.
         """
         if peer in self._prepared:
             return {}
@@ -149,7 +149,7 @@ class Cluster:
             if not compared and not (peer == "holdfast" and self.remote):
                 raise RuntimeError(f"{peer}: nothing that it wrote could be compared")
         pairs = list(zip(before, after, strict=True))
-        # Resident bytes count child processes too, the kernel's peak does not: take the greater.
+        # Resident bytes include child processes, the kernel's peak does not: take the larger.
         peak = [max(b["peak_bytes"], b["resident_bytes"]) - a["resident_bytes"] for a, b in pairs]
         return {
             "extra_bytes": max(b["resident_bytes"] - a["resident_bytes"] for a, b in pairs),
@@ -158,10 +158,10 @@ class Cluster:
         }
 
     def save(self, peer: str, *, compute_seconds: float = 0.25, clean: bool = True) -> dict[str, float]:
-        """One checkpoint, and quiet afterwards; its figures.
+        """Take one checkpoint, wait for quiet, and return the checkpoint's figures.
 
-        `cpu_seconds` is that of holdfast until it has read its file back, with the training beside it; what is done
-        here to have it quiet does not count.
+        For holdfast, `cpu_seconds` lasts until the read-back is done and includes the training; the wait for quiet
+        does not count.
         """
         step, stolen, cpu = self._steps(1), machine.stolen(), self.cpu_seconds()
         samples = self.ask(do="save", peer=peer, step=step, compute_seconds=compute_seconds)
@@ -177,10 +177,10 @@ class Cluster:
     def train(
         self, peer: str, *, iterations: int, every: int, compute: str = "device", compute_seconds: float = 0.2
     ) -> dict[str, Any]:
-        """A run that saves every `every` iterations, and quiet afterwards; `peer` may be "none".
+        """Train, saving every `every` iterations, then wait for quiet; `peer` may be "none".
 
         Returns:
-            `makespan_seconds`: from the first rank's begin to the last one's end; `durable_seconds`: until the last
+            `makespan_seconds`: from the first rank's start to the last one's end; `durable_seconds`: until the last
             checkpoint is durable; `iteration_seconds` of the slowest rank in each; `saves`; `cpu_seconds` of all
             processes until all is durable, and read back by holdfast.
         """
@@ -213,7 +213,7 @@ class Cluster:
         }
 
     def pace(self, *, iterations: int, every: int, compute_seconds: float) -> dict[str, Any]:
-        """A run of holdfast whose interval may be its own (`benchmarks.pacing`). Be `quiet` afterwards.
+        """Train with holdfast, which may choose the interval (`benchmarks.pacing`). Call `quiet` afterwards.
 
         Returns:
             `iteration_seconds` of the slowest rank in each; `saved`: at which steps.
@@ -237,30 +237,30 @@ class Cluster:
         }
 
     def restore(self, how: str, source: str, *, compare: bool = True) -> dict[str, float]:
-        """Bring the state back from storage into zeroed tensors; seconds of the slowest rank.
+        """Restore the state from storage into zeroed tensors; return the slowest rank's seconds.
 
         Args:
             how: "holdfast", or "torch.load" with `source`.
             source: A file, or `s3://bucket/key` by s3torchconnector.
-            compare: Whether the state was that of the checkpoint, and must be so again.
+            compare: Require the restored state to equal the present one, which is the checkpoint's.
         """
         answers = self.ask(do="restore", how=how, source=source, compare=compare)
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
     def drop(self, peer: str) -> None:
-        """End a peer; its memory is free for others."""
+        """End a peer and free its memory."""
         self.ask(do="drop", peer=peer)
         self._prepared.remove(peer)
 
     def clean(self, peer: str) -> None:
-        """Remove what a peer has written."""
+        """Remove a peer's files."""
         self.ask(do="clean", peer=peer)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def cpu_seconds(self) -> float:
-        """User and system seconds so far, of ranks, their helpers, the stagers and the flushers."""
-        pids = {*self.flusher_pids, *self.job.pids()}  # a stager has started its own, so it is there twice
+        """User and system seconds so far of ranks, their helpers, stagers and flushers."""
+        pids = {*self.flusher_pids, *self.job.pids()}  # a set: the stager's children include its flusher
         total = 0.0
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -274,7 +274,7 @@ class Cluster:
         return jobs.flusher_pids(self.folders.runtime)
 
     def pids(self) -> dict[str, int]:
-        """Stager, flusher and rank 0; with several stagers, the first."""
+        """Process ids of stager, flusher and rank 0; with several stagers, of the first."""
         return {
             "stager": self.job.find("stager"),
             "flusher": self.flusher_pids[0],
@@ -282,13 +282,13 @@ class Cluster:
         }
 
     def quiet(self) -> None:
-        """What was removed is freed on the disk now, what was dropped in memory, and not in the next peer's turn."""
+        """Collect garbage in the ranks and sync the disk, so that neither happens in the next peer's turn."""
         self.ask(do="collect")
         os.sync()
         time.sleep(_QUIET_SECONDS)
 
     def _settle(self) -> None:
-        """Wait until the flusher has moved the ring, which has just grown, into huge pages: no turn is to have that."""
+        """Wait until the flusher has moved the grown ring into huge pages, so that no turn pays for that."""
         deadline = time.monotonic() + _SETTLE_SECONDS_MAX
         flushers = {f"flusher {pid}": pid for pid in self.flusher_pids}
         while time.monotonic() < deadline:
@@ -297,7 +297,7 @@ class Cluster:
         self.progress(f"the flusher is still busy after {_SETTLE_SECONDS_MAX:.0f} s")
 
     def path(self, step: int) -> Path:
-        """Where holdfast has published `step` on a disk."""
+        """Path of the file that holdfast published for `step`."""
         return Path(self.store) / step_file_name(step)
 
     def _steps(self, count: int) -> int:
@@ -305,7 +305,7 @@ class Cluster:
         return first
 
     def _verified(self, step: int) -> dict[str, float]:
-        """Wait until holdfast has read `step` back, so that it does not work in another peer's turn."""
+        """Wait until holdfast has read `step` back, so that the read-back disturbs no other peer's turn."""
         deadline = time.monotonic() + _VERIFY_SECONDS_MAX
         name = manifest_name(step_file_name(step))
         while time.monotonic() < deadline:
@@ -336,10 +336,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(shape: Shape, progress: Progress) -> Iterator[Cluster]:
-    """Start a job, and leave neither process nor file.
+    """Start a job; at the end, remove all its processes and files.
 
     Raises:
-        RuntimeError: The job failed; the message holds the end of its output. Or it did not end by itself.
+        RuntimeError: The job failed, and the message holds the end of its output; or it did not end by itself.
     """
     shape = shape.fitted()
     with jobs.folders(shape.folder) as folders, Hub(folders.scratch / "hub") as hub:
@@ -379,9 +379,9 @@ def running(shape: Shape, progress: Progress) -> Iterator[Cluster]:
 
 
 class Clusters:
-    """Keeps the last job for whoever asks for one of the same shape: starting one takes longer than many a measurement.
+    """Keeps the last job for the next request of the same shape, since a start takes longer than many measurements.
 
-    One thread uses it. A context manager: at its end no job is left.
+    For one thread. A context manager: at its end no job is left.
     """
 
     def __init__(self) -> None:
@@ -391,10 +391,10 @@ class Clusters:
 
     @contextlib.contextmanager
     def running(self, shape: Shape, progress: Progress, *, fresh: bool = False) -> Iterator[Cluster]:
-        """The job that runs, if it is of this shape, else a new one.
+        """Yield the running job if it has this shape, else a new one.
 
         Raises:
-            RuntimeError: As `benchmarks.cluster.running`.
+            RuntimeError: See `benchmarks.cluster.running`.
         """
         if fresh or shape != self._shape or self._cluster is None:
             self.close()
@@ -409,7 +409,7 @@ class Clusters:
             raise
 
     def close(self) -> None:
-        """End the job that runs, if one does."""
+        """End the running job, if there is one."""
         stack, self._stack, self._cluster = self._stack, contextlib.ExitStack(), None
         stack.close()
 

@@ -1,4 +1,4 @@
-"""A cold page cache for a few files: what was read or written before must come from the disk again."""
+"""Drops files from the page cache, so that the next read comes from the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["forget"]
 
 
 def forget(*paths: Path) -> None:
-    """Write out what is dirty, and let the kernel drop the pages of these files."""
+    """Write dirty pages of these files to the disk, and tell the kernel to drop their pages."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Whether what a peer has written is all there: loaded from storage and compared to the state, to the last bit.
+"""Compares a peer's checkpoint, loaded from storage, with the saved state, bit for bit.
 
 A peer that writes nothing, or half of it, would win every table.
 """
@@ -16,11 +16,11 @@ __all__ = ["IncompleteError", "leaves", "local_part", "require_same"]
 
 
 class IncompleteError(Exception):
-    """What lies in storage is not the state that was saved."""
+    """The checkpoint in storage differs from the state that was saved."""
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of everything in nested mappings and sequences, in order."""
+    """Yield path and value of each leaf in nested mappings and sequences, in order."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves(value, f"{path}/{key}")
@@ -35,15 +35,15 @@ def require_same(expected: Any, got: Any, *, what: str) -> int:
     """Compare a loaded state with the one that was saved.
 
     Args:
-        expected, got: Nested state dicts. From a whole tensor that is split among the ranks here, this rank's part is
-            compared.
-        what: Whose, for the message.
+        expected, got: Nested state dicts. Where `expected` is split among the ranks and `got` is whole, this rank's
+            part is compared.
+        what: Name of the peer, for the message.
 
     Returns:
-        Bytes of tensors that were compared, tied ones each time.
+        Bytes of tensors that were compared; tied ones count each time.
 
     Raises:
-        IncompleteError: Something is missing, too much, or not the same; the first such path.
+        IncompleteError: A value is missing, extra or different; the message names the first such path.
     """
     theirs = dict(leaves(got))
     nbytes = 0
@@ -65,7 +65,7 @@ def require_same(expected: Any, got: Any, *, what: str) -> int:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or the part of it that this rank has."""
+    """The tensor itself, or this rank's part of a split one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

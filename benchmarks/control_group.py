@@ -1,8 +1,8 @@
-"""A control group: limits of CPUs and memory for a process that is started in it, and for its children.
+"""A control group that limits CPUs and memory of a process started in it, and of its children.
 
     with ControlGroup() as group:   group.allow(cpus=0.5, memory_bytes=1 << 30)   [*group.inside, "program", …]
 
-Control groups of version 1 alone, where `cpu` and `memory` have a tree each. Needs root.
+Supports only control groups of version 1, where `cpu` and `memory` have a tree each. Needs root.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CONTROLLERS = ("cpu", "memory")
 _PERIOD_MICROSECONDS = 100_000
 _EMPTY_SECONDS_MAX = 10.0
 _NUMBERS = itertools.count()
-# A shell puts itself in, and becomes the program.
+# The shell joins the group, then execs the program.
 _ENTER = 'until test "$1" = --; do echo $$ > "$1/cgroup.procs" || exit; shift; done; shift; exec "$@"'
 
 
 def why_not() -> str:
-    """The reason why this process cannot make a control group; empty if it can."""
+    """Return why this process cannot make a control group, or ""."""
     if os.geteuid() != 0:
         return "a control group is made by root"
     missing = [name for name in _CONTROLLERS if not (_tree(name) / "cgroup.procs").exists()]
@@ -32,10 +32,10 @@ def why_not() -> str:
 
 
 class ControlGroup:
-    """A context manager: at its end the group is removed. Its processes have ended by then.
+    """A context manager: removes the group at its end, by when its processes must have ended.
 
     Attributes:
-        inside: What a command begins with that is to run in it.
+        inside: Prefix of a command that is to run in the group.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class ControlGroup:
         self.inside = ("sh", "-c", _ENTER, "sh", *map(str, self._folders.values()), "--")
 
     def allow(self, *, cpus: float, memory_bytes: int) -> None:
-        """From now on; `cpus` may be less than one."""
+        """Set the limits; `cpus` may be less than one."""
         self._set("cpu", "cpu.cfs_period_us", _PERIOD_MICROSECONDS)
         self._set("cpu", "cpu.cfs_quota_us", round(cpus * _PERIOD_MICROSECONDS))
         self._set("memory", "memory.limit_in_bytes", memory_bytes)
 
     @property
     def most_bytes(self) -> int:
-        """The most memory that it had, pages of files included."""
+        """Peak memory of the group, pages of files included."""
         return int((self._folders["memory"] / "memory.max_usage_in_bytes").read_text())
 
     def _set(self, controller: str, name: str, value: int) -> None:
@@ -76,7 +76,7 @@ class ControlGroup:
 
 
 def _tree(controller: str) -> Path:
-    """Where this process is in that tree: what is made below keeps its limits."""
+    """This process's group in that tree; a group made below it inherits its limits."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, place = line.split(":", 2)
         if controller in names.split(","):

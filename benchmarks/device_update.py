@@ -1,7 +1,7 @@
-"""An AdamW update that takes a given time and leaves the CPU idle, as if a device did it.
+"""An AdamW update that takes a given time and leaves the CPU idle, as if a device ran it.
 
-The optimizer's own step, hooks and pieces run; only the arithmetic is replaced by a wait in proportion to the
-bytes that a piece updates. The state does not change.
+The optimizer's own step, hooks and pieces run; a wait in proportion to a piece's bytes replaces the arithmetic. The
+state does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["install"]
 
 
 def install(workload: Workload, seconds: float) -> None:
-    """Let an update of all parameters of `workload` take `seconds` from now on, in this process."""
+    """From now on in this process, make an update of all parameters of `workload` take `seconds`."""
     gradient = _split_gradient if workload.is_sharded else _gradient
     for parameter in workload.model.parameters():
         parameter.grad = gradient(parameter)
@@ -28,7 +28,7 @@ def install(workload: Workload, seconds: float) -> None:
     def update(parameters: list[torch.Tensor], *_: Any, **__: Any) -> None:
         time.sleep(per_element * sum(parameter.numel() for parameter in parameters))
 
-    # By its name: `torch.optim` does not show the module.
+    # Imported by name: in `torch.optim` the name `adam` is not the module.
     importlib.import_module("torch.optim.adam").__dict__["adam"] = update
 
 

@@ -2,9 +2,9 @@
 
 No figure is typed by hand.
 
-<!-- measured: makespan -->      tables of one experiment, and where they are from: command, date, commit, machine
+<!-- measured: makespan -->      tables of one experiment and their source: command, date, commit, machine
 <!-- measured: makespan 0 -->    one of its tables
-<!-- measured: papers -->        what the papers say, and what was measured of it
+<!-- measured: papers -->        the papers' results, each beside the measured one
 <!-- measured: targets -->       the figures to reach, a table for each machine
 <!-- drawn: makespan resnet -->  pictures, those whose experiment was measured
 … <!-- end -->
@@ -33,7 +33,7 @@ _MARKED = re.compile(
 
 
 def adopt(source: Path = results.RESULTS, into: Path = results.COMMITTED) -> list[Path]:
-    """Take the newest results of each experiment to where they are committed."""
+    """Copy the newest results of each experiment to the folder of committed figures."""
     into.mkdir(parents=True, exist_ok=True)
     taken = []
     for name in EXPERIMENTS:
@@ -44,10 +44,10 @@ def adopt(source: Path = results.RESULTS, into: Path = results.COMMITTED) -> lis
 
 
 def filled(text: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
-    """The page with everything between markers made from `documents`.
+    """Return the page with the text between markers replaced, made from `documents`.
 
     Raises:
-        ValueError: A marker names no experiment, or no picture; or what stands under one heading is from two machines.
+        ValueError: A marker names no experiment or picture, or figures under one heading come from two machines.
     """
     _require_one_machine_each(text, documents)
 
@@ -87,7 +87,7 @@ def _require_one_machine_each(text: str, documents: Mapping[str, dict[str, Any] 
 
 
 def _experiments(kind: str, what: str) -> list[str]:
-    """The experiments whose figures a marker asks for; the targets have a table for each machine."""
+    """Return the experiments of a marker; none for `targets` and `papers`, which read all documents."""
     if kind == "drawn":
         return list(
             dict.fromkeys(drawing.PICTURES[name][0] for name in what.split() if name in drawing.PICTURES)
@@ -100,7 +100,8 @@ def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     if name == "targets":
         return _targets(documents)
     if name == "papers":
-        return papers.grid(documents).markdown()
+        grid = papers.grid(documents)
+        return "\n\n".join(filter(None, (grid.markdown(), papers.shortfalls(grid))))
     if name not in EXPERIMENTS:
         raise ValueError(
             f"the page asks for {what!r}; there are {', '.join(EXPERIMENTS)}, targets and papers"
@@ -115,7 +116,7 @@ def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
 
 
 def _targets(documents: Mapping[str, dict[str, Any] | None]) -> str:
-    """A table for each machine, that of the newest figures first."""
+    """Return a table for each machine; the machine with the newest figures comes first."""
     there = {name: document for name, document in documents.items() if document is not None}
     by_machine: dict[str, dict[str, dict[str, Any]]] = {}
     for name, document in sorted(there.items(), key=lambda of: _dated(of[1])["date"], reverse=True):
@@ -134,14 +135,14 @@ def _targets(documents: Mapping[str, dict[str, Any] | None]) -> str:
 
 
 def _source(document: dict[str, Any]) -> str:
-    """Where a table or a picture is from."""
-    share = document.get("stolen_share")  # what was measured before it was counted has none
+    """Return the source line of a table or picture."""
+    share = document.get("stolen_share")  # older documents have no such count
     stolen = "" if share is None else f"; {100 * share:.1f} % of the cores' time stolen by the host"
     return f"`{document['command']}`, {_when(document)}; {machine.named(document['machine'])}{stolen}"
 
 
 def _dated(document: dict[str, Any]) -> dict[str, str]:
-    """Date and commit; `recorded` are those of the commit that holds figures from before a JSON named its own."""
+    """Return date and commit; for a JSON that names neither, `recorded` has those of the commit that added it."""
     return dict(document.get("measured") or document["recorded"])
 
 

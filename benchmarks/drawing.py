@@ -1,6 +1,6 @@
-"""The pictures of docs/performance.md, drawn from the committed JSON: the same input gives the same bytes.
+"""Draws the pictures of docs/performance.md from the committed JSON: the same input gives the same bytes.
 
-Each picture has in its metadata the command that measured what it shows.
+Each picture's metadata names the command that measured its figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OURS, _THEIRS = "#0b6e4f", "#9aa5b1"
 _COLOURS = ("#0b6e4f", "#d1495b", "#edae49", "#00798c", "#66417a", "#8d5a3c", "#9aa5b1", "#30343f")
 _TEXT_SIZE = 9
 
-Axes = Any  # matplotlib publishes types, and not for all of this
+Axes = Any  # matplotlib's types do not cover all calls here
 Document = Mapping[str, Any]
 
 
@@ -57,7 +57,7 @@ def _lines(
 
 
 def _legend(axes: Axes) -> None:
-    """Beside the picture: matplotlib's own search for a free place takes seconds where cores are busy."""
+    """Put the legend beside the picture: matplotlib's search for a free place takes seconds on busy cores."""
     axes.legend(
         fontsize=_TEXT_SIZE - 1,
         frameon=False,
@@ -319,7 +319,7 @@ def _steady(axes: Axes, document: Document) -> None:
 
 
 def _tiers(axes: Axes, document: Document) -> None:
-    """Bandwidth of each tier at its best number of writers, beside the bare device."""
+    """Draw the bandwidth of each tier at its best number of writers, beside the bare device."""
     best: dict[str, tuple[str, list[float]]] = {}
     for name in document["how"]:
         kind = name.partition(",")[0]
@@ -365,7 +365,7 @@ def _recovery(axes: Axes, document: Document) -> None:
 
 
 def _accuracy(axes: Axes, document: Document) -> None:
-    """By epoch: the killed training's points lie on the other's line."""
+    """Draw accuracy by epoch: the killed training's points should lie on the other's line."""
     for name, style, colour in (("undisturbed", "-", _THEIRS), ("killed", ".", _OURS)):
         points = document["curves"][name]
         label = "killed and resumed after each tenth epoch" if name == "killed" else name
@@ -379,7 +379,7 @@ def _accuracy(axes: Axes, document: Document) -> None:
 
 
 def _interrupted(axes: Axes, document: Document) -> None:
-    """Over time: what a kill costs is the way back, and half an epoch."""
+    """Draw accuracy over time: a kill costs the restart and about half an epoch."""
     for name, colour in (("undisturbed", _THEIRS), ("killed", _OURS)):
         accuracies = [100 * point["right"] / point["of"] for point in document["curves"][name]]
         label = "killed and resumed" if name == "killed" else name
@@ -392,7 +392,7 @@ def _interrupted(axes: Axes, document: Document) -> None:
     _legend(axes)
 
 
-# Picture → experiment, title, how.
+# Picture → experiment, title, function that draws it.
 PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
     "makespan": ("makespan", "Makespan of a training (ACUTE fig. 7)", _makespan),
     "pgt": ("table", "Time until a checkpoint is safe (ACUTE fig. 8)", _pgt),
@@ -422,11 +422,7 @@ PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
 
 
 def draw(name: str, document: Document, folder: Path = FOLDER) -> Path:
-    """Draw one picture of `PICTURES`.
-
-    Returns:
-        The file.
-    """
+    """Draw one picture of `PICTURES`; return its file."""
     import matplotlib as mpl
 
     mpl.use("svg")

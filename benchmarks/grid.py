@@ -1,4 +1,4 @@
-"""A table that goes to the terminal and, the same, into the documentation."""
+"""A table for the terminal and for the documentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Grid"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Title, names of the columns, rows of text. The first column is on the left, the others on the right."""
+    """Title, column names, rows of text. The first column is left-aligned, the others right-aligned."""
 
     title: str
     columns: tuple[str, ...]
@@ -23,7 +23,7 @@ class Grid:
                 raise ValueError(f"{self.title}: {len(self.columns)} columns, and a row of {len(row)}: {row}")
 
     def table(self) -> Table:
-        """For the terminal."""
+        """Return the table for the terminal."""
         table = Table(title=self.title, title_justify="left")
         for place, column in enumerate(self.columns):
             table.add_column(column, justify="right" if place else "left")
@@ -32,7 +32,7 @@ class Grid:
         return table
 
     def markdown(self) -> str:
-        """For the documentation."""
+        """Return the table for the documentation."""
 
         def line(cells: tuple[str, ...]) -> str:
             return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,4 +1,4 @@
-"""Orders to the ranks and answers back: JSON lines over one Unix socket.
+"""Carries orders to the ranks and answers back, as JSON lines over one Unix socket.
 
     schedule ── Hub.ask(job, order) ──► Link.orders() in each of its ranks ── Link.answer() ──► list by rank
 
@@ -41,10 +41,10 @@ class _Channel:
 
 
 class Hub:
-    """The orchestrator's side. One thread uses it.
+    """The orchestrator's side; for one thread.
 
     Args:
-        path: Where the socket is made; at most 100 characters.
+        path: The socket to create; at most 100 characters.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,12 +58,10 @@ class Hub:
         """Wait until all `ranks` of `job` have connected.
 
         Args:
-            job: Its name.
-            ranks: How many there are.
-            ended: Tells when the job is over and there is nobody to wait for.
+            ended: Whether the job is over, so that no further rank will connect.
 
         Raises:
-            RuntimeError: They did not, within two minutes or before the job's end.
+            RuntimeError: Some did not connect within two minutes, or before the job's end.
         """
         deadline = time.monotonic() + _CONNECT_SECONDS_MAX
         while len(self._channels.get(job, {})) < ranks:
@@ -96,7 +94,7 @@ class Hub:
         for (
             rank,
             channel,
-        ) in channels:  # all of them, though one may have failed: the others are still answering
+        ) in channels:  # read every answer even if one rank failed: the others still send theirs
             answer = channel.receive()
             if answer is None:
                 answer = {"error": "ended"}
@@ -108,12 +106,12 @@ class Hub:
         return answers
 
     def dismiss(self, job: str) -> None:
-        """The ranks of `job` see the end of the stream, and end."""
+        """Close the streams of `job`'s ranks, which makes them exit."""
         for channel in self._channels.pop(job).values():
             channel.close()
 
     def close(self) -> None:
-        """Ranks that still wait for an order see the end of the stream, and end."""
+        """Close all streams, which makes waiting ranks exit."""
         for channels in self._channels.values():
             for channel in channels.values():
                 channel.close()
@@ -130,7 +128,7 @@ class Hub:
 
 
 class Link:
-    """A rank's side."""
+    """The rank's side."""
 
     def __init__(self, path: Path, *, job: str, rank: int) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -139,7 +137,7 @@ class Link:
         self._channel.send({"job": job, "rank": rank})
 
     def orders(self) -> Iterator[dict[str, Any]]:
-        """Orders as they come; ends when the hub closes."""
+        """Yield orders until the hub closes the stream."""
         while (order := self._channel.receive()) is not None:
             yield order
 
@@ -147,5 +145,5 @@ class Link:
         self._channel.send(message)
 
     def close(self) -> None:
-        """The hub sees that this rank has ended."""
+        """Close the stream, so that the hub sees the end of this rank."""
         self._channel.close()

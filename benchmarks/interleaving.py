@@ -1,10 +1,10 @@
-"""LightCheck's question of fig. 11 (ICCD 2023): tensors in one region, the mapping apart, or each behind its header.
+"""LightCheck's fig. 11 (ICCD 2023): all tensors in one region with a separate mapping, or each behind its header.
 
     apart         │ mapping: written once │ tensor │ tensor │ tensor │ …      each on a cache line
     interleaved   │ header │ tensor │ header │ tensor │ …                     packed, headers written every time
 
-Both lie in a mapping on shared memory and are written by libpmem's copy where it is installed, else by memcpy. An
-interleaved state is read by walking through it: where a tensor lies is known when all before it were passed.
+Both lie in a mapping of shared memory; libpmem's copy writes them where it is installed, else memcpy. An interleaved
+state is read front to back: each header gives the place of the next one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _LINE_BYTES = 64
 
 
 class Layouts:
-    """One state, laid down and read back in both ways.
+    """One state, written and read back in both layouts.
 
     Args:
-        model: As of `benchmarks.workload`.
+        model: See `benchmarks.workload`.
     """
 
     def __init__(self, model: str, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Layouts:
         self._pmem = load_libpmem()
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Seconds of saving and loading, both ways in each round; the first touch of a page is in none."""
+        """Return seconds of saving and loading in both layouts by round; all pages were touched before."""
         copy = ctypes.memmove if self._pmem is None else self._pmem.copy
         apart, interleaved = self._map("apart"), self._map("interleaved")
         ways: dict[str, tuple[Callable[[Any, int], None], Callable[[], None]]] = {

@@ -1,7 +1,7 @@
-"""The jobs of a benchmark, and the certainty that nothing of them is left afterwards.
+"""Starts the jobs of a benchmark, and leaves no process or file of them behind.
 
 job "ranks"    n × benchmarks.rank    : 1 × holdfast stager (which starts the flusher in a session of its own)
-               or torchrun with them, and the stager alone
+               or torchrun with the ranks, and a standing stager
 job "raw_mpi"  n × benchmarks.raw_mpi : 1 × benchmarks.raw_mpi receiver
 """
 
@@ -46,12 +46,12 @@ _KILL_SECONDS_MAX = 5.0
 _RUN_SECONDS_MAX = 300.0
 _LISTEN_SECONDS_MAX = 180.0
 _LOOK_SECONDS = 0.02
-OF_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # torchrun says them itself
+OF_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # torchrun sets these itself
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a benchmark keeps what it writes: all of it is removed at its end."""
+    """Folders of a benchmark, removed at its end."""
 
     scratch: Path
     runtime: Path
@@ -63,20 +63,20 @@ class Folders:
 
 @contextlib.contextmanager
 def folders(parent: Path | None) -> Iterator[Folders]:
-    """Make the folders, and remove them with all they hold.
+    """Make the folders, and remove them with their contents at the end.
 
     Args:
-        parent: Where the peers write; by default the place for temporary files.
+        parent: Where the peers write; by default the folder for temporary files.
 
     Raises:
-        RuntimeError: That is a tmpfs: writing to memory measures nothing that a checkpoint needs.
+        RuntimeError: `parent` is a tmpfs: writes to memory say nothing about a checkpoint on disk.
     """
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=parent)))
         if file_system(scratch) == "tmpfs":
             raise RuntimeError(f"{scratch} is in memory (tmpfs); give --folder a place on a disk")
         (scratch / "store").mkdir()
-        # The ring belongs in memory, and beside no other run's.
+        # In memory, in a folder of this run's own.
         runtime = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm"))
         )
@@ -87,7 +87,7 @@ def folders(parent: Path | None) -> Iterator[Folders]:
 def rank_environment(
     ranks: int, folders: Folders, *, chunk_bytes: int, ring_bytes: int | None
 ) -> dict[str, str]:
-    """The environment of a job: nothing of holdfast's or MPI's from outside, one thread for arithmetic."""
+    """Return the environment of a job: without outside settings of holdfast or MPI, one thread for arithmetic."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -102,8 +102,8 @@ def rank_environment(
         "HOLDFAST_RUNTIME_DIR": str(folders.runtime),
         "HOLDFAST_CHUNK_BYTES": str(chunk_bytes),
         **({} if ring_bytes is None else {"HOLDFAST_RING_BYTES": str(ring_bytes)}),
-        "HOLDFAST_KEEP_LAST": "1",  # retention removes what the other peers remove themselves
-        "HOLDFAST_NICENESS": "10" if ranks <= (os.cpu_count() or 1) else "0",  # as docs/stager.md has it
+        "HOLDFAST_KEEP_LAST": "1",  # retention removes old checkpoints, as the other peers do themselves
+        "HOLDFAST_NICENESS": "10" if ranks <= (os.cpu_count() or 1) else "0",  # as docs/stager.md advises
         "HF_HUB_OFFLINE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -116,11 +116,11 @@ def rank_environment(
 
 
 class Job:
-    """One mpirun. A context manager: at its end it is asked to stop, and killed if it does not.
+    """One mpirun. A context manager: at its end sends SIGTERM, then kills the job if it does not stop.
 
     Args:
         ranks: Number of `trainer` processes.
-        trainer, last: Arguments after the Python interpreter, of those and of the last rank.
+        trainer, last: Arguments after the Python interpreter, for those and for the last rank.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Job:
         self._process = started(command, environment, log)
 
     def find(self, word: str) -> int:
-        """Process id of the rank of this job that has `word` among its arguments."""
+        """Return the process id of the rank that has `word` among its arguments."""
         for process in psutil.Process(self._process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if word in process.cmdline() and "mpirun" not in process.name():
@@ -149,22 +149,22 @@ class Job:
         raise RuntimeError(f"no process of {self.log.stem} has {word!r} on its command line")
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks and all that they have started."""
+        """Process ids of the ranks and all their descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return [process.pid for process in psutil.Process(self._process.pid).children(recursive=True)]
         return []
 
     @property
     def ended(self) -> bool:
-        """Whether mpirun is gone."""
+        """Whether mpirun has exited."""
         return self._process.poll() is not None
 
     def said(self) -> str:
-        """The end of its output."""
+        """Return the end of the job's output."""
         return self.log.read_text(errors="replace")[-4000:]
 
     def end(self) -> int:
-        """Wait for the job to end by itself, as it does when its ranks have no more orders; its exit code."""
+        """Wait for the job to exit, as it does when its ranks get no more orders; return its exit code."""
         try:
             return self._process.wait(_END_SECONDS_MAX)
         except subprocess.TimeoutExpired:
@@ -178,7 +178,7 @@ class Job:
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is not None:
             return
-        # mpirun passes SIGTERM on to its ranks, and leads a group that holds nobody else.
+        # mpirun forwards SIGTERM to its ranks, and is alone in its process group.
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -188,20 +188,20 @@ class Job:
 
 
 class StandingStager:
-    """A stager that stands alone. A context manager: at its end it is asked to stop, and killed if it does not.
+    """A standing stager. A context manager: at its end sends SIGTERM, then kills the stager if it does not stop.
 
     Args:
-        listen: The address that it listens at.
-        inside: What its command begins with, such as `ip netns exec NAME`.
-        key: That of the ranks; empty: a new one.
-        name: Its log's.
+        listen: The address to listen at.
+        inside: Prefix of the stager's command, such as `ip netns exec NAME`.
+        key: The ranks' key; empty: a new one.
+        name: Name of the log.
 
     Attributes:
         address: HOST:PORT.
-        joining: The environment of ranks that have this stager alone.
+        joining: The environment of ranks that join this stager alone.
 
     Raises:
-        RuntimeError: It does not come to listen.
+        RuntimeError: The stager does not start to listen.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class StandingStager:
         self.joining = {"HOLDFAST_STAGER": self.address, **secret}
 
     def end(self) -> None:
-        """Have it write what is staged, and end."""
+        """Let the stager write the staged checkpoints, and exit."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 self.process.send_signal(number)
@@ -242,7 +242,7 @@ class StandingStager:
 
 
 class TorchrunJob(Job):
-    """One torchrun, and a stager that stands alone beside it. Arguments as of `Job`; `inside` as of that stager."""
+    """One torchrun with a standing stager. Arguments as of `Job`; `inside` as of `StandingStager`."""
 
     def __init__(
         self,
@@ -260,15 +260,13 @@ class TorchrunJob(Job):
         self._launch(torchrun_line(ranks, trainer), {**kept, **self._stager.joining}, folder / f"{name}.log")
 
     def find(self, word: str) -> int:
-        """As `Job`."""
         return self._stager.process.pid if word == "stager" else super().find(word)
 
     def pids(self) -> list[int]:
-        """As `Job`."""
         return [self._stager.process.pid, *super().pids()]
 
     def end(self) -> int:
-        """As `Job`; the stager ends after it."""
+        """As `Job.end`; the stager ends after torchrun."""
         code = super().end()
         self._stager.end()
         return code
@@ -279,13 +277,13 @@ class TorchrunJob(Job):
 
 
 def torchrun_line(ranks: int, trainer: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """Starts this many ranks on this machine; `trainer`: arguments after the Python interpreter."""
+    """Return the torchrun command for `ranks` on this machine; `trainer`: arguments after the interpreter."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*line, "--max-restarts", str(restarts), *trainer]
 
 
 def started(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A process that leads a session of its own; what it says goes to `log`."""
+    """Start a process in a session of its own, with its output in `log`."""
     with log.open("wb") as output:
         return subprocess.Popen(
             list(command),
@@ -298,10 +296,10 @@ def started(command: Sequence[str], environment: Mapping[str, str], log: Path) -
 
 
 def flusher_pids(runtime: Path) -> list[int]:
-    """Process ids of the flushers whose rings lie under `runtime`: one for each stager, the first one's first.
+    """Return the process ids of the flushers with rings under `runtime`, in the order of their stagers.
 
     Raises:
-        RuntimeError: No flusher runs there.
+        RuntimeError: No flusher has a ring there.
     """
     found = [int(file.read_text().split()[0]) for file in sorted(runtime.glob("*/flusher.pid"))]
     if not found:
@@ -310,7 +308,7 @@ def flusher_pids(runtime: Path) -> list[int]:
 
 
 def _end_flushers(runtime: Path) -> None:
-    """End what a failed benchmark left: a flusher outlives its job, which is its purpose."""
+    """End the flushers that a failed benchmark left: a flusher outlives its job on purpose."""
     with contextlib.suppress(RuntimeError):
         for pid in flusher_pids(runtime):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -319,7 +317,7 @@ def _end_flushers(runtime: Path) -> None:
 
 def _end_flusher(process: psutil.Process, runtime: Path) -> None:
     if str(runtime) not in process.cmdline():
-        return  # a pid that was used again
+        return  # the pid belongs to another process by now
     process.terminate()
     try:
         process.wait(_KILL_SECONDS_MAX)
@@ -328,10 +326,10 @@ def _end_flusher(process: psutil.Process, runtime: Path) -> None:
 
 
 def end_process(pid: int) -> bool:
-    """Wait for the end of process `pid` (not our child), and kill it if it does not come.
+    """Wait for process `pid` (not our child) to exit, and kill it if it does not.
 
     Returns:
-        Whether it ended by itself.
+        Whether the process ended by itself.
     """
     try:
         process = psutil.Process(pid)
@@ -345,10 +343,10 @@ def end_process(pid: int) -> bool:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    """Run an MPI job to its end; killed with all its ranks if it takes five minutes.
+    """Run an MPI job to its end; kill it with all its ranks after five minutes.
 
     Raises:
-        RuntimeError: It failed, or was killed; the message holds the end of its output.
+        RuntimeError: The job failed or was killed; the message holds the end of its output.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(

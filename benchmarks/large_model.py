@@ -1,5 +1,5 @@
-"""A model of 70 billion parameters in AdamW, on 512 ranks that are not there: FSDP over 64, each with 8-way tensor
-parallelism. Its table of tensors goes through the real agreement, and its image is laid out as for a real job.
+"""A model of 70 billion parameters with AdamW on 512 simulated ranks: FSDP over 64, each with 8-way tensor
+parallelism. Its tensor table goes through the real agreement, and its image is laid out as for a real job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 def tensors() -> Iterator[tuple[str, tuple[int, ...], int | None]]:
-    """Name, shape, and the dimension that tensor parallelism cuts."""
+    """Yield each tensor's name, shape, and the dimension that tensor parallelism splits."""
     yield "embed", (_WORDS, _WIDTH), 1
     for layer in range(_LAYERS):
         yield f"{layer}.q", (_WIDTH, _WIDTH), 0
@@ -39,7 +39,7 @@ def tensors() -> Iterator[tuple[str, tuple[int, ...], int | None]]:
 
 
 def _region_of(shape: tuple[int, ...], part_dimension: int | None, rank: int) -> Region:
-    """What a rank holds: its part of the tensor, and of that its rows."""
+    """Return a rank's region: its rows (FSDP) of its part (tensor parallelism) of the tensor."""
     shard, part = divmod(rank, PARTS)
     start, size = [0] * len(shape), [*shape]
     if part_dimension is not None:
@@ -53,10 +53,10 @@ def _region_of(shape: tuple[int, ...], part_dimension: int | None, rank: int) ->
 
 
 def agreed() -> tuple[Proposal, Agreement]:
-    """What the first rank proposes, and what all agree on.
+    """Return rank 0's proposal, and the ranks' agreement.
 
     Raises:
-        ValueError: They do not agree.
+        ValueError: The ranks do not agree.
     """
     rows, specs = [], []
     for kind, dtype, item_bytes in (("model", "bfloat16", 2), ("m", "float32", 4), ("v", "float32", 4)):
@@ -77,7 +77,7 @@ def agreed() -> tuple[Proposal, Agreement]:
 
 
 def layout_of(answer: Agreement) -> Layout:
-    """The image in chunks of 16 MiB, with room for what a file has at its two ends."""
+    """Lay the image out in chunks of 16 MiB, with room for the file's header and directory."""
     offset, entries = 1 << 20, []
     for row, number in answer.split_rows:
         nbytes = answer.patterns[number].nbytes

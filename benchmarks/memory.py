@@ -1,7 +1,7 @@
-"""Bytes and CPU of processes, read from the kernel.
+"""Memory and CPU time of processes, read from the kernel.
 
-RSS counts every resident page, also those of memory shared with others. USS counts what one process alone
-has, so the ring, which stager and flusher both map, is in neither one's USS and is stated once beside them.
+RSS counts every resident page, shared ones included. USS counts only a process's own pages: the ring, which stager and
+flusher both map, is in neither one's USS, so tables state it once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Footprint:
 
 
 def footprint(pid: int) -> Footprint:
-    """Memory of process `pid` now."""
+    """Return the memory of process `pid` now."""
     information = psutil.Process(pid).memory_full_info()
     return Footprint(information.rss, information.uss)
 
 
 def resident_bytes(*, children: bool = True) -> int:
-    """RSS of this process, plus what its child processes alone have: a writer process counts too."""
+    """RSS of this process plus the USS of its child processes: a writer process counts too."""
     me = psutil.Process()
     total = int(me.memory_info().rss)
     if children:
@@ -40,7 +40,7 @@ def resident_bytes(*, children: bool = True) -> int:
 
 
 def reset_peak() -> bool:
-    """Let the kernel forget this process's peak RSS; False where it does not allow that."""
+    """Reset the kernel's record of this process's peak RSS; False where the kernel does not allow that."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -49,7 +49,7 @@ def reset_peak() -> bool:
 
 
 def peak_bytes(pid: int | None = None) -> int:
-    """Peak RSS of this process since `reset_peak`, or of process `pid` since it began."""
+    """Peak RSS of this process since `reset_peak`, or of process `pid` since its start."""
     for line in Path(f"/proc/{pid or 'self'}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -57,7 +57,7 @@ def peak_bytes(pid: int | None = None) -> int:
 
 
 def idle_cpu_percent(pids: Mapping[str, int], seconds: float) -> dict[str, float]:
-    """CPU time of each process over `seconds` in which nobody gives it work, in percent of one core."""
+    """CPU time of each process over `seconds` without work, in percent of one core."""
 
     def used(pid: int) -> float:
         times = psutil.Process(pid).cpu_times()

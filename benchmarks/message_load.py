@@ -21,10 +21,10 @@ class MessageLoad:
 
     Attributes:
         slice_bytes: Bytes that one rank sends, and the size of each of its staging areas.
-        frames_max: Most frames of all ranks together. A chunk comes as one frame from each rank with bytes in it; a
-            rank shares at most its first and its last chunk with others, unless values have an owner.
-        control_messages_max: Most messages to and from the stager when no step is declined and no part is repeated.
-        part_bytes_min: Smallest size of a part in S3 for such a file, in whole chunks.
+        frames_max: Most frames of all ranks together. Each rank with bytes in a chunk sends one frame for it; a rank
+            shares at most its first and last chunk with others, unless values have an owner.
+        control_messages_max: Most messages to and from the stager if it declines no step and no rank resends a part.
+        part_bytes_min: Smallest part size in S3 for such a file, in whole chunks.
     """
 
     slice_bytes: int
@@ -48,5 +48,5 @@ class MessageLoad:
 
     @staticmethod
     def control_messages(ranks: int, frames: int) -> int:
-        """Largest number of messages to and from the stager for this number of frames of all ranks."""
+        """Largest number of messages to and from the stager for `frames` of all ranks."""
         return _MESSAGES_PER_RANK * ranks + _MESSAGES_PER_FRAME * frames

@@ -1,6 +1,6 @@
-"""Shapes of ten models' parameters and buffers, from their papers' tables: what a checkpoint of each has to hold.
+"""Shapes of ten models' parameters and buffers, from their papers' tables: the contents of their checkpoints.
 
-The models themselves are not needed: nothing is computed with them. `parameters_of` gives the published counts.
+Nothing computes with these models, so shapes suffice. `parameters_of` gives the published counts.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from typing import Literal
 __all__ = ["SHAPED_MODELS", "Shaped", "is_transformer", "parameters_of", "shapes_of"]
 
 _CLASSES = 1000
-Shaped = tuple[
-    Literal["parameter", "buffer"], tuple[int, ...]
-]  # a buffer is of a batch norm: its running figures
+Shaped = tuple[Literal["parameter", "buffer"], tuple[int, ...]]  # buffers: running statistics of batch norms
 
 
 def shapes_of(model: str) -> list[Shaped]:
-    """In the order of the model's state dict. `model`: one of `SHAPED_MODELS`."""
+    """Return the shapes in the order of the model's state dict. `model`: one of `SHAPED_MODELS`."""
     return list(SHAPED_MODELS[model]())
 
 
 def parameters_of(model: str) -> int:
-    """How many numbers are trained."""
+    """Return the number of trained parameters."""
     return sum(math.prod(shape) for kind, shape in shapes_of(model) if kind == "parameter")
 
 
 def is_transformer(model: str) -> bool:
-    """Whether it is trained with AdamW, which has two moments; the others have SGD's one."""
+    """Whether the model is trained with AdamW, which has two moments; the others use SGD with one."""
     return model.startswith(("bert", "gpt"))
 
 
@@ -39,7 +37,7 @@ def _linear(inputs: int, outputs: int) -> Iterator[Shaped]:
 
 
 def _norm(width: int) -> Iterator[Shaped]:
-    """A layer norm, or what is trained of a batch norm."""
+    """A layer norm, or the trained part of a batch norm."""
     yield "parameter", (width,)
     yield "parameter", (width,)
 
@@ -96,14 +94,14 @@ def _densenet(depths: tuple[int, ...], growth: int = 32) -> Iterator[Shaped]:
             yield from _conv(width, 4 * growth, 1)
             yield "parameter", (growth, 4 * growth, 3, 3)
             width += growth
-        yield from _batch_norm(width)  # of the transition, or the last one
+        yield from _batch_norm(width)  # the transition's, or the final one
         if stage + 1 < len(depths):
             yield "parameter", (width // 2, width, 1, 1)
             width //= 2
     yield from _linear(width, _CLASSES)
 
 
-# Expansion, side of the kernel, width, depth of each stage.
+# Each stage's expansion, kernel side, width, depth.
 _STAGES = (
     (1, 3, 16, 1),
     (6, 3, 24, 2),
@@ -125,7 +123,7 @@ def _efficientnet(wider: float, deeper: float) -> Iterator[Shaped]:
             inner = inputs * expansion
             if expansion > 1:
                 yield from _conv(inputs, inner, 1)
-            yield from _conv(1, inner, side)  # by channel
+            yield from _conv(1, inner, side)  # depthwise
             squeezed = inputs // 4
             yield from (("parameter", (squeezed, inner, 1, 1)), ("parameter", (squeezed,)))
             yield from (("parameter", (inner, squeezed, 1, 1)), ("parameter", (inner,)))
@@ -136,7 +134,7 @@ def _efficientnet(wider: float, deeper: float) -> Iterator[Shaped]:
 
 
 def _of_eight(width: float) -> int:
-    """The nearest multiple of eight, not below nine tenths."""
+    """Round to a multiple of eight, at least nine tenths of `width`."""
     rounded = max(8, int(width + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * width else rounded + 8
 
@@ -157,7 +155,7 @@ def _bert(width: int, depth: int) -> Iterator[Shaped]:
 
 
 def _gpt2(width: int = 768, depth: int = 12) -> Iterator[Shaped]:
-    """Radford et al., 2019: the small one; the output shares the embedding."""
+    """Radford et al., 2019, by default the small model; the output layer shares the embedding."""
     for rows in (50257, 1024):
         yield "parameter", (rows, width)
     for _ in range(depth):
@@ -170,7 +168,7 @@ def _gpt2(width: int = 768, depth: int = 12) -> Iterator[Shaped]:
     yield from _norm(width)
 
 
-# From small to large states.
+# From the smallest state to the largest.
 SHAPED_MODELS: Mapping[str, Callable[[], Iterator[Shaped]]] = {
     "efficientnet-b0": lambda: _efficientnet(1.0, 1.0),
     "densenet121": lambda: _densenet((6, 12, 24, 16)),

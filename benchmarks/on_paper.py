@@ -1,13 +1,13 @@
-"""Tables of docs/scaling.md, computed by scale.py and message_load.py: `python -m benchmarks.on_paper` fills them in.
+"""Fills in the tables of docs/scaling.md, computed by scale.py and message_load.py: `python -m benchmarks.on_paper`.
 
-<!-- computed: load -->    what one checkpoint is made of, by ranks and size
-<!-- computed: split -->   the same of a state that is split among the ranks, by the layout itself
-<!-- computed: stagers --> how many of a machine take a terabyte, by minutes between checkpoints
-<!-- computed: intervals --> how many take 1.1 TB of 512 ranks, by what was measured of one, and their prices
-<!-- computed: constants --> what was measured of one, with its source
-<!-- computed: rings -->   how long a terabyte takes into rings of several sizes
-<!-- computed: against --> the same rules beside what was measured, from docs/figures/data
-<!-- computed: machines --> the machines, and where their figures come from
+<!-- computed: load -->    messages, chunks and bytes of one checkpoint, by ranks and size
+<!-- computed: split -->   the same for a state that is split among the ranks, from the layout itself
+<!-- computed: stagers --> number of stagers for a terabyte, by machine and minutes between checkpoints
+<!-- computed: intervals --> number of stagers for 1.1 TB of 512 ranks, by one stager's constants, and their prices
+<!-- computed: constants --> one stager's measured constants, with their sources
+<!-- computed: rings -->   time to stage a terabyte into rings of several sizes
+<!-- computed: against --> the same rules beside measured figures from docs/figures/data
+<!-- computed: machines --> the machines, and the sources of their figures
 … <!-- end -->
 """
 
@@ -55,9 +55,9 @@ _STORE_RATES = (float("inf"), 5e9)
 _RINGS_GIB = (1, 16, 100)
 _LARGE_BYTES = 1_100_000_000_000
 _INTERVALS = {"30 s": 30, "1 min": 60, "2 min": 120, "5 min": 300, "10 min": 600}
-# With 2 ranks; the session takes the same for a frame of 512 ranks.
+# With 2 ranks; a frame costs the session the same with 512 ranks.
 _FRAME_SECONDS, _FRAME_SOURCE = 0.12e-3, "measured at 1f3d5c6"
-_CONNECTIONS = 128  # the most that the setting `writers` admits
+_CONNECTIONS = 128  # largest value of the setting `writers`
 _CONNECTION_RATE = 100e6
 _DOLLARS = {
     "c7gn.4xlarge": 0.9984,
@@ -71,7 +71,7 @@ _DOLLARS_SOURCE = (
 
 
 def filled(text: str) -> str:
-    """The page with everything between markers made again.
+    """Return the page with the text between markers computed again.
 
     Raises:
         ValueError: A marker names no table.
@@ -122,7 +122,7 @@ def _load() -> Grid:
 
 @functools.cache
 def _large() -> tuple[Layout, list[int]]:
-    """The image of the model of 70 B parameters, and how many frames come into each chunk."""
+    """Return the image of the model of 70 B parameters, and the number of frames for each chunk."""
     layout = layout_of(agreed()[1])
     return layout, [len(layout.senders(chunk)) for chunk in range(layout.chunks)]
 
@@ -169,7 +169,7 @@ def _stagers() -> Grid:
 class _Constants(NamedTuple):
     """One stager's constants; beside each value its source."""
 
-    receiving_seconds: tuple[float, str]  # of a byte
+    receiving_seconds: tuple[float, str]  # for a byte
     frame_seconds: tuple[float, str]
     frame_bytes: float
     commit_seconds: tuple[float, str]
@@ -267,7 +267,7 @@ def _rings() -> Grid:
 
 
 def _against() -> Grid:
-    """Counts and bytes by `MessageLoad`; seconds by `staged_seconds`, from the rates at the largest ring."""
+    """Compare counts and bytes of `MessageLoad`, and seconds of `staged_seconds` at the largest ring's rates."""
     scaling, slices, rings = (_measured(name) for name in ("scaling", "slices", "rings"))
     rows = []
     for cell in scaling["cells"]:

@@ -1,4 +1,4 @@
-"""A training run whose interval is the checkpointer's own (`every="auto"`), or a fixed one, or none.
+"""A training run whose interval the checkpointer chooses (`every="auto"`), or that has a fixed one, or saves never.
 
 Each iteration: compute ─► ranks meet ─► optimizer step ─► step() or save()
 """
@@ -22,7 +22,7 @@ _DONE_SECONDS_MAX = 300.0
 
 @dataclass(frozen=True)
 class Paced:
-    """A run as one rank saw it: how long each iteration took, and at which of them it saved."""
+    """A run as one rank saw it: seconds of each iteration, and the iterations that saved."""
 
     iteration_seconds: list[float]
     saved: list[int]
@@ -44,7 +44,7 @@ def pace(
     """Train, and wait until the last checkpoint is durable.
 
     Args:
-        every: `AUTO`, `NEVER`, or this many iterations.
+        every: `AUTO`, `NEVER`, or a number of iterations.
 
     Raises:
         TimeoutError: The last checkpoint was not durable within five minutes.

@@ -1,9 +1,9 @@
-"""Another way to checkpoint in a job that is killed and started again: where its newest complete save is, and restore.
+"""Saves by another way to checkpoint in a job that is killed and restarted, and restores the newest complete save.
 
     attempt n: peer-n/ ─ saves in two places in turn ─ complete ─► newest.json (renamed: old or new, never half)
-    attempt n + 1: newest.json ─► every rank loads it ─► peer-(n + 1)/; what the others left is removed
+    attempt n + 1: newest.json ─► every rank loads that save ─► peer-(n + 1)/; other leftovers are removed
 
-An attempt never writes where the newest complete save is, so a kill at any moment leaves one.
+An attempt never overwrites the newest complete save, so a kill at any moment leaves one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _LOOK_SECONDS = 0.001
 
 
 class PeerRestart:
-    """Saves every `every` steps by `torch.save+fsync` or `dcp-thread`. Every rank has one; training thread.
+    """Saves every `every` steps by `torch.save+fsync` or `dcp-thread`. Every rank has one; for the training thread.
 
-    Rank 0 writes how long each save took to `SAVES` in `out`: until it was complete, as seen once in an iteration.
+    Rank 0 appends the seconds until each save was complete to `SAVES` in `out`; it looks once in an iteration.
     """
 
     def __init__(self, name: str, workload: Workload, out: Path, attempt: int, every: int) -> None:
@@ -49,10 +49,10 @@ class PeerRestart:
             self._peer = AsyncSave(workload, self._folder, self._rank, process=False)
         else:
             raise ValueError(f"--peer {name}: expected torch.save+fsync or dcp-thread")
-        self._open: tuple[int, float] | None = None  # the step that is being saved, and since when
+        self._open: tuple[int, float] | None = None  # step of the save in flight, and when it began
 
     def restore(self) -> int:
-        """Load the newest complete save. Collective. Returns the step to go on with; 0 without one."""
+        """Load the newest complete save. Collective. Return the step to continue with, 0 without a save."""
         path = self._out / _NEWEST
         if not path.exists():
             return 0
@@ -78,12 +78,12 @@ class PeerRestart:
         self._peer.before_update()
 
     def step(self, step: int) -> None:
-        """Step `step` is done: note a save that is complete, and begin the next where it is time."""
+        """Call after step `step`: record a save that is complete, and begin the next if it is due."""
         if self._open is not None and self._peer.done():
             self._complete()
         if (step + 1) % self._every:
             return
-        while self._open is not None:  # before the place of the newest complete one is written to
+        while self._open is not None:  # before the next save overwrites the older place
             if self._peer.done():
                 self._complete()
             else:

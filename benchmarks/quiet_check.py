@@ -1,11 +1,11 @@
-"""`python -m benchmarks.quiet_check`: what it costs to show that nothing changes a state behind the gate's back.
+"""`python -m benchmarks.quiet_check`: the cost of checking that nothing changes the state behind the gate's back.
 
 GPT-2 with AdamW in host memory (1.5 GB), two ranks and a stager, a save every five iterations; the same training in
 four ways, one after the other in each round:
 
-    no saves     what an iteration takes by itself
-    undrawn      the gate alone: the first saves are compared with the live state, and none later
-    default      as it is: in addition to these about one save in 50, drawn by its step
+    no saves     the iteration alone
+    undrawn      the gate alone: only the first saves are compared with the live state
+    default      also compares about one save in 50, drawn by its step
     inside       copy="inside": each save() returns when its copy is done
 """
 
@@ -33,7 +33,7 @@ _DEVICE_SECONDS = 0.3  # the host waits for its device
 
 
 def _train(way: str, out: Path) -> None:
-    """One rank."""
+    """Run one rank."""
     import torch
 
     from benchmarks.workload import Workload
@@ -77,7 +77,7 @@ def _cpu_seconds() -> float:
 
 
 def _run(way: str, place: Folders, number: int) -> dict[str, Any]:
-    """One job; its slower rank."""
+    """Run one job; return the figures of its slower rank."""
     out = place.scratch / f"out-{number}"
     out.mkdir()
     line = [
@@ -115,7 +115,7 @@ def _run(way: str, place: Folders, number: int) -> dict[str, Any]:
 
 def _row(way: str, rounds: Sequence[dict[str, Any]]) -> str:
     iterations = sorted(one for found in rounds for one in found["iterations"])
-    # What a save costs is in its own iteration and in the update of the next one, which may wait for the copy.
+    # A save costs time in its own iteration, and in the next update, which may wait for the copy.
     pairs = [a + b for found in rounds for a, b in zip(found["stalls"], found["after"], strict=False)]
     compared = sum(found["compared"] for found in rounds)
     compare_seconds = sum(found["compare_seconds"] for found in rounds)

@@ -1,22 +1,21 @@
-"""One training rank of the job that is measured: builds the workload once, then does what the hub orders.
+"""One training rank of the measured job: builds the workload once, then carries out the hub's orders.
 
     {"do": "prepare", "peer": P}            make the peer, as its users would
     {"do": "save", "peer": P, "step": S}    one checkpoint, timed                                   → Sample
     {"do": "train", "peer": P, …}           a run that saves every K iterations; P may be "none"    → Run
-    {"do": "pace", …}                       the same by holdfast, whose interval may be its own          → Paced
-    {"do": "verify", "peer": P}             load what lies in storage, and compare
-    {"do": "clean", "peer": P}              remove what it left
-    {"do": "collect"}                       free what nobody refers to any more
-    {"do": "drop", "peer": P}               end it, and give its buffers back
-    {"do": "restore", "how": H, …}          bring it back into zeroed tensors, timed, and compare
-    {"do": "compare", "source": S}          the state with what is in a file of torch.save
-    {"do": "gate", "coarse": B}             holdfast's gate: for the whole copy instead of layer by layer
-    {"do": "update", "seconds": U}          an update that takes so long, and leaves the CPU idle
-    {"do": "reset_peak"}, {"do": "memory"}  resident bytes now and at most since the reset
+    {"do": "pace", …}                       the same by holdfast, which may choose the interval          → Paced
+    {"do": "verify", "peer": P}             load the checkpoint from storage, and compare it with the state
+    {"do": "clean", "peer": P}              remove the peer's files
+    {"do": "collect"}                       collect garbage, and return free memory to the system
+    {"do": "drop", "peer": P}               end the peer, and free its buffers
+    {"do": "restore", "how": H, …}          restore into zeroed tensors, timed, and compare
+    {"do": "compare", "source": S}          compare the state with a file of torch.save
+    {"do": "gate", "coarse": B}             make holdfast's gate wait for the whole copy, or layer by layer again
+    {"do": "update", "seconds": U}          make an update take U seconds, and leave the CPU idle
+    {"do": "reset_peak"}, {"do": "memory"}  resident bytes, now and the peak since the reset
     {"do": "close"}                         end all peers
 
-Nothing is imported at the top that starts MPI or takes memory: DCP's writer process imports this module
-again.
+The top of this module imports nothing that starts MPI or takes memory: DCP's writer process imports it, too.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = ["force_gate", "main"]
 
 
 class _Rank:
-    """Also the place that peers are made from."""
+    """State of this rank, and the `Place` of its peers."""
 
     def __init__(self, arguments: argparse.Namespace, rank: int, ranks: int) -> None:
         import torch
@@ -48,7 +47,7 @@ class _Rank:
 
         from benchmarks.workload import Workload, is_bare, is_sharded
 
-        torch.set_num_threads(1)  # two ranks, two cores
+        torch.set_num_threads(1)  # two ranks share two cores
         self.rank, self.ranks = rank, ranks
         self.folder: Path = arguments.folder
         self.store: str = arguments.store
@@ -56,11 +55,11 @@ class _Rank:
         self._operations_per_second = 0.0
         if ranks > 1:
             dist.init_process_group("gloo")  # address, rank and size come from the environment
-            # A group of its own: the background threads of DCP talk in the default one.
+            # A separate group: DCP's background threads use the default one.
             self._meeting = dist.new_group(backend="gloo")
             self._token = torch.zeros(1)
         if is_bare(arguments.model):
-            # 32 of these start on two cores; half of a rank's start-up is a compiler that it has no use for.
+            # 32 ranks start on two cores; half of a rank's start would be a compiler that it does not need.
             from tests.support.no_compiler import do_without_compiler
 
             do_without_compiler()
@@ -73,14 +72,14 @@ class _Rank:
             self.workload = Workload(arguments.model)
 
     def meet(self) -> None:
-        """Wait for all ranks."""
+        """Wait at a barrier of all ranks."""
         if self.ranks > 1:
             import torch.distributed as dist
 
             dist.all_reduce(self._token, group=self._meeting)
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do one order and return its answer."""
+        """Carry out one order and return its answer."""
         action: Callable[[dict[str, Any]], dict[str, Any]] | None = getattr(self, f"_do_{order['do']}", None)
         if action is None:
             raise ValueError(f"no such order: {order['do']!r}")
@@ -177,7 +176,7 @@ class _Rank:
         return {}
 
     def _do_collect(self, _: dict[str, Any]) -> dict[str, Any]:
-        gc.collect()  # a search through all objects takes a quarter of a second of whoever sets it off
+        gc.collect()  # a full collection takes a quarter of a second of the peer that triggers it
         return {}
 
     def _do_drop(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +184,7 @@ class _Rank:
 
         self._peers.pop(order["peer"]).close()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps would be missing for the next peer
+        ctypes.CDLL(None).malloc_trim(0)  # the next peer needs the memory that glibc would keep
         return {}
 
     def _do_gate(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +220,7 @@ class _Rank:
 
 
 def force_gate(*, coarse: bool) -> None:
-    """Let holdfast's gate in this process hold every update for the whole copy, or layer by layer again."""
+    """Make holdfast's gate in this process wait for the whole copy, or layer by layer again."""
     from trainer_side.save import gate, split_step
 
     assert hasattr(gate, "split_step"), "the gate no longer calls `split_step`: force it in another way"
@@ -229,18 +228,18 @@ def force_gate(*, coarse: bool) -> None:
 
 
 def _whole_step(optimizer: Any, _: Any, *, held: Any, wait_for_more: Any) -> None:
-    """In the place of `split_step`: nothing before all of it."""
+    """Replace `split_step`: update nothing until every parameter is copied."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     while any(map(held, parameters)):
         wait_for_more()
 
 
 def void(_: object) -> None:
-    """What a computation has computed is of no interest."""
+    """Discard the result of a computation."""
 
 
 def main() -> None:
-    """Entry point of a rank."""
+    """Run a rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--hub", type=Path, required=True)
     parser.add_argument("--model", required=True)
@@ -248,7 +247,7 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])  # torchrun sets the latter
-    os.environ["RANK"] = str(rank)  # torch.distributed takes its place from these; WORLD_SIZE is set for all
+    os.environ["RANK"] = str(rank)  # torch.distributed reads it; WORLD_SIZE is set for all
     link = Link(arguments.hub, job="ranks", rank=rank)
     obedient = _Rank(arguments, rank, int(os.environ["WORLD_SIZE"]))
     for order in link.orders():

@@ -1,7 +1,6 @@
-"""What the disk can do: the bytes of one image written with O_DIRECT from touched memory, then synced.
+"""Bare disk: writes the bytes of one image with O_DIRECT from touched memory, then syncs.
 
-The file is preallocated, and written in pieces of one chunk by one or two threads; the caller takes the
-better.
+The file is preallocated, and one or two threads write it chunk by chunk; the caller takes the better.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ _SOURCE_BYTES_MAX = 512 * 1024 * 1024
 
 @contextlib.contextmanager
 def direct_file(path: Path, nbytes: int, *, anew: bool = True) -> Iterator[int]:
-    """A preallocated file to write past the page cache, in whole pages; synced, and cut to its size, at the end.
+    """Open a preallocated file for O_DIRECT writes in whole pages; at the end, truncate it to `nbytes` and sync.
 
     Args:
-        path: The file.
-        nbytes: Its size.
-        anew: Whether what is there is thrown away first.
+        anew: Whether to empty an existing file first.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC | (os.O_TRUNC if anew else 0)
     fd = os.open(path, flags, 0o600)
@@ -42,12 +39,12 @@ def direct_file(path: Path, nbytes: int, *, anew: bool = True) -> Iterator[int]:
 
 
 def whole_pages(nbytes: int) -> int:
-    """What O_DIRECT writes for this many bytes."""
+    """Round up to the whole pages that O_DIRECT writes."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class DirectWriter:
-    """Writes an image's bytes again and again from one buffer.
+    """Writes an image's bytes repeatedly from one buffer.
 
     Args:
         folder: Where the file is written; not a tmpfs.
@@ -64,7 +61,7 @@ class DirectWriter:
             self._memory[slot * chunk_bytes : (slot + 1) * chunk_bytes] = tile
 
     def write(self, threads: int, *, anew: bool = True) -> float:
-        """Write and sync a new file, and remove it; or, with `anew` False, write over the file of the last such call.
+        """Write and sync a new file, then remove it; or overwrite and sync the file of the previous such call.
 
         Returns:
             Seconds from open to the return of fsync.
@@ -96,19 +93,18 @@ class DirectWriter:
                 self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give back the buffer, and the file if one is left."""
+        """Free the buffer, and remove the file if one is left."""
         self._memory.release()
         for path in (self._path, self._old):
             path.unlink(missing_ok=True)
 
 
 def read_direct(path: Path, chunk_bytes: int, threads: int) -> float:
-    """Read a file past the page cache into touched memory, and forget it: what a restore could be at best.
+    """Read a file past the page cache into touched memory, and discard the bytes: the lower bound of a restore.
 
     Args:
-        path: The file.
         chunk_bytes: Size of one read; a multiple of 4096.
-        threads: How many read at once.
+        threads: Number of concurrent readers.
 
     Returns:
         Seconds from open to the last byte.

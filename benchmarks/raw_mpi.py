@@ -1,4 +1,4 @@
-"""What MPI can do: the bytes of one image from as many ranks to one receiver, in messages of a chunk.
+"""Bare MPI: sends the bytes of one image from as many ranks to one receiver, in messages of a chunk.
 
     mpirun -n 2 python -m benchmarks.raw_mpi sender … : -n 1 python -m benchmarks.raw_mpi receiver …
 
@@ -6,9 +6,9 @@
     pipeline   tensors ─ copy ─► touched memory ─► MPI ─► touched memory ─ O_DIRECT, two threads ─► the file of the call
                                                                                               before, synced
 
-The pipeline is the way of a checkpoint's bytes with nothing else on it: what copy, transfer and write take
-together on these cores, whoever does them. No protocol, no credits, no CRCs: huge pages on both sides, receives posted
-before anything is sent, completion polled with short sleeps as all processes share the cores.
+The pipeline takes a checkpoint's bytes the whole way with nothing else: the time that copy, transfer and write need
+together on these cores. No protocol, no credits, no CRCs: huge pages on both sides, receives posted before the sends,
+completion polled with short sleeps as all processes share the cores.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _POLL_SECONDS = 0.00005
 _WRITERS = 2
 _TENSOR_BYTES_MAX = 512 << 20  # far more than a cache holds
 
-_Under = dict[int, tuple[int, Any]]  # by slot: the chunk, and its request
+_Under = dict[int, tuple[int, Any]]  # in flight, by slot: chunk and request
 
 
 class _Memory:
-    """Slots of one chunk each, shared and touched: the first touch of fresh pages is many times slower."""
+    """Slots of one chunk each, in shared memory and touched: a first touch of fresh pages is many times slower."""
 
     def __init__(self, slots: int, chunk_bytes: int) -> None:
         import numpy as np
@@ -47,16 +47,16 @@ class _Memory:
         self.array[:] = 1
 
     def part(self, slot: int, nbytes: int) -> Any:
-        """The first bytes of a slot."""
+        """Return the first `nbytes` of a slot."""
         return self.array[slot * self._chunk_bytes : slot * self._chunk_bytes + nbytes]
 
     def address(self, slot: int) -> int:
-        """Where a slot begins."""
+        """Return the address of a slot."""
         return int(self.array.ctypes.data) + slot * self._chunk_bytes
 
 
 class _Image:
-    """Which bytes of the image each sender has, in chunks."""
+    """The image's chunks by sender."""
 
     def __init__(self, nbytes: int, chunk_bytes: int, senders: int) -> None:
         self.nbytes, self.chunk_bytes = nbytes, chunk_bytes
@@ -70,7 +70,7 @@ class _Image:
         return min(self.chunk_bytes, self.nbytes - chunk * self.chunk_bytes)
 
     def in_turn(self) -> list[tuple[int, int]]:
-        """Sender and chunk, round robin, so that all senders have receives waiting."""
+        """List (sender, chunk) round robin, so that every sender finds posted receives."""
         return [
             (rank, chunk)
             for turn in range(max(map(len, self.slices)))
@@ -86,14 +86,14 @@ def _exchange(
     arrived: Callable[[int, int], bool] = lambda _slot, _chunk: True,
     freed: Callable[[], list[int]] = list,
 ) -> None:
-    """Post each (peer, chunk) of `order` as slots get free, until all are through.
+    """Post each (peer, chunk) of `order` as slots become free, until all are complete.
 
     Args:
-        order: What is sent, or received.
-        slots: How many may be under way.
-        post: (slot, peer, chunk) to the request.
-        arrived: (slot, chunk): it is through; whether its slot is free again.
-        freed: Slots that have become free by now, of those that were not.
+        order: The chunks to send or receive.
+        slots: Most requests in flight.
+        post: Takes (slot, peer, chunk), returns the request.
+        arrived: Called with (slot, chunk) on completion; returns whether the slot is free again.
+        freed: Returns the slots freed since, of those that `arrived` kept.
     """
     free = list(range(slots))
     under_way: _Under = {}
@@ -111,7 +111,7 @@ def _exchange(
 
 
 def _send(world: Any, image: _Image, memory: _Memory, tensors: _Memory | None) -> None:
-    """Send this rank's chunks; with `tensors` each is copied from there first."""
+    """Send this rank's chunks; with `tensors`, copy each from there first."""
     receiver = world.Get_size() - 1
 
     def post(slot: int, peer: int, chunk: int) -> Any:
@@ -124,7 +124,7 @@ def _send(world: Any, image: _Image, memory: _Memory, tensors: _Memory | None) -
 
 
 def _receive(world: Any, image: _Image, memory: _Memory, path: Path | None) -> float:
-    """Receive all chunks; with `path` each is written there as it comes. Returns when the last one was here."""
+    """Receive all chunks; with `path`, write each there as it arrives. Return the time of the last arrival."""
 
     def post(slot: int, peer: int, chunk: int) -> Any:
         return world.Irecv(memory.part(slot, image.length(chunk)), peer, _TAG)
@@ -154,7 +154,7 @@ def _receive(world: Any, image: _Image, memory: _Memory, path: Path | None) -> f
 
 
 def main() -> None:
-    """Entry point of every rank of the job."""
+    """Run one rank of the job."""
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["sender", "receiver"])
     parser.add_argument("--hub", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""What the S3 server can do: the bytes of one image in one multipart upload, and in ranged reads."""
+"""Bare S3 server: the bytes of one image in one multipart upload, and in ranged reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MultipartWriter", "RangeReader"]
 
 
 class MultipartWriter:
-    """Uploads the same bytes again and again; the server is the one the environment names."""
+    """Uploads the same bytes repeatedly to the server that the environment names."""
 
     def __init__(self, bucket: str, nbytes: int, part_bytes: int) -> None:
         self._bucket, self._nbytes, self._part_bytes = bucket, nbytes, part_bytes
@@ -25,7 +25,7 @@ class MultipartWriter:
         """Upload, complete and remove.
 
         Returns:
-            Seconds from the begin of the upload to the answer of its end.
+            Seconds from the upload's first request to the answer of its completion.
         """
         where = {"Bucket": self._bucket, "Key": "raw.bin"}
         begin = time.monotonic()
@@ -50,7 +50,7 @@ class MultipartWriter:
 
 
 class RangeReader:
-    """Reads one object again and again, each byte once, and keeps nothing of it."""
+    """Reads one object repeatedly, each byte once, and discards the bytes."""
 
     def __init__(self, bucket: str, key: str, request_bytes: int) -> None:
         self._client = _bare_client()
@@ -58,7 +58,7 @@ class RangeReader:
         self._nbytes = int(self._client.head_object(**self._where)["ContentLength"])
 
     def read(self, threads: int) -> float:
-        """Seconds from the first request to the end of the last answer."""
+        """Return the seconds from the first request to the end of the last answer."""
 
         def get(begin: int) -> int:
             end = min(self._nbytes, begin + self._request_bytes)
@@ -80,7 +80,7 @@ def _bare_client() -> Any:
     config = Config(
         s3={"addressing_style": "path"},
         max_pool_connections=16,
-        request_checksum_calculation="when_required",  # bare: the bytes are signed, and nothing more
+        request_checksum_calculation="when_required",  # bare: sign the bytes, add no checksums
         response_checksum_validation="when_required",
     )
     return boto3.session.Session().client("s3", config=config)

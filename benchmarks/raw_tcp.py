@@ -1,12 +1,12 @@
-"""Chunks from two ranks into the slots of a ring: holdfast's way over TCP, TLS and MPI, and bare sockets.
+"""Sends chunks from two ranks into the slots of a ring: by holdfast over TCP, TLS and MPI, and by bare sockets.
 
     python -m benchmarks.raw_tcp tcp stager PLACE …      ◄─ tcp rank PLACE N …     the product's two ports
     python -m benchmarks.raw_tcp tls stager PLACE …      ◄─ tls rank PLACE N …     the same with TLS; PLACE has stager.*
     mpirun … raw_tcp mpi rank … : -n 1 … mpi stager …                              the same over MPI
     python -m benchmarks.raw_tcp bare stager PLACE …     ◄─ bare rank PLACE N …    as many connections, nothing else
 
-PLACE is a folder that all of them see. The stager's end waits for both ranks, receives all chunks, and prints one line
-of JSON: seconds from its first look until all bytes are there, and its own CPU seconds meanwhile.
+All of them share the folder PLACE. The stager's end waits for both ranks, receives all chunks, and prints one line of
+JSON: seconds from its first poll until all bytes are there, and its own CPU seconds meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stager.trainers_port import TrainersPort
 from trainer_side.ranks.ports import StagerPort
 
 RANKS = 2
-CONNECTIONS = 2  # of each rank
+CONNECTIONS = 2  # per rank
 CERT, CERT_KEY = "stager.pem", "stager.key"
 _SLOTS = 16
 _IN_FLIGHT = 4
@@ -53,7 +53,7 @@ def _print(seconds: float, cpu_seconds: float, nbytes: int) -> None:
 
 
 def _serve(port: TrainersPort, chunks: int, chunk_bytes: int) -> None:
-    """Grant each rank credits, receive, grant the next ones."""
+    """Grant each rank credits, receive the chunks, grant more."""
     slots = _slots(chunk_bytes)
     heard: set[int] = set()
     wakes = port.fileno()
@@ -167,7 +167,7 @@ def _told(place: Path) -> str:
 
 
 def _bare_stager(place: Path, host: str, chunks: int, chunk_bytes: int) -> None:
-    """A sink: whatever comes on each connection goes into one slot after the other."""
+    """Receive each connection's bytes into one slot after the other."""
     slots = _slots(chunk_bytes)
     server = socket.create_server((host, 0))
     _tell(place, server)
@@ -192,7 +192,7 @@ def _bare_stager(place: Path, host: str, chunks: int, chunk_bytes: int) -> None:
 
 
 class _Targets:
-    """A connection, and where its next bytes go: round and round through its own slots."""
+    """A connection and the place of its next bytes, cycling through its own slots."""
 
     def __init__(self, sock: socket.socket, slots: list[memoryview]) -> None:
         self.sock, self.following = sock, itertools.cycle(slots)
@@ -218,7 +218,7 @@ def _bare_rank(place: Path, chunks: int, chunk_bytes: int) -> None:
 
 
 def main() -> None:
-    """One process of one way."""
+    """Run one process of one way."""
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=["tcp", "tls", "mpi", "bare"])
     parser.add_argument("role", choices=["stager", "rank"])

@@ -1,8 +1,8 @@
-"""A restore as one rank does it, timed: into tensors that were zeroed before, and compared with what they were.
+"""Times a restore of one rank: zeroes the tensors, restores them, and compares them with their old values.
 
-holdfast reads its share, from the store or from what the stager's ring still has, and takes the rest from the other
-ranks. `torch.load` reads the whole file on every rank, as scripts do, and `load_state_dict` copies it into
-the model and the optimizer. `dcp.load` reads what each rank holds into its tensors.
+holdfast reads this rank's share from the store or the stager's ring, and gets the rest from the other ranks.
+`torch.load` reads the whole file on every rank, as scripts do, and `load_state_dict` copies it into model and
+optimizer. `dcp.load` reads each rank's shards into its tensors.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def restore(
     compare: bool,
     meet: Callable[[], None],
 ) -> dict[str, float]:
-    """Seconds, by phase where the restorer says so, and by how many bytes this process grew at most.
+    """Return seconds, by phase where the restorer reports phases, and the most bytes by which this process grew.
 
-    They begin when all ranks have come to `meet`.
+    The clock starts when all ranks have passed `meet`.
 
     Raises:
-        IncompleteError: A tensor is not what it was.
-        ValueError: There is no such way.
+        IncompleteError: A restored tensor differs.
+        ValueError: `how` is unknown.
     """
     before = _sums(workload) if compare else {}
     with torch.no_grad():
@@ -83,7 +83,7 @@ def restore(
 
 @contextlib.contextmanager
 def _ring(checkpointer: Checkpointer, *, asked: bool) -> Iterator[None]:
-    """The stager is asked for what its ring has, or as if there were none; and all came from there, or nothing."""
+    """Restore from the stager's ring, or as if the ring were empty; require that all bytes, or none, came from it."""
     link = checkpointer._link
     if not asked:
         link.fetch = lambda *_, **__: None  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ def _ring(checkpointer: Checkpointer, *, asked: bool) -> Iterator[None]:
         yield
     finally:
         if not asked:
-            del link.fetch  # the instance's: the method is there again
+            del link.fetch  # removes the instance's attribute, which hides the method
     restored = checkpointer.restored
     assert restored is not None
     if any((place == RingSlices.name) != asked for place in restored.sources):
@@ -120,7 +120,7 @@ def _from_dcp(workload: Workload, folder: str) -> Any:
 
 
 def _sums(workload: Workload) -> dict[str, int]:
-    """A sum over the bits of each tensor: two states with the same ones are the same for this purpose."""
+    """Return a sum over the bits of each tensor: enough to compare two states."""
     sums = {}
     for path, value in leaves(workload.state_dict()):
         if isinstance(value, torch.Tensor):

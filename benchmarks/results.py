@@ -1,4 +1,4 @@
-"""The JSON of each experiment: what `make bench` writes, and what figures and documentation are made from."""
+"""Reads and writes the JSON of each experiment, the source of all figures in the documentation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def compact(value: Any, indent: int = 0) -> str:
-    """JSON in which what is short stands on one line: small in the repository, and readable in a diff."""
+    """Return JSON with short values on one line: small in the repository, and readable in a diff."""
     flat = json.dumps(value, ensure_ascii=False)
     if len(flat) + indent <= 110 or not isinstance(value, dict | list):
         return flat
@@ -53,6 +53,6 @@ def compact(value: Any, indent: int = 0) -> str:
 
 
 def read(name: str, folder: Path = COMMITTED) -> dict[str, Any] | None:
-    """The document of one experiment, None if it was not measured."""
+    """Return the document of one experiment, None if it was not measured."""
     path = folder / f"{name}.json"
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None

@@ -1,4 +1,4 @@
-"""The costs of a training and its checkpoints, measured in one killed run, as `holdfast simulate` takes them."""
+"""Measures the costs of a training and its checkpoints in one killed run, as a profile for `holdfast simulate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def started(program: Program, folders: jobs.Folders, name: str) -> Supervised:
 
 
 def run_profile(program: Program, folders: jobs.Folders, name: str, cycles: int) -> TrainingProfile:
-    """Some undisturbed intervals, one kill in the middle of the next, and an interval after it."""
+    """Run `cycles` undisturbed intervals, kill rank 0 in the middle of the next, and run one more interval."""
     with started(program, folders, name) as run:
         wanted = cycles * program.every + program.every // 2
         run.wait(lambda: any(len(of.ends) >= wanted for of in run.attempts()), f"{wanted} iterations")
@@ -49,7 +49,7 @@ def run_profile(program: Program, folders: jobs.Folders, name: str, cycles: int)
 
 
 def _saves(run: Supervised, program: Program) -> tuple[float, float]:
-    """Median seconds until a save of this run was staged, and until it was durable."""
+    """Return the median seconds until a save was staged, and until it was durable."""
     if program.peer:
         seconds = statistics.median(of["seconds"] for of in lines(run.store.parent / SAVES))
         return seconds, seconds
@@ -73,13 +73,12 @@ def _profile_of(
 ) -> TrainingProfile:
     """The profile from an attempt that was killed once, and the one after it.
 
-    An iteration is the median of those that no checkpoint touches; the stall is what an interval takes longer than
-    this many of them. The pause before the relaunch is left out: there is one only after an attempt without a newer
-    checkpoint.
+    An iteration is the median of those without a checkpoint; the stall is the extra time of an interval over that many
+    of them. The pause before the relaunch is left out, as it only follows an attempt without a newer checkpoint.
     """
     starts = (before.begun, *before.ends[:-1])
     lasted = [end - start for start, end in zip(starts, before.ends, strict=True)]
-    # The step after which a checkpoint is taken, and the one after it, have a part of its stall.
+    # The step that ends in a save, and the two after it, may each hold a part of its stall.
     quiet = [
         of for number, of in enumerate(lasted) if number >= every and (number + 1) % every not in {0, 1, 2}
     ]

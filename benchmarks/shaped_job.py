@@ -1,11 +1,11 @@
-"""A job whose ranks, and the stagers beside them, are each in a network namespace with a link of a given width.
+"""A job with each rank and each stager in its own network namespace, behind a link of a given bandwidth.
 
     rank 0 ── eth0, tbf ──┐         ┌── tbf ── eth0 ── stager 1/S, flusher
     rank 1 ── eth0, tbf ──┼── bridge┤
     ...                   ┘         └── tbf ── eth0 ── stager S/S, flusher
 
-A rank's link is shaped towards the stagers, a stager's where the ranks' bytes come together. Without a stager beside
-them, rank 0 starts one: then the link towards rank 0 is a stager's. Needs root, `ip` and `tc`.
+A rank's link is shaped towards the stagers, a stager's link where the ranks' bytes come together. Without stagers,
+rank 0 starts one: then the link towards rank 0 has a stager's bandwidth. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["Links", "ShapedJob", "why_not"]
 
 _BURST_BYTES = 64 << 10
 _END_SECONDS_MAX = 60.0
-_NETWORK = "10.79.1"  # each job has a bridge, which nothing else can be reached over
+_NETWORK = "10.79.1"  # each job has its own bridge, isolated from all other networks
 _FIRST_STAGER, _FIRST_RANK = 1, 10
-_MASTER_PORT = "29500"  # in a namespace of its own nobody else has it
-_NUMBERS = itertools.count()  # several jobs of this process have links at the same time
+_MASTER_PORT = "29500"  # always free in a new namespace
+_NUMBERS = itertools.count()  # several jobs of this process may have links at the same time
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a job.
+    """Bandwidths of a job's links.
 
     Attributes:
-        rank_bits: Bits a second of each rank's.
-        stager_bits: Each stager's.
-        stagers: How many receive a share of each image, at most 9. 0: rank 0 starts one beside it.
+        rank_bits: Bits a second of each rank's link.
+        stager_bits: Bits a second of each stager's link.
+        stagers: Number of stagers that share each image, at most 9. 0: rank 0 starts its own.
     """
 
     rank_bits: int
@@ -52,7 +52,7 @@ class Links:
 
 
 def why_not() -> str:
-    """Why this machine cannot shape links; empty if it can."""
+    """Return why this machine cannot shape links, or ""."""
     if os.geteuid() != 0:
         return "links are shaped by root"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
@@ -60,7 +60,7 @@ def why_not() -> str:
 
 
 class ShapedJob(Job):
-    """Arguments as of `Job`, the links, and the store that a stager of rank 0 writes to."""
+    """Takes the arguments of `Job`, the links, and the store of rank 0's own stager."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ShapedJob(Job):
                 joining = self._begin(links.stagers, last, environment, folder)
             else:
                 self._towards_stagers.append(f"{self._prefix}r0")
-                # The ranks share a host name, so that rank 0 would take them to be on its own machine.
+                # The ranks share a host name, so rank 0 would take them for ranks of its own machine.
                 listen = f"{_rank(0)}:0"
                 joining = {"HOLDFAST_STAGER": "own", "HOLDFAST_STORE": store, "HOLDFAST_LISTEN": listen}
             self.widen(links.stager_bits)
@@ -114,7 +114,7 @@ class ShapedJob(Job):
     def _begin(
         self, count: int, command: Sequence[str], environment: Mapping[str, str], folder: Path
     ) -> dict[str, str]:
-        """Start the stagers, each with its share; what the environment of their ranks has of them."""
+        """Start the stagers, each with its share; return the ranks' environment for joining them."""
         key = new_key()
         for index in range(count):
             address, name = f"{_NETWORK}.{_FIRST_STAGER + index}", f"s{index}"
@@ -135,12 +135,12 @@ class ShapedJob(Job):
         }
 
     def widen(self, stager_bits: int) -> None:
-        """Give each stager's link this width from now on."""
+        """Set the bandwidth of each stager's link."""
         for device in self._towards_stagers:
             _shape(device, stager_bits)
 
     def _space(self, name: str, address: str, bits: int = 0) -> list[str]:
-        """Make a namespace with that address; what a command in it begins with."""
+        """Make a namespace with that address; return the prefix of commands that run in it."""
         space, wire = f"{self._spaces}-{name}", f"{self._prefix}{name}"
         _run("ip", "netns", "add", space)
         self._stack.callback(_run, "ip", "netns", "delete", space)
@@ -156,13 +156,12 @@ class ShapedJob(Job):
         return inside
 
     def find(self, word: str) -> int:
-        """As `Job`; with several stagers, the first."""
+        """As `Job.find`; with several stagers, the first."""
         if word == "stager" and self._stagers:
             return self._stagers[0].process.pid
         return super().find(word)
 
     def pids(self) -> list[int]:
-        """As `Job`."""
         found = []
         for begun in (*(stager.process.pid for stager in self._stagers), *(rank.pid for rank in self._ranks)):
             found.append(begun)
@@ -172,11 +171,11 @@ class ShapedJob(Job):
 
     @property
     def ended(self) -> bool:
-        """Whether a rank is gone."""
+        """Whether a rank has exited."""
         return any(rank.poll() is not None for rank in self._ranks)
 
     def end(self) -> int:
-        """As `Job`; the stagers end after it."""
+        """As `Job.end`; the stagers end after the ranks."""
         deadline = time.monotonic() + _END_SECONDS_MAX
         codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in self._ranks]
         for stager in self._stagers:
@@ -192,7 +191,7 @@ class ShapedJob(Job):
 
 
 def _rank(number: int) -> str:
-    """Its address."""
+    """Return a rank's address."""
     return f"{_NETWORK}.{_FIRST_RANK + number}"
 
 

@@ -1,10 +1,9 @@
-"""A transformer's weights under FSDP2 or HSDP with AdamW, of a given size: no rank ever has all of it.
+"""A transformer's weights under FSDP2 or HSDP with AdamW, of a given size: no rank ever holds all of them.
 
     fsdp2-N     N MB of parameters and moments, split over all ranks
-    hsdp-N      the same on a mesh of two replicas: each half of the ranks holds all of it
+    hsdp-N      the same on a mesh of two replicas: each half of the ranks holds the whole state
 
-The model is made without memory (`meta`), split, and only then filled: before the first checkpoint a rank has
-only its own shards in memory.
+The model is made on the `meta` device, split, and only then filled, so a rank only ever has its own shards in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _STANDARD_DEVIATION = 0.02
 
 
 class _Block(nn.Module):
-    """The parameters of one layer of a transformer; nobody runs it."""
+    """The parameters of one transformer layer, which is never run."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ class ShardedWorkload(Workload):
             fully_shard(block, mesh=mesh)
         fully_shard(split, mesh=mesh)
         self.model = split.to_empty(device="cpu")
-        # Ranks with the same part hold the same bytes, and the others have others.
+        # Replicas of a shard hold the same bytes; different shards hold different ones.
         self._generator = torch.Generator().manual_seed(SEED + mesh.get_local_rank(mesh.ndim - 1))
         with torch.no_grad():
             for parameter in self.model.parameters():

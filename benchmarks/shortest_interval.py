@@ -1,7 +1,7 @@
-"""The shortest interval at which a peer's checkpoints cost a training no more than a given share of its time.
+"""Finds the shortest interval at which a peer's checkpoints cost a training at most a given share of its time.
 
-An interval that was not measured is not computed from one that was: `torch.save` costs the same at any interval, and an
-asynchronous peer costs nothing once the interval is longer than its write. `next_interval` says which to measure.
+Every interval must be measured, as none can be computed from another: `torch.save` costs the same at any interval, and
+an asynchronous peer costs nothing once the interval exceeds its write. `next_interval` chooses the next to measure.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ __all__ = ["ShortestInterval", "next_interval", "shortest_interval"]
 
 @dataclass(frozen=True)
 class ShortestInterval:
-    """The answer lies between two measured intervals, in iterations.
+    """The shortest interval lies between two measured ones, in iterations.
 
     Attributes:
-        beyond: The longest measured one at which the overhead was too large; 0 where there is no such interval.
-        within: The next longer one; None where the overhead was too large at the longest, too.
+        beyond: The longest measured interval with too large an overhead, or 0.
+        within: The next longer measured interval; None if the overhead was too large at the longest, too.
     """
 
     beyond: int
     within: int | None
 
     def text(self) -> str:
-        """The answer for a table."""
+        """Return the text for a table."""
         if self.within is None:
             return f"not reached at {self.beyond}"
         return f"at most {self.within}"
 
 
 def shortest_interval(overheads: Mapping[int, float], overhead_max: float) -> ShortestInterval:
-    """The answer from the overhead at each measured interval: 0.05 is 5 %."""
+    """Return the shortest interval from the overhead at each measured one; 0.05 is 5 %."""
     within: int | None = None
     for every in sorted(overheads, reverse=True):
         if overheads[every] > overhead_max:
@@ -44,11 +44,7 @@ def shortest_interval(overheads: Mapping[int, float], overhead_max: float) -> Sh
 def next_interval(
     overheads: Mapping[int, float], overhead_max: float, candidates: Sequence[int]
 ) -> int | None:
-    """The candidate whose measurement halves what is left between `beyond` and `within`.
-
-    Returns:
-        None once no candidate lies between the two.
-    """
+    """Return the candidate that halves the gap between `beyond` and `within`, None if none lies between them."""
     found = shortest_interval(overheads, overhead_max)
     left = [
         every

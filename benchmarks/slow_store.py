@@ -1,8 +1,8 @@
-"""A store with a limit of bytes per second for all writers together; another job may take a part of it for a while.
+"""A store that limits the bytes per second of all writers together; another job may take a part of them for a while.
 
     with slow_store(options.folder, rate) as slow:   options.shape(model, **slow.shape()) …  with slow.shared(1 / 3): …
 
-It keeps its files on this machine (tests/support/throttled_site). The job has to end before the store is removed.
+The files are on this machine (tests/support/throttled_site). The job must end before the store is removed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _SITE = _ROOT / "tests" / "support" / "throttled_site"
 
 
 class SlowStore:
-    """Made by `slow_store`."""
+    """A store with limited bandwidth, made by `slow_store`."""
 
     def __init__(self, folder: Path, bytes_per_second: float) -> None:
         self._folder, self._rate = folder, bytes_per_second
         self._share = folder / "share"
 
     def shape(self, **environment: str) -> dict[str, Any]:
-        """Store and environment of a job's shape."""
+        """Return the store and environment for a job's `Shape`."""
         return {
             "store": f"throttled://{self._folder}/run",
             "environment": {
@@ -41,10 +41,10 @@ class SlowStore:
 
     @contextlib.contextmanager
     def shared(self, part: float) -> Iterator[None]:
-        """Meanwhile this part of its bytes a second is left for the job."""
+        """Leave the job only this part of the bandwidth during the block."""
         fresh = self._share.with_suffix(".new")
         fresh.write_text(str(part))
-        fresh.rename(self._share)  # a reader finds the whole number, or no file
+        fresh.rename(self._share)  # a rename, so that readers never see half a number
         try:
             yield
         finally:
@@ -53,7 +53,7 @@ class SlowStore:
 
 @contextlib.contextmanager
 def slow_store(folder: Path | None, bytes_per_second: float) -> Iterator[SlowStore]:
-    """The store; with the context its files are gone."""
+    """Yield a store, and remove its files at the end."""
     from tests.support.throttled_site import sitecustomize
 
     assert sitecustomize.ThrottledFileSystem.protocol, (

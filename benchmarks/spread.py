@@ -1,7 +1,7 @@
-"""From samples to figures: medians, ratios made within one round, and their spread.
+"""Turns samples into figures: medians, ratios within one round, and their spread.
 
-A ratio says how many times longer the one takes than the other. It is made in every round by itself; what is
-stated is the median of these ratios with the least and the greatest.
+A ratio says how many times longer one thing takes than another. Each round gives one ratio; the figure is the median of
+these ratios with the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ __all__ = ["Spread", "columns", "percentile", "ratios", "round_figures", "spread
 
 @dataclass(frozen=True)
 class Spread:
-    """Median of some rounds, with the least and the greatest."""
+    """Median over rounds, with minimum and maximum."""
 
     median: float
     least: float
     greatest: float
 
     def text(self, digits: int = 2, *, times: float = 1.0) -> str:
-        """Such as `1.50 (1.00–2.00)`, each multiplied by `times`."""
+        """Return text such as `1.50 (1.00–2.00)`, each number multiplied by `times`."""
         median, least, greatest = (f"{times * value:.{digits}f}" for value in asdict(self).values())
         return f"{median} ({least}–{greatest})"
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, least and greatest of `values`.
+    """Return median, minimum and maximum of `values`.
 
     Raises:
-        ValueError: There are none.
+        ValueError: `values` is empty.
     """
     if not values:
         raise ValueError("no rounds were measured")
@@ -41,10 +41,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
-    """Spread of `over[i] / under[i]`: rounds are compared with themselves, never with another one.
+    """Return the spread of `over[i] / under[i]`, so that figures are only compared within a round.
 
     Raises:
-        ValueError: The two have different numbers of rounds, or a divisor is 0.
+        ValueError: The lengths differ, or a divisor is 0.
     """
     if len(over) != len(under):
         raise ValueError(f"{len(over)} rounds cannot be compared with {len(under)}")
@@ -54,10 +54,10 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` of the others do not exceed (nearest rank).
+    """Return the percentile by nearest rank.
 
     Raises:
-        ValueError: There are none.
+        ValueError: `values` is empty.
     """
     if not values:
         raise ValueError("no values")
@@ -66,19 +66,19 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def columns(rounds: Sequence[Mapping[str, Mapping[str, float]]], peer: str, name: str) -> list[float]:
-    """One figure of one peer over the rounds that have it."""
+    """Return one figure of one peer from each round that has it."""
     return [of[peer][name] for of in rounds if peer in of and name in of[peer]]
 
 
 def round_figures(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One checkpoint's figures from what its ranks saw.
+    """Combine the ranks' samples of one checkpoint.
 
-    The job stalls as long as its most-stalled rank; it began when the first rank began, and a moment is
-    reached when the last rank has reached it.
+    The job's stall is that of its most-stalled rank. A checkpoint begins with the first rank, and reaches a mark when
+    the last rank does.
 
     Returns:
-        `stall_seconds`, `first_update_seconds` and `stall_cpu_seconds` of it, `done_seconds`, and `<mark>_seconds` for
-        each mark that all ranks have.
+        `stall_seconds`, with `first_update_seconds` and `stall_cpu_seconds` of the same rank; `done_seconds`; and
+        `<mark>_seconds` for each mark that all ranks have.
     """
     start = min(sample["start"] for sample in samples)
     figures = {

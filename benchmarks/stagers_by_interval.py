@@ -1,4 +1,4 @@
-"""How many stagers a job needs by the time between two checkpoints: from what limits one stager, by arithmetic alone.
+"""Computes how many stagers a job needs, from the time between two checkpoints and the limits of one stager.
 
 card ──────────────────────────────┐
 receiving, and Python per frame ───┼─► the slowest: bytes a second of one stager ─► image / S / rate + the commit
@@ -20,11 +20,11 @@ class StagerLimits:
 
     Attributes:
         card_rate: Bytes a second of the network card, each way.
-        receiving_seconds: The stager's one thread, for each byte that it receives.
-        frame_seconds: The same thread, for each frame.
-        frame_bytes: A frame's, on average.
-        connections: Most requests to the store at once.
-        connection_rate: Bytes a second of one of them.
+        receiving_seconds: Time of the stager's thread for each byte received.
+        frame_seconds: Time of the same thread for each frame.
+        frame_bytes: Average size of a frame.
+        connections: Most concurrent requests to the store.
+        connection_rate: Bytes a second of one such request.
     """
 
     card_rate: float
@@ -36,7 +36,7 @@ class StagerLimits:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Bytes a second by each limit alone."""
+        """Bytes a second that each limit allows."""
         return {
             "card": self.card_rate,
             "stager's thread": 1 / (self.receiving_seconds + self.frame_seconds / self.frame_bytes),
@@ -45,25 +45,25 @@ class StagerLimits:
 
     @property
     def slowest(self) -> str:
-        """The limit that is met first."""
+        """Name of the tightest limit."""
         return min(self.rates, key=lambda name: self.rates[name])
 
     @property
     def rate(self) -> float:
-        """Bytes a second that pass."""
+        """Bytes a second that all limits allow."""
         return self.rates[self.slowest]
 
 
 def checkpoint_seconds(image_bytes: float, stagers: int, one: StagerLimits, commit_seconds: float) -> float:
-    """From the first byte until durable: each stager has its share, and the commit comes on top."""
+    """Return seconds from the first byte until durable: one stager's share of the image, plus the commit."""
     return image_bytes / stagers / one.rate + commit_seconds
 
 
 def stagers_by_interval(
     image_bytes: float, interval_seconds: float, one: StagerLimits, commit_seconds: float
 ) -> int | None:
-    """The fewest stagers by which a checkpoint is durable before the next one begins; None: not even the most that a
-    run may have are enough.
+    """Return the fewest stagers that make a checkpoint durable before the next one begins; None if even the largest
+    allowed number is too small.
     """
     for stagers in range(1, WRITERS_MAX + 1):
         if checkpoint_seconds(image_bytes, stagers, one, commit_seconds) <= interval_seconds:

@@ -1,13 +1,13 @@
-"""The requests of flushers to their store, which each of them notes, and those that a commit makes.
+"""Records the flushers' requests to their store, and picks those of a commit.
 
     noting() ─► environment of a job ─► noting_site ─► note() in each flusher ─► one line a request ─► read()
 
     S stagers: the last seal is written ─┐
     one: its last part is written ───────┴─► requests of the flusher that publishes ─► the manifest is written
 
-A request is one call of the store's interface; tries of the same call are one. Requests that overlap are one round
-trip. Requests of a directory take so little that threads would run them one after the other by chance, so each but a
-part's takes some milliseconds more, as over a network.
+A request is one call of the store's interface, retries included. Requests that overlap count as one round trip.
+Requests to a directory are so short that threads would rarely overlap, so each one except a part's gets some
+milliseconds more, as over a network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LATENCY_SECONDS = 0.005
 
 
 class Request(NamedTuple):
-    """One call. `begun`, `ended`: monotonic seconds, which all processes of a machine share."""
+    """One call. `begun`, `ended`: monotonic seconds, one clock for all processes of a machine."""
 
     pid: int
     what: str
@@ -38,14 +38,14 @@ class Request(NamedTuple):
 
 
 def noting(path: Path) -> dict[str, str]:
-    """The environment of a job whose flushers note their requests in the file `path`."""
+    """Return the environment in which a job's flushers record their requests in the file `path`."""
     folder = Path(__file__).resolve().parent
     places = [str(folder / "noting_site"), str(folder.parent), os.environ.get("PYTHONPATH", "")]
     return {_PATH: str(path), "PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 def note(path: str) -> None:
-    """Note each request of this process from now on."""
+    """Record each request of this process from now on."""
     from holdfast.store.retrying import Retrying
 
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -58,29 +58,29 @@ def note(path: str) -> None:
         try:
             return forward(self, what, call, name)
         finally:
-            # One write to a file that is appended to: lines of several processes do not mix.
+            # One write in append mode: lines of several processes do not mix.
             os.write(file, json.dumps([pid, what, name, begun, time.monotonic()]).encode() + b"\n")
 
     Retrying.forward = noted  # type: ignore[method-assign]
 
 
 def read(path: Path) -> list[Request]:
-    """All requests that were noted so far, as they ended. None where no flusher has begun."""
+    """Return all requests recorded so far, in the order of their ends. Empty before a flusher starts."""
     if not path.exists():
         return []
     return [Request(*json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def commit(requests: Sequence[Request], manifest: str) -> list[Request]:
-    """The requests that the flusher which wrote `manifest` made from then on that all was sealed, the manifest's own
-    included. With one stager: from the end of the last part.
+    """Return the commit's requests: those that the flusher which wrote `manifest` made after the last seal, the
+    manifest's own included. With one stager: after the end of the last part.
 
     Args:
-        requests: For checkpoints that were written one after the other.
+        requests: Requests of checkpoints written one after the other.
         manifest: Name of the object.
 
     Raises:
-        ValueError: It was not written, or nothing was before it.
+        ValueError: `manifest` was not written, or no seal or part precedes it.
     """
     published = next((one for one in requests if one.what == "create" and one.name == manifest), None)
     if published is None:
@@ -99,12 +99,12 @@ def _is_seal(one: Request) -> bool:
 
 
 def _is_beat(one: Request) -> bool:
-    """The flusher shows from time to time, in a thread of its own, that it lives."""
+    """Whether this is a heartbeat, which the flusher writes periodically in a separate thread."""
     return one.what == "write" and one.name.startswith(_CLAIM)
 
 
 def round_trips(requests: Sequence[Request]) -> int:
-    """The most of them of which each began after the one before it had ended."""
+    """Return the length of the longest chain of requests that each began after the previous one ended."""
     count, until = 0, float("-inf")
     for one in sorted(requests, key=lambda one: one.ended):
         if one.begun >= until:
@@ -113,7 +113,7 @@ def round_trips(requests: Sequence[Request]) -> int:
 
 
 def counted(requests: Sequence[Request]) -> Mapping[str, int]:
-    """How many there are of each kind."""
+    """Count the requests by kind."""
     found: dict[str, int] = {}
     for one in requests:
         found[one.what] = found.get(one.what, 0) + 1

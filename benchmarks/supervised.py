@@ -1,9 +1,9 @@
-"""A small training under `holdfast run` or torchrun on this machine, or the same one without holdfast.
+"""A small training on this machine under `holdfast run` or torchrun, or the same training without holdfast.
 
 Supervised ─► holdfast run ─► mpirun ─► ranks (supervised_rank.py)      kill(): SIGKILL to one of them
                   └─ status.jsonl           └─ attempt-<n>.jsonl ─► Attempt: when it trained, when each step ended
-Elastic    ─► torchrun ─► ranks, and a stager that stands alone
-BareMpirun ─► a shell that starts mpirun again when it has failed ─► ranks --bare
+Elastic    ─► torchrun ─► ranks, and a standing stager
+BareMpirun ─► a shell that restarts mpirun when it fails ─► ranks --bare
 BareTorchrun ─► torchrun ─► ranks --bare
 """
 
@@ -45,12 +45,12 @@ _AGAIN = (
 
 @dataclass(frozen=True)
 class Program:
-    """What is trained.
+    """A training and its times.
 
     Attributes:
-        model: As of `benchmarks.workload`.
-        compute_seconds, update_seconds: Of an iteration; both are timed waits, as if a device worked.
-        peer: The way to save and restore without holdfast; empty: none is used.
+        model: See `benchmarks.workload`.
+        compute_seconds, update_seconds: Parts of an iteration; both are timed waits, as if a device worked.
+        peer: The peer that saves and restores without holdfast; empty: nothing is saved then.
     """
 
     model: str
@@ -63,10 +63,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One launch, as far as it came.
+    """One launch so far.
 
     Attributes:
-        restore_seconds: Its restore, the wait for the stager included.
+        restore_seconds: Time of the restore, the wait for the stager included.
     """
 
     first_step: int
@@ -75,12 +75,12 @@ class Attempt:
     ends: tuple[float, ...]
 
     def steps_by(self, moment: float) -> int:
-        """Steps of the whole training that were done by then."""
+        """Return the number of steps, over the whole training, done by `moment`."""
         return self.first_step + sum(end <= moment for end in self.ends)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines, and of those before it; none if there is no such file."""
+    """Return the complete lines of a file of JSON lines and its rotated predecessors; none without a file."""
     files = [*(older for _, older in numbered(path)), path]
     text = [
         line for file in files if file.exists() for line in file.read_text(encoding="utf-8").splitlines(True)
@@ -89,10 +89,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Supervised:
-    """One `holdfast run`. A context manager: at its end no process of it is left.
+    """One `holdfast run`. A context manager: at its end no process is left.
 
     Args:
-        folders: Where it writes; the caller removes them.
+        folders: Folders for its files; the caller removes them.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class Supervised:
     def _prepare(
         self, ranks: int, trained: list[str], environment: Mapping[str, str]
     ) -> tuple[list[str], Mapping[str, str]]:
-        """The command that starts the job, and its environment."""
+        """Return the command that starts the job, and its environment."""
         command = [sys.executable, "-m", "holdfast", "run", "-n", str(ranks), "--store", str(self.store)]
         command += ["--logs", str(self._folder / "logs"), "--", sys.executable, *trained]
         return command, _unmet(environment)
 
     def attempts(self) -> list[Attempt]:
-        """The ones that have begun to train, in order."""
+        """Return the attempts that have begun to train, in order."""
         paths = sorted(
             self._folder.glob("attempt-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2])
         )
@@ -152,14 +152,14 @@ class Supervised:
         return found
 
     def status(self, event: str) -> list[dict[str, Any]]:
-        """What the supervisor has noted of that kind."""
+        """Return the supervisor's log lines with that event."""
         return [line for line in lines(self._folder / "logs" / "status.jsonl") if line["event"] == event]
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Until it is so.
+        """Wait until `ready()`.
 
         Raises:
-            RuntimeError: It was not within two minutes, or the run has ended.
+            RuntimeError: `ready()` stayed false for two minutes, or the run has ended.
         """
         deadline = time.monotonic() + _WAIT_SECONDS_MAX
         while not ready():
@@ -168,10 +168,10 @@ class Supervised:
             time.sleep(_LOOK_SECONDS)
 
     def kill(self, which: int) -> float | None:
-        """SIGKILL to a rank.
+        """Send SIGKILL to a rank.
 
         Returns:
-            When; None if no rank was there to be killed.
+            The time of the kill; None if no rank was running.
         """
         pids = self._ranks()
         if not pids:
@@ -181,10 +181,10 @@ class Supervised:
         return time.monotonic()
 
     def kill_all(self) -> float:
-        """SIGKILL to all ranks; when.
+        """Send SIGKILL to all ranks; return the time.
 
         Raises:
-            RuntimeError: There are none.
+            RuntimeError: No rank is running.
         """
         pids = self._ranks()
         if not pids:
@@ -220,7 +220,7 @@ class Supervised:
                 self._process.wait(_END_SECONDS_MAX)
             for process in tree:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()  # by its handle: never a number that was used again
+                    process.kill()  # by handle: the pid may belong to another process by now
             self._process.kill()
         self._process.wait()
 
@@ -229,7 +229,7 @@ class Supervised:
 
 
 class Elastic(Supervised):
-    """The same under torchrun, which restarts the ranks; they join a stager that stands alone. Arguments as there."""
+    """The same under torchrun, which restarts the ranks; they join a standing stager. Arguments as of `Supervised`."""
 
     def _prepare(
         self, ranks: int, trained: list[str], environment: Mapping[str, str]
@@ -248,7 +248,7 @@ class Elastic(Supervised):
 
 
 class BareMpirun(Supervised):
-    """The same script without holdfast, under an mpirun that a shell starts again. Arguments as of `Supervised`."""
+    """The same script without holdfast, under an mpirun that a shell restarts. Arguments as of `Supervised`."""
 
     def _prepare(
         self, ranks: int, trained: list[str], environment: Mapping[str, str]
@@ -267,5 +267,5 @@ class BareTorchrun(Supervised):
 
 
 def _unmet(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without where the ranks meet: holdfast's and torchrun's agree on it again at each launch."""
+    """Drop the rendezvous variables: holdfast and torchrun choose the rendezvous at each launch."""
     return {name: value for name, value in environment.items() if name not in OF_RENDEZVOUS}

@@ -1,11 +1,11 @@
-"""A rank of a small training under `holdfast run` or torchrun, killed and started again; rank 0 tells when steps end.
+"""A rank of a small training under `holdfast run` or torchrun, killed and restarted; rank 0 logs the steps' end times.
 
     restore ─► iterations of a timed wait, an update that takes as long as a device's would, `Checkpointer.step`
     --bare: the same iterations from step 0 on, and neither `trainer_side` nor MPI in the process
-    --bare --peer: from the newest save of another way to checkpoint that was complete (benchmarks/peer_restart.py)
+    --bare --peer: from the newest complete save of another way to checkpoint (benchmarks/peer_restart.py)
 
-A file for each attempt, `attempt-<number>.jsonl`: first when it trains and from which step, then each step's end. Times
-are `time.monotonic()`, one clock for the whole machine.
+Each attempt writes `attempt-<number>.jsonl`: first its start time and step, then each step's end. Times are
+`time.monotonic()`, one clock for the whole machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Train until somebody ends it."""
+    """Train until killed or stopped."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--every", type=int, required=True)
@@ -52,7 +52,7 @@ def main() -> None:
     )
     path = given.out / f"attempt-{attempt}.jsonl" if rank == 0 else Path(os.devnull)
     peer = _restarting(given.peer, workload, given.out, attempt, given.every) if given.peer else None
-    # A group of its own: async_save meets the other ranks in the default one, from a thread beside this.
+    # A separate group: async_save uses the default one from another thread.
     trains = dist.new_group(backend="gloo") if peer else None
     with _joined(workload, given.every, bare=given.bare) as checkpointer, path.open("w") as log:
         begun = time.monotonic()
@@ -77,14 +77,14 @@ def main() -> None:
 
 
 def _meet() -> int:
-    # Here and below: what a bare rank does not have is imported where the script would.
+    # Imported here and below, where a script would: a bare rank does not need these.
     from holdfast import init_torch_distributed
 
     return init_torch_distributed("gloo")[0]
 
 
 def _meet_bare() -> int:
-    """As a script does that knows torchrun or mpirun, and nothing of holdfast."""
+    """Initialize torch.distributed as a script without holdfast does, under torchrun or mpirun; return the rank."""
     if (rank := os.environ.get("OMPI_COMM_WORLD_RANK")) is not None:
         os.environ.update(RANK=rank, WORLD_SIZE=os.environ["OMPI_COMM_WORLD_SIZE"])
     dist.init_process_group("gloo")

@@ -1,8 +1,8 @@
-"""One rank of a job that a scheduler takes off the machine by SIGTERM, and puts on it again.
+"""One rank of a job that a scheduler suspends by SIGTERM, and resumes later.
 
-    build ─► restore what there is ─► train ─► SIGTERM ─► all ranks agree on a step ─► save it ─► safe ─► leave
+    build ─► restore, if a checkpoint exists ─► train ─► SIGTERM ─► all ranks agree on a step ─► save it ─► safe ─► exit
 
-Writes when it came where, `time.monotonic()`. Computation is a timed wait.
+Writes the time of each phase, `time.monotonic()`. Computation is a timed wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Way(Protocol):
 
 
 class _Holdfast:
-    """Safe is sealed in the tier by all ranks, or staged in the stager's memory."""
+    """Safe means: sealed in the tier by all ranks, or staged in the stager's memory."""
 
     def __init__(self, workload: Workload, *, tier: bool) -> None:
         self._tier = tier
@@ -60,7 +60,7 @@ class _Holdfast:
 
 
 class _TorchSave:
-    """Rank 0 writes; every rank loads. A file takes its name when it is whole and synced."""
+    """Rank 0 writes; every rank loads. A file gets its name once it is complete and synced."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         self._workload, self._path = workload, folder / "torch.pt"
@@ -119,7 +119,7 @@ def main() -> None:
         time.sleep(3 * given.seconds / 4)
         workload.update()
         ended = torch.tensor(float(bool(told)))
-        dist.all_reduce(ended)  # the ranks meet, and agree on whether this step is the last one
+        dist.all_reduce(ended)  # the ranks agree on whether this step is the last
         if "trained" not in marks:
             marks["trained"] = time.monotonic()
             (given.out / f"pid-{rank}").write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""The figures that holdfast set out to reach, each with what was measured: from the documents, by arithmetic alone."""
+"""Target figures of holdfast, each beside the measured one, computed from the documents alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was measured, and whether it is what was asked for."""
+    """The measured figure, and whether it meets the target."""
 
     got: str
     met: bool
@@ -43,8 +43,8 @@ class Target:
     """One figure to reach.
 
     Attributes:
-        judge: From that document; None where it holds nothing about it.
-        limit: What the machine itself allows, from the documents; empty where nothing of that kind was measured.
+        judge: Returns the verdict from the experiment's document, None if the document lacks the figure.
+        limit: Returns the machine's own limit from the documents, empty if it was not measured.
     """
 
     what: str
@@ -73,7 +73,7 @@ def _of(over: tuple[str, str], under: tuple[str, str]) -> Callable[[Document], S
 
 
 def _best_dcp(document: Document, figure: str, *, ours_over: bool) -> Spread | None:
-    """Against the variant of `async_save` that does better."""
+    """Compare with the better variant of `async_save`."""
     values = []
     for peer in ("dcp-thread", "dcp-process"):
         pair = (("holdfast", figure), (peer, figure))
@@ -124,14 +124,14 @@ def _restore(rounds_key: str, other: str, limit: float) -> Callable[[Document], 
 
 
 def _restored_in(document: Document, key: str, way: str, other: str, limit: float) -> Verdict | None:
-    """Seconds of one way, over those of another."""
+    """Judge one way's seconds as a ratio to another's."""
     rounds = document.get(key, [])
     times, others = columns(rounds, way, "seconds"), columns(rounds, other, "seconds")
     return _at_most(ratios(times, others), limit) if times and others else None
 
 
 def _added(figure: str, limit: float) -> Callable[[Document], Verdict | None]:
-    """By holdfast to a script that is started bare; met where it is under each launcher."""
+    """Judge what holdfast adds to a bare script; met if met under each launcher."""
 
     def judge(document: Document) -> Verdict | None:
         found = launchers.added(document, figure)
@@ -162,13 +162,13 @@ def _flat(document: Document) -> Verdict | None:
 
 
 def _written(document: Document) -> Verdict | None:
-    """The tier that writes most per byte of state."""
+    """Judge the tier that writes most per byte of state."""
     most = max(figures[name]["amplification"] for figures in document["rounds"] for name in document["how"])
     return Verdict(f"{most:.4f}", most <= 1.01)
 
 
 def _nvme(document: Document) -> Verdict | None:
-    """At its best number of writers."""
+    """Judge the bandwidth at the best number of writers."""
     found = []
     for name in document["how"]:
         if name.startswith("nvme"):
@@ -181,12 +181,12 @@ def _nvme(document: Document) -> Verdict | None:
 
 
 def _compared(document: Document) -> dict[str, Document]:
-    """The meshes on which every peer has saved."""
+    """Return the meshes on which every peer has saved."""
     return {cell["mesh"]: cell for cell in document["cells"] if len(cell["rounds"][0]) > 1}
 
 
 def _worst(values: Mapping[str, Spread], limit: float, digits: int = 2) -> Verdict:
-    """For several meshes or launchers: met where all meet it."""
+    """Combine several meshes or launchers: met if all meet the limit."""
     text = "; ".join(f"{name}: {value.text(digits)}" for name, value in values.items())
     return Verdict(text, all(value.median <= limit for value in values.values()))
 
@@ -201,7 +201,7 @@ def _sharded_memory(document: Document) -> Verdict:
 
 
 def _nobody_has_all(document: Document) -> Verdict:
-    """A rank's own shards are in no figure of it: what it has beyond them must be less than all, too."""
+    """Require every process to take less memory than the whole state; a rank's own shards do not count."""
     parts = {
         f"{cell['mesh']}, {name}": nbytes / cell["image_bytes"]
         for cell in document["cells"]
@@ -232,7 +232,7 @@ def _restored_memory(document: Document) -> Verdict:
 
 
 def _effective(document: Document) -> Verdict:
-    """Targets of a model, which `goodput` computes."""
+    """Judge the effective time that `goodput` computes by a model."""
     ours = {of["mtbf_hours"]: of["effective"] for of in document["effective"] if of["strategy"] == OURS}
     text = "; ".join(f"{100 * share:.1f} % at {60 * mtbf:.0f} min" for mtbf, share in ours.items())
     wanted = zip(ours.values(), EFFECTIVE.values(), strict=True)
@@ -252,7 +252,7 @@ def _loss_beside(peer: str) -> Callable[[Document], Verdict]:
 
 
 def _shared(way: str, limit: float) -> Callable[[Document], Verdict]:
-    """Targets of several stagers: staged and durable, each as a part of one stager's."""
+    """Judge several stagers: times until staged and durable as parts of one stager's."""
 
     def judge(document: Document) -> Verdict:
         named = {"staged": _STAGED, "durable": _DONE}
@@ -502,11 +502,11 @@ TARGETS = (
 
 
 def grid(documents: Mapping[str, Document | None], *, only: str = "", where: str = "") -> Grid:
-    """All targets that these documents say something about, or those of one experiment, each with its verdict.
+    """Return all targets that these documents cover, or those of one experiment, with their verdicts.
 
     Args:
-        documents: One machine's: a limit may be computed from two of them.
-        where: That machine, for the title.
+        documents: All from one machine, as a limit may be computed from two of them.
+        where: Name of that machine, for the title.
     """
     rows = []
     for target in TARGETS:

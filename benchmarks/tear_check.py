@@ -1,7 +1,7 @@
-"""`python -m benchmarks.tear_check [TENSORS]`: what it costs to see that a copy is not torn, for each tensor.
+"""`python -m benchmarks.tear_check [TENSORS]`: the cost per tensor of checking that a copy is not torn.
 
-A model with AdamW in host memory, in one process, without a stager; medians, and the least, of several rounds. The save
-beside it is the work of the training thread for the same tensors: state dicts, capture, and what is copied at once.
+A model with AdamW in host memory, in one process, without a stager; medians and minima of several rounds. The save
+beside it is the training thread's work for the same tensors: state dicts, capture, and the part copied at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One training rank that saves into a local tier, without a stager; rank 0 writes what all ranks measured.
+"""One training rank that saves into a local tier, without a stager; rank 0 writes all ranks' figures.
 
     for each run of the plan:  gate layer-wise or coarse ─► iterations of a timed wait, an update that takes as long as
                                a device's would, a save every K of them
     then:                      restore from the tier into zeroed tensors, three times
 
-What HOLDFAST_TIERS, HOLDFAST_TIER_SLOTS and the like say is what is measured.
+HOLDFAST_TIERS, HOLDFAST_TIER_SLOTS and similar variables choose the measured setting.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from holdfast.config import TrainerConfig
 __all__ = ["main"]
 
 _RESTORES = 3
-_WARM_UP_SAVES = 3  # as many as there may be slots: each is touched once
+_WARM_UP_SAVES = 3  # the largest number of slots: each is touched once
 
 
 class _Tiered:
-    """A peer, as `train` takes one: done is sealed by all ranks."""
+    """holdfast's tiers as a `Peer` for `train`: a save is done when all ranks have sealed it."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer, self._step = checkpointer, -1
@@ -46,7 +46,7 @@ class _Tiered:
             raise RuntimeError(f"step {step} was declined, though holdfast was told to wait")
 
     def before_update(self) -> None:
-        """The optimizer's own hook waits."""
+        """Do nothing: the optimizer's own hook waits."""
 
     def done(self) -> bool:
         return self._checkpointer.kept_step >= self._step
@@ -58,7 +58,7 @@ class _Tiered:
         return 0
 
     def clean(self) -> None:
-        """Slots are used again."""
+        """Do nothing: slots are reused."""
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -89,7 +89,7 @@ def _restored(checkpointer: Checkpointer, workload: Workload) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point of a rank."""
+    """Run a rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument(
@@ -117,7 +117,7 @@ def main() -> None:
         while not peer.done():
             time.sleep(0.001)
     first, runs = _WARM_UP_SAVES, []
-    alone: dict[tuple[object, ...], float] = {}  # of runs that save nothing; once a round is enough
+    alone: dict[tuple[object, ...], float] = {}  # runs without saves; one per round is enough
     for order in json.loads(arguments.plan):
         install(workload, order["update"])
         force_gate(coarse=order["coarse"])

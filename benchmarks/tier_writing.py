@@ -1,9 +1,9 @@
-"""One slice into one tier, timed, with every byte that goes to the medium counted; no MPI, no gate, no stager.
+"""Writes one slice into one tier, timed, and counts every byte that reaches the medium; no MPI, gate or stager.
 
     a slice in memory ─► begin ─► p threads: CRC, write ─► seal ─► complete
                                    └ where slots are memory: a copy straight into the slot (strategy D)
 
-What a checkpoint costs beside training is measured by other experiments; here it is only the tier.
+Only the tier is measured here; other experiments measure the cost of a checkpoint to a training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PICKLE_BYTES = 16 << 20
 
 
 def layout_of(model: str, *, ranks: int, chunk_bytes: int) -> Layout:
-    """The layout of a model's checkpoint."""
+    """Return the layout of a model's checkpoint."""
     state = Workload(model).state()
     tree = collect(state)
     skeleton = plan(
@@ -46,7 +46,7 @@ def layout_of(model: str, *, ranks: int, chunk_bytes: int) -> Layout:
 
 
 class Slice:
-    """The last rank's slice, touched, of random bytes: rank 0 has plain values beside its share, others do not."""
+    """The last rank's slice, of random bytes; not rank 0's, which also holds the plain values."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout, self.rank = layout, layout.ranks - 1
@@ -59,7 +59,7 @@ class Slice:
         self._step = 0
 
     def write(self, tier: Tier, threads: int) -> float:
-        """Put it into `tier` as a new step; seconds until it is sealed."""
+        """Write the slice into `tier` as a new step; return the seconds until it is sealed."""
         self._step += 1
         begun = time.monotonic()
         writer = tier.begin(1, self._step)
@@ -85,10 +85,10 @@ class Slice:
 
 
 class Counting:
-    """A medium, and how many bytes were put into it, through `write` or straight into its memory.
+    """A `Medium` that counts the bytes written to it, through `write` or straight into its memory.
 
     Attributes:
-        nbytes: written since it was made; the caller may set it back.
+        nbytes: Bytes written so far; the caller may reset it.
     """
 
     def __init__(self, medium: Medium) -> None:
@@ -97,12 +97,10 @@ class Counting:
 
     @property
     def how(self) -> str:
-        """See `Medium`."""
         return self._medium.how
 
     @property
     def copy(self) -> Copy | None:
-        """See `Medium`."""
         copy = self._medium.copy
         if copy is None:
             return None
@@ -114,26 +112,22 @@ class Counting:
         return counted
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:
-        """See `Medium`."""
         return self._medium.memory(offset, nbytes)
 
     def write(self, offset: int, view: memoryview) -> None:
-        """See `Medium`. What lies there already was counted when it was copied."""
+        """Count bytes that are not in the medium's memory yet: `copy` has counted the others."""
         memory = self._medium.memory(offset, view.nbytes)
         if memory is None or address_of(memory) != address_of(view):
             self._count(view.nbytes)
         self._medium.write(offset, view)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """See `Medium`."""
         return self._medium.read(offset, nbytes)
 
     def flush(self) -> None:
-        """See `Medium`."""
         self._medium.flush()
 
     def close(self) -> None:
-        """See `Medium`."""
         self._medium.close()
 
     def _count(self, nbytes: int) -> None:

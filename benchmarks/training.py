@@ -1,11 +1,11 @@
-"""The training loop around a peer: single checkpoints timed one by one, or a run that saves every K iterations.
+"""The training loop around a peer: times single checkpoints, or a run that saves every K iterations.
 
     iteration:  compute ─► ranks meet ─► before_update() ─► optimizer step ─► save(), every K iterations
 
-Computation stands in two ways: a timed wait (`device`), as on a machine whose host cores are free while a device
-computes, where the update is the device's work as well; and real forward, backward and update on the CPU (`cpu`).
-`python` is a busy loop of plain Python, whose jitter shows who holds the interpreter's lock. The ranks meet in an
-all-reduce of one number, so that one rank's stall is everybody's, as in data-parallel training.
+Computation is a timed wait (`device`), as if a device computed forward, backward and update while the host cores are
+free; or real forward, backward and update on the CPU (`cpu`); or a busy loop of plain Python (`python`), whose jitter
+shows which thread holds the interpreter's lock. The ranks meet in an all-reduce of one number, so one rank's stall
+delays all, as in data-parallel training.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Sample:
     """One checkpoint as one rank saw it; moments are `time.monotonic()`, one clock for the whole machine.
 
     Attributes:
-        start, end: Begin of `save()`; durable.
-        stall_seconds: In `save()`, before updates, and in them.
-        first_update_seconds: The part before and in the first update: the one that may wait.
-        stall_cpu_seconds: In the stall, what the training thread was on a core: the rest it slept, or waited for one.
+        start, end: Start of `save()`; durable.
+        stall_seconds: Time in `save()`, before updates, and in them.
+        first_update_seconds: The part before and in the first update, which may wait for the copy.
+        stall_cpu_seconds: CPU time of the training thread in the stall: in the rest it slept, or waited for a core.
     """
 
     start: float
@@ -61,10 +61,10 @@ class Run:
 
 
 def measure(peer: Peer, workload: Workload, step: int, compute_seconds: float) -> Sample:
-    """Save `step` and train on, with a timed wait for the computation, until it is done.
+    """Save `step` and continue to train, with timed waits as computation, until the save is done.
 
     Raises:
-        TimeoutError: It was not done within five minutes.
+        TimeoutError: The save was not done within five minutes.
     """
     start, begun = time.monotonic(), time.thread_time()
     peer.save(step)
@@ -101,15 +101,15 @@ def train(
 ) -> Run:
     """Train, saving after the first iteration and every `every` iterations from then on.
 
-    The last checkpoint then has as many iterations behind it as the others, and a run of whole intervals carries each
+    This way as many iterations follow the last checkpoint as any other, and a run of whole intervals carries each
     checkpoint's full cost.
 
     Args:
-        peer: The peer that saves; None: nobody.
-        workload: What is trained.
+        peer: The peer that saves; None: nothing is saved.
+        workload: The model and optimizer to train.
         first_step: Number of the first iteration.
-        iterations: How many.
-        every: K; a multiple of it is a fair number of iterations.
+        iterations: Number of iterations, for a fair comparison a multiple of `every`.
+        every: K.
         compute: One iteration's computation.
         meet: Waits for all ranks.
 
@@ -143,7 +143,7 @@ def train(
 
 
 def python_work(operations: int) -> int:
-    """This many rounds of plain Python, which hold the interpreter's lock."""
+    """Run `operations` rounds of plain Python, which hold the interpreter's lock."""
     total = 0
     for number in range(operations):
         total = (total * 31 + number) & 0xFFFF

@@ -1,7 +1,6 @@
-"""The states that every peer saves: models built from their public configurations, moments filled by one update.
+"""The states that every peer saves: models built from public configurations, with moments filled by one update.
 
-`transformers` builds the models; nothing is downloaded. Every rank makes the same bytes, as the ranks of a
-data-parallel run hold the same bytes.
+`transformers` builds the models; nothing is downloaded. Every rank makes the same bytes, as in a data-parallel run.
 
     gpt2         GPT-2 small with AdamW            124 M parameters, 1.49 GB
     bert-large   BERT large with AdamW             335 M parameters, 4.0 GB
@@ -9,8 +8,8 @@ data-parallel run hold the same bytes.
     resnet152    ResNet-152 with SGD and momentum   60 M parameters, 0.48 GB
     tiny         a toy GPT-2, to try the harness
     shapes-NAME  one of ten models as shapes alone: benchmarks/model_shapes.py
-    flat-N-M     N parameters of together M MiB with AdamW: what only their number costs
-    fsdp2-N      N MB that are split among the ranks, hsdp-N: benchmarks/sharded_workload.py
+    flat-N-M     N parameters of together M MiB with AdamW, to measure the cost of their number alone
+    fsdp2-N      N MB split among the ranks, and hsdp-N: benchmarks/sharded_workload.py
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def is_toy(model: str) -> bool:
 
 
 def is_sharded(model: str) -> bool:
-    """Whether each rank has a part of it."""
+    """Whether the model is split among the ranks."""
     return model.startswith(("fsdp2-", "hsdp-"))
 
 
@@ -62,7 +61,7 @@ def _flat(model: str) -> nn.Module:
 
 
 def is_bare(model: str) -> bool:
-    """Whether it is tensors alone, without a forward pass."""
+    """Whether the model is only tensors, without a forward pass."""
     return model.startswith(("flat-", _SHAPES))
 
 
@@ -81,7 +80,7 @@ def _build(model: str) -> nn.Module:
         return _of_shapes(model.removeprefix(_SHAPES))
     if model.startswith("flat-"):
         return _flat(model)
-    # Takes seconds, and not every model needs it. mypy leaves the models out (pyproject.toml).
+    # The import takes seconds, and not every model needs it. mypy leaves the models out (pyproject.toml).
     transformers: Any = importlib.import_module("transformers")
     net: nn.Module
     if model.startswith("resnet"):
@@ -123,7 +122,7 @@ class Workload:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has a part of it."""
+        """Whether the state is split among the ranks."""
         return is_sharded(self._name)
 
     @property
@@ -140,11 +139,11 @@ class Workload:
         return len(self.model.state_dict()) + moments
 
     def state(self) -> dict[str, Any]:
-        """The objects, as a training script hands them to holdfast."""
+        """Return the objects that a training script passes to holdfast."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     def state_dict(self, *, tied: bool = True) -> dict[str, Any]:
-        """The same as a nested state dict; without the second name of a tied embedding if not `tied`."""
+        """Return the state as a nested state dict; without the second name of a tied embedding if not `tied`."""
         model = dict(self.model.state_dict())
         if not tied:
             seen: set[int] = set()
@@ -160,7 +159,7 @@ class Workload:
             parameter.grad = torch.randn_like(parameter)
 
     def compute(self) -> None:
-        """Forward and backward on the CPU, of one small batch that is the same on all ranks."""
+        """Run forward and backward on the CPU, on one small batch that is the same on all ranks."""
         if self._name.startswith("resnet"):
             picture = torch.ones(1, 3, _PIXELS, _PIXELS)
             loss = self.model(pixel_values=picture, labels=torch.tensor([1])).loss
@@ -172,7 +171,7 @@ class Workload:
         loss.backward()
 
     def update(self) -> None:
-        """An optimizer step. Without gradients it runs all hooks and changes nothing: the device would do it."""
+        """Run an optimizer step. Without gradients it runs all hooks and changes nothing, as if a device updated."""
         self.optimizer.step()
         if not self.keeps_gradients:
             self.optimizer.zero_grad(set_to_none=True)

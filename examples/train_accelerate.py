@@ -3,8 +3,8 @@
     mpirun --with-ft ulfm -n 2 python examples/train_accelerate.py --every 20 : -n 1 holdfast stager --store URL
 
 Run the same line again after a kill: it resumes from the newest good checkpoint, bit for bit. With `--sharded`
-each rank holds a part of each tensor (FSDP2), and saves that part alone. What holdfast needs is marked with `holdfast:`
-below; there is nothing in it about FSDP2.
+each rank holds a part of each tensor (FSDP2), and saves only that part. Lines that holdfast needs are marked with
+`holdfast:` below; none of them is about FSDP2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEED = 7
 
 
 class Average:
-    """A moving average of the weights: an object of the script's own that must be restored."""
+    """A moving average of the weights: a script's own object that must be restored."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -45,7 +45,7 @@ class Average:
 
 
 def shard_on_cpu(accelerator: Accelerator) -> None:
-    """As `Accelerator(fsdp_plugin=...)` does on GPUs; on CPUs Accelerate leaves it out."""
+    """Apply FSDP2 as `Accelerator(fsdp_plugin=...)` does on GPUs but not on CPUs."""
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator.state.distributed_type = DistributedType.FSDP
 
@@ -53,7 +53,7 @@ def shard_on_cpu(accelerator: Accelerator) -> None:
 def train(
     options: argparse.Namespace, watch: Callable[[int, float, list[int]], Any] = lambda *_: None
 ) -> dict[str, Any]:
-    """The whole training; returns its state. `watch` is told step, loss and labels of each step."""
+    """Train and return the final state. `watch` gets step, loss and labels of each step."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rank, ranks = init_torch_distributed("gloo")  # holdfast: the ranks of this job, before the Accelerator
@@ -63,7 +63,7 @@ def train(
     pixels, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
     data = TensorDataset(pixels.float() / 16, labels)
     torch.manual_seed(SEED)  # the same first weights on every rank
-    # Under FSDP2 the statistics of batch norm are not the same on each rank.
+    # No batch norm under FSDP2: its statistics would differ between ranks.
     norm = nn.LayerNorm(48) if options.sharded else nn.BatchNorm1d(48)
     model: nn.Module = nn.Sequential(nn.Linear(64, 48), norm, nn.GELU(), nn.Dropout(0.3), nn.Linear(48, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -71,8 +71,8 @@ def train(
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     average = Average(accelerator.unwrap_model(model))
     accelerator.register_for_checkpointing(average)
-    torch.manual_seed(SEED + 1 + rank)  # each rank its own dropout
-    # holdfast: the order of samples, which resumes at the saved position; the loader is not prepared
+    torch.manual_seed(SEED + 1 + rank)  # each rank has its own dropout
+    # holdfast: the order of samples, which resumes at the saved position; do not `prepare` this loader
     sampler = ResumableSampler(len(data), seed=SEED, rank=rank, ranks=ranks)
     loader = DataLoader(data, batch_sampler=sampler.ahead(options.batch_size))
     state = {**prepared(accelerator), "data": sampler}  # holdfast: all of it, by name

@@ -1,11 +1,11 @@
-"""Trains the GPT of train_gpt.py with FSDP2: each rank holds a part of each tensor, and saves that part alone.
+"""Trains the GPT of train_gpt.py with FSDP2: each rank holds a part of each tensor, and saves only that part.
 
     mpirun --with-ft ulfm -n 2 python examples/train_fsdp.py --every 20 : -n 1 holdfast stager --store URL
 
-Each checkpoint is one file with whole tensors, which plain `torch.load` opens; nothing is gathered for it. Run the same
-line again after a kill: it resumes from the newest good checkpoint, bit for bit on the same number of ranks. With more
-or fewer ranks (`-n 4`) it resumes the same state, split in another way. What holdfast needs is marked with `holdfast:`
-below; there is nothing in it about FSDP.
+Each checkpoint is one file with whole tensors, which plain `torch.load` opens; no rank gathers them. Run the same line
+again after a kill: it resumes from the newest good checkpoint, bit for bit on the same number of ranks. With more or
+fewer ranks (`-n 4`) it resumes the same state, split differently. Lines that holdfast needs are marked with `holdfast:`
+below; none of them is about FSDP.
 
 With `--every 0` no checkpoint is taken and no stager is needed.
 """
@@ -37,7 +37,7 @@ from holdfast import Checkpointer, PerRank, ResumableSampler, RngState, init_tor
 
 
 def sharded(model: GPT, ranks: int) -> GPT:
-    """Each block by itself, and the rest (the embedding, which the head shares) together."""
+    """Shard each block separately, and the rest (the embedding, which the head shares) together."""
     mesh = init_device_mesh("cpu", (ranks,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -51,7 +51,7 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(SEED)  # the same first weights on every rank
     model = sharded(GPT(layers=options.layers, width=options.width, heads=options.width // 64), ranks)
     make_deterministic(rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)  # of what is sharded
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)  # after sharding
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=options.steps + 1)
     text = standard_library_text()
     sampler = ResumableSampler(len(text) // (CONTEXT + 1), seed=SEED, rank=rank, ranks=ranks)
@@ -87,7 +87,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def whole(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state with whole tensors, gathered by torch: to compare two runs. All ranks call it."""
+    """Return the state with whole tensors, gathered by torch, to compare two runs. Collective."""
     model_state, optimizer_state = get_state_dict(
         model, optimizer, options=StateDictOptions(full_state_dict=True)
     )

@@ -3,10 +3,10 @@
     mpirun --with-ft ulfm -n 2 python examples/train_gpt.py --every 20 : -n 1 holdfast stager --store URL
 
 Run the same line again after a kill, on this machine or on others: it resumes from the newest good checkpoint,
-bit for bit. What holdfast needs in a training script is marked with `holdfast:` below. All the rest is an
-ordinary data-parallel PyTorch script, kept deterministic so that two runs can be compared to the last bit.
+bit for bit. Lines that holdfast needs in a training script are marked with `holdfast:` below. The rest is an
+ordinary data-parallel PyTorch script, kept deterministic so that two runs can be compared bit for bit.
 
-With `--every 0` no checkpoint is taken and no stager is needed: that is the reference of `make demo`.
+With `--every 0` no checkpoint is taken and no stager is needed: the reference of `make demo`.
 """
 
 from __future__ import annotations
@@ -77,24 +77,24 @@ class GPT(nn.Module):
 
 
 def standard_library_text() -> Tensor:
-    """The `*.py` files of the standard library, one after the other: text that every machine has."""
+    """Return the concatenated `*.py` files of the standard library: text that every machine has."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"\n".join(file.read_bytes() for file in files)[:TEXT_BYTES_MAX]
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def make_deterministic(rank: int) -> None:
-    """The same bits from the same state: one thread, so a fixed order of sums; and each rank its own dropout."""
+    """Make equal states give equal bits: one thread fixes the order of sums; each rank seeds its own dropout."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED + rank)
-    # Nothing here draws from these two, but `RngState` saves them: unseeded, they would differ from run to run.
+    # Nothing here draws from these two, but `RngState` saves them: without a seed they would differ between runs.
     random.seed(SEED + rank)
     np.random.seed(SEED + rank)
 
 
 class NoCheckpoints:
-    """Stands in for the `Checkpointer` where a run without checkpoints is wanted for comparison."""
+    """Replaces the `Checkpointer` in runs without checkpoints, for comparison."""
 
     def __enter__(self) -> NoCheckpoints:
         return self
@@ -110,7 +110,7 @@ class NoCheckpoints:
 
 
 class Progress:
-    """Tells how training goes: a JSON line a step into a file, or a line every ten steps on the terminal."""
+    """Reports progress: a JSON line for each step in a file, or a line every ten steps on the terminal."""
 
     def __init__(self, path: Path | None, *, quiet: bool) -> None:
         self._file = path.open("a", encoding="utf-8") if path is not None and not quiet else None
@@ -156,7 +156,7 @@ def train(options: argparse.Namespace) -> None:
             logits = ddp(batch[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()  # waits only while a copy of the state is still under way
+            optimizer.step()  # waits only while the state is still being copied
             optimizer.zero_grad()
             scheduler.step()
             # holdfast: saves after every `every` steps; compares the loss of the first step after a resume

@@ -3,8 +3,8 @@
     mpirun --with-ft ulfm -n 2 python examples/train_lightning.py --every 20 : -n 1 holdfast stager --store URL
 
 Run the same line again after a kill: it resumes from the newest good checkpoint, bit for bit. With `--sharded`
-each rank holds a part of each tensor (FSDP2, by Lightning's `ModelParallelStrategy`), and saves that part alone. What
-holdfast needs is marked with `holdfast:` below; there is nothing in it about FSDP2.
+each rank holds a part of each tensor (FSDP2, by Lightning's `ModelParallelStrategy`), and saves only that part. Lines
+that holdfast needs are marked with `holdfast:` below; none of them is about FSDP2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEED = 7
 
 
 class Digits(LightningModule):
-    """Two layers, with dropout, and with batch norm where its statistics are the same on each rank: not under FSDP2."""
+    """Two layers with dropout; also batch norm, except under FSDP2, where its statistics would differ between ranks."""
 
     def __init__(self, steps: int, *, sharded: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Digits(LightningModule):
 
 
 def train(options: argparse.Namespace, *callbacks: Callback) -> Trainer:
-    """The whole training, with more callbacks for tests that watch."""
+    """Train; `callbacks` are for tests that watch."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     environment = HoldfastEnvironment("gloo")  # holdfast: the ranks of this job, without the stager
@@ -73,7 +73,7 @@ def train(options: argparse.Namespace, *callbacks: Callback) -> Trainer:
     learned, kept_back = Subset(data, range(1500)), Subset(data, range(1500, len(data)))
     torch.manual_seed(SEED)  # the same first weights on every rank
     model = Digits(options.steps, sharded=options.sharded)
-    torch.manual_seed(SEED + 1 + rank)  # each rank its own dropout
+    torch.manual_seed(SEED + 1 + rank)  # each rank has its own dropout
     # holdfast: the order of samples, which resumes at the saved position
     sampler = ResumableSampler(len(learned), seed=SEED, rank=rank, ranks=ranks, drop_last=True)
     loader = EpochLoader(DataLoader(learned, batch_sampler=sampler.ahead(options.batch_size)))

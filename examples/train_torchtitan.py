@@ -3,8 +3,8 @@
     mpirun --with-ft ulfm -n 2 python examples/train_torchtitan.py --every 20 : -n 1 holdfast stager --store URL
 
 `Trainer` calls its checkpoint manager where torchtitan's Trainer does; its containers of optimizers and schedulers are
-small ones of the same kind. Run the same line again after a kill: it resumes from the newest good checkpoint, bit for
-bit. What holdfast needs is marked with `holdfast:` below.
+small versions of torchtitan's. Run the same line again after a kill: it resumes from the newest good checkpoint, bit
+for bit. Lines that holdfast needs are marked with `holdfast:` below.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEED = 7
 
 
 class Optimizers(torch.optim.Optimizer):
-    """A container, which is an optimizer itself: matrices have another optimizer than all else."""
+    """A container that is itself an optimizer, with one optimizer for matrices and another for the rest."""
 
     def __init__(self, model: nn.Module) -> None:
         every = list(model.parameters())
@@ -53,7 +53,7 @@ class Optimizers(torch.optim.Optimizer):
 
 
 class Schedulers:
-    """One for each optimizer, all at the same step."""
+    """One scheduler for each optimizer, all at the same step."""
 
     def __init__(self, optimizers: Optimizers, steps: int) -> None:
         self._all = [
@@ -75,7 +75,7 @@ class Schedulers:
 
 
 class Trainer:
-    """The loop; its steps count from 1. It has a state of its own."""
+    """The training loop, with a state of its own; steps count from 1."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
@@ -88,7 +88,7 @@ class Trainer:
         )
         fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
         self.model_parts: list[nn.Module] = [model]
-        torch.manual_seed(SEED + 1 + rank)  # each rank its own dropout
+        torch.manual_seed(SEED + 1 + rank)  # each rank has its own dropout
         self.optimizers = Optimizers(model)
         self.lr_schedulers = Schedulers(self.optimizers, options.steps)
         pixels, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
@@ -96,7 +96,7 @@ class Trainer:
         # holdfast: the order of samples, which resumes at the saved position
         sampler = ResumableSampler(len(data), seed=SEED, rank=rank, ranks=ranks)
         self.dataloader = EpochLoader(DataLoader(data, batch_sampler=sampler.ahead(options.batch_size)))
-        self.checkpointer = HoldfastCheckpointManager(  # holdfast: in the place of torchtitan's
+        self.checkpointer = HoldfastCheckpointManager(  # holdfast: replaces torchtitan's
             SimpleNamespace(interval=options.every),  # torchtitan: config.checkpoint
             dataloader=self.dataloader,
             model_parts=self.model_parts,
@@ -106,7 +106,7 @@ class Trainer:
         )
 
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[float, list[int]]:
-        """Loss and labels of this rank."""
+        """Run one step; return this rank's loss and labels."""
         self.optimizers.zero_grad()
         x, y = next(batches)
         loss = functional.cross_entropy(self.model_parts[0](x), y)

@@ -3,8 +3,8 @@
     mpirun --with-ft ulfm -n 2 python examples/train_transformers.py --every 20 : -n 1 holdfast stager --store URL
 
 Run the same line again after a kill: it resumes from the newest good checkpoint, bit for bit. With `--sharded`
-each rank holds a part of each tensor (FSDP2), and saves that part alone. What holdfast needs is marked with `holdfast:`
-below; there is nothing in it about FSDP2.
+each rank holds a part of each tensor (FSDP2), and saves only that part. Lines that holdfast needs are marked with
+`holdfast:` below; none of them is about FSDP2.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SEED = 7
 
 
 class Digits(nn.Module):
-    """Two layers, with dropout, and with batch norm where its statistics are the same on each rank: not under FSDP2.
+    """Two layers with dropout; also batch norm, except under FSDP2, where its statistics would differ between ranks.
 
-    It gives loss and logits as Trainer wants them.
+    `forward` returns loss and logits in Trainer's format.
     """
 
     def __init__(self, *, sharded: bool) -> None:
@@ -43,7 +43,7 @@ class Digits(nn.Module):
 
 
 class Images(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Some of the digits."""
+    """A part of the digits."""
 
     def __init__(self, first: int, end: int) -> None:
         pixels, labels = load_digits(return_X_y=True)
@@ -60,14 +60,14 @@ class Images(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def shard_on_cpu(trainer: Trainer) -> None:
-    """As `TrainingArguments(fsdp=True, fsdp_config={"version": 2})` does on GPUs; on CPUs Accelerate leaves it out."""
+    """Apply FSDP2 as `TrainingArguments(fsdp=True, fsdp_config={"version": 2})` does on GPUs but not on CPUs."""
     trainer.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     trainer.accelerator.state.distributed_type = DistributedType.FSDP
     trainer.is_fsdp_enabled = True
 
 
 def train(options: argparse.Namespace, *callbacks: TrainerCallback, **more: Any) -> Trainer:
-    """The whole training, with more callbacks for tests that watch."""
+    """Train; `callbacks` are for tests that watch."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rank, _ = init_torch_distributed("gloo")  # holdfast: the ranks of this job, before TrainingArguments
@@ -103,7 +103,7 @@ def train(options: argparse.Namespace, *callbacks: TrainerCallback, **more: Any)
         )
         if options.sharded:
             shard_on_cpu(trainer)
-        set_seed(SEED + 1 + rank)  # each rank its own dropout
+        set_seed(SEED + 1 + rank)  # each rank has its own dropout
         trainer.train(resume_from_checkpoint=holdfast.restore(trainer))  # holdfast: restores
     return trainer
 

@@ -113,8 +113,9 @@ class TrainerConfig(RoleConfig):
             ranks. A tier that takes a tenth of this for one request counts as hung, and the next source is tried.
         close_seconds_max: Seconds that `close()` waits for checkpoints in flight to become durable.
         in_flight_max: Largest number of checkpoints that a rank sends at once, besides one that is sent but not staged
-            yet. Each takes a staging area as large as this rank's slice, allocated on first use; with a device, all are
-            allocated at the first save, in the background.
+            yet. More than 1 absorbs short pauses of the store, and does not speed up a slow one. Each takes a staging
+            area as large as this rank's slice, allocated on first use; with a device, all are allocated at the first
+            save, in the background.
         host_bytes_max: Largest amount of host memory for the staging areas of one rank. As many areas as fit are used,
             at most `in_flight_max`. None: only `in_flight_max` limits the areas.
         device_bytes_max: Largest amount of device memory for a copy of this rank's slice; the copy moves to host memory

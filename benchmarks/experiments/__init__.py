@@ -1,7 +1,7 @@
-"""The experiments, one file each: what it runs, its document, and the tables that are made from that document.
+"""The experiments, one file each: the measurement, its document, and the tables made from that document.
 
-Each module has `measure(options) -> document` and `grids(document) -> list[Grid]`; the documents hold every round,
-so tables and pictures can be made again without measuring.
+Each module has `measure(options) -> document` and `grids(document) -> list[Grid]`. Documents hold every round, so the
+tables and pictures can be made again without measuring.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from benchmarks.grid import Grid
 
 __all__ = ["EXPERIMENTS", "Experiment", "Options", "available", "command_of", "document", "experiment"]
 
-# In the order in which `make bench` runs them: what has the same shape stands together, so that one job serves for it.
+# In the order of `make bench`: experiments of the same shape are neighbours, so that they share one job.
 EXPERIMENTS = {
     "table": "Every peer once a round: stall, staged, durable; ratios; memory; idle CPU",
     "makespan": "A training of GPT-2 that saves every 2 to 10 iterations, beside one that saves nothing",
     "cpu": "Real forward, backward and update on both cores; CPU seconds that a checkpoint costs",
+    "epochs": "A checkpoint once an epoch, beside one every 5 iterations: overhead, and work lost at a kill",
     "models": "Stall, staged, durable and phases of ten models' states, 0.04 to 4 GB, as shapes",
     "workloads": "ResNet-50 that saves in every iteration, ResNet-152, and BERT-large",
     "jitter": "Iterations of plain Python with and without checkpoints: p50 to the slowest",
@@ -57,13 +58,13 @@ EXPERIMENTS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says.
+    """Options of the command line.
 
     Attributes:
-        quick: A toy size that ends within a minute: tries the experiment, measures nothing that counts.
-        rounds: Instead of the experiment's own number; 0 leaves it.
-        model: Instead of the experiment's own; empty leaves it.
-        folder: Where everything is written; None is the place for temporary files.
+        quick: Use a toy size that ends within a minute; its figures mean nothing.
+        rounds: Overrides the experiment's own number; 0 does not.
+        model: Overrides the experiment's own; empty does not.
+        folder: Folder for all files; None is the one for temporary files.
     """
 
     quick: bool = False
@@ -74,16 +75,16 @@ class Options:
     clusters: Clusters = field(default_factory=Clusters)
 
     def shape(self, model: str, **settings: Any) -> Shape:
-        """A cluster's shape for this experiment, in its toy size if it is to be quick."""
+        """Return a cluster's shape for this experiment, in the toy size if `quick`."""
         toy = "flat-24-3" if self.quick else model
         return Shape(model=self.model or toy, folder=self.folder, **settings)
 
     def running(self, shape: Shape, *, fresh: bool = False) -> AbstractContextManager[Cluster]:
-        """A job of this shape, perhaps that of the experiment before."""
+        """Return a job of this shape, perhaps the previous experiment's."""
         return self.clusters.running(shape, self.progress, fresh=fresh)
 
     def count(self, usual: int, quick: int) -> int:
-        """How many rounds, iterations or the like."""
+        """Return the number of rounds, iterations or the like."""
         return quick if self.quick else usual
 
     def rounds_of(self, usual: int) -> int:
@@ -91,19 +92,19 @@ class Options:
 
 
 class Experiment(Protocol):
-    """A module of this package."""
+    """Interface of the modules in this package."""
 
     def measure(self, options: Options) -> dict[str, Any]: ...
     def grids(self, document: dict[str, Any]) -> list[Grid]: ...
 
 
 def experiment(name: str) -> Experiment:
-    """The module of that name."""
+    """Return the module of that name."""
     return cast("Experiment", importlib.import_module(f"benchmarks.experiments.{name.replace('-', '_')}"))
 
 
 def available(peers: tuple[str, ...]) -> tuple[str, ...]:
-    """The ones whose package is installed."""
+    """Return the peers whose package is installed."""
     from benchmarks.peers import OPTIONAL
 
     return tuple(
@@ -112,7 +113,7 @@ def available(peers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def document(name: str, options: Options, shape: Shape, **content: Any) -> dict[str, Any]:
-    """Everything that a figure is worth nothing without, and the figures."""
+    """Return the figures in `content` together with their origin: command, machine, date, commit, shape."""
     return {
         "experiment": name,
         "what": EXPERIMENTS.get(name, ""),
@@ -131,7 +132,7 @@ def document(name: str, options: Options, shape: Shape, **content: Any) -> dict[
 
 
 def command_of(name: str, options: Options) -> str:
-    """The line that measures this again."""
+    """Return the command line that repeats the measurement."""
     return shlex.join(["python", "-m", "benchmarks", *_arguments(name, options)])
 
 

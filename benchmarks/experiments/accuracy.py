@@ -44,7 +44,7 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     """Train twice.
 
     Raises:
-        RuntimeError: A training did not come to its end.
+        RuntimeError: A training did not finish.
     """
     deadline = time.monotonic() + _SECONDS_MAX
     progress("undisturbed")
@@ -73,7 +73,7 @@ def _setup(folder: Path, name: str, epochs: int, width: int) -> Setup:
 
 
 def _kills(epochs: int) -> list[Kill]:
-    """In the middle of the epoch after each tenth."""
+    """Plan a kill in the middle of the epoch after each tenth."""
     steps = epoch_steps(_RANKS)
     ends = range(_RESTART_EPOCHS, epochs, _RESTART_EPOCHS)
     return [
@@ -84,7 +84,7 @@ def _kills(epochs: int) -> list[Kill]:
 
 def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list[Struck]) -> dict[str, Any]:
     files = compare(open_store(str(undisturbed.store)), open_store(str(killed.store)))
-    constant = constants(files, struck[0].kill.after_step)  # generators that nobody seeds and nobody uses
+    constant = constants(files, struck[0].kill.after_step)  # generators that the job neither seeds nor uses
     differ = [str(each) for one in files for each in one.differs if each.path not in constant]
     findings = examine(
         struck,
@@ -118,12 +118,12 @@ def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list
 
 
 def _begun(one: DrillRun) -> float:
-    """When its first step was done."""
+    """Return the time of the run's first finished step."""
     return float(next(line["time"] for line in one.said["diary"] if "step" in line))
 
 
 def _curve(path: Path, begun: float | None = None) -> list[dict[str, Any]]:
-    """What was written, in order of time: an epoch that was trained again is there twice."""
+    """Return the points in order of time; an epoch that was trained twice has two."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if begun is not None:
         return [{"epoch": line["epoch"], "at_seconds": line["at_unix"] - begun} for line in lines]
@@ -131,7 +131,7 @@ def _curve(path: Path, begun: float | None = None) -> list[dict[str, Any]]:
 
 
 def equal_epochs(document: dict[str, Any]) -> int:
-    """Epochs after which accuracy and loss are the same in both, bit for bit, each time they were trained."""
+    """Count the epochs after which accuracy and loss are bit-identical in both runs, each time they were trained."""
     want = {point["epoch"]: point for point in document["curves"]["undisturbed"]}
     unequal = {point["epoch"] for point in document["curves"]["killed"] if point != want.get(point["epoch"])}
     there = {point["epoch"] for point in document["curves"]["killed"]}

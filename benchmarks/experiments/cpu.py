@@ -1,4 +1,4 @@
-"""Real forward, backward and update on both cores: what a checkpoint costs when nothing of the CPU is left over."""
+"""Real forward, backward and update on both cores: the cost of a checkpoint when the training needs the whole CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure(options: Options) -> dict[str, Any]:
         cluster.prepare("holdfast")
         for peer in _PEERS:
             cluster.prepare(peer)
-        cluster.train("none", iterations=2, every=1, compute="cpu")  # memory of gradients and activations
+        cluster.train("none", iterations=2, every=1, compute="cpu")  # allocates gradients and activations
         runs = rounds_of_runs(
             cluster,
             ("none", "holdfast", *_PEERS),

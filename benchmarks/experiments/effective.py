@@ -1,14 +1,14 @@
-"""Effective training time under kills, and the four parts of what is lost: real runs, beside what the model says.
+"""Effective training time under kills, and the four parts of the loss: real runs beside the model's prediction.
 
-    each way: a run that nobody kills, then ONE kill ─► its costs ─► its best interval ─► the same program, killed at
-    the times of one trace ─► real: effective, saving, work done again, restart, waiting
+    each way: an undisturbed run, then ONE kill ─► its costs ─► its best interval ─► the same program, killed at
+    the times of one trace ─► real: effective, saving, redone work, restart, waiting
     all costs ─► replay of that trace ─► the same parts, predicted       one failure in 10 min, 3 h, 8 h ─► a model
 
-holdfast runs under `holdfast run`; torch.save and DCP's async_save under a shell that starts mpirun again. The time
-scale is compressed: a rank is killed every three relaunches on average, so that a window of minutes has some kills. The
+holdfast runs under `holdfast run`; torch.save and DCP's async_save run under a shell that restarts mpirun. The time
+scale is compressed: the mean time between kills is that of three relaunches, so a window of minutes has some kills. The
 model extends this to hours, with the costs of these runs. A replacement is available at once, so "waiting for machines"
-is the pause before a relaunch. "Saving" is the extra time of the iterations over those of the undisturbed run; it has
-the noise of both.
+is the pause before a relaunch. "Saving" is the extra time of the iterations over those of the undisturbed run, with the
+noise of both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS = ("holdfast", "torch.save+fsync", "dcp-thread")
 PARTS = ("effective", "saving", "redone", "restart", "waiting")
 _RANKS, _EVERY, _EVERY_MAX = 2, 10, 1000
 _COMPUTE_SECONDS, _UPDATE_SECONDS = 0.08, 0.02
-_CYCLES, _CYCLES_QUICK = 9, 4  # of the run that nobody kills; the first one is left out
+_CYCLES, _CYCLES_QUICK = 9, 4  # of the undisturbed run; the first one is left out
 _RELAUNCHES_APART = 3.0
 _LOSSES, _LOSSES_QUICK = 4, 1
 
@@ -99,7 +99,7 @@ def _round(program: Program, folders: jobs.Folders, number: int, options: Option
 
 
 def _together(costs: dict[str, TrainingProfile]) -> TrainingProfile:
-    """All ways in one profile: the same iteration and restart, for what they differ in is not the way to checkpoint."""
+    """Merge all ways into one profile with the same iteration and restart, as these do not depend on the way."""
     strategies: dict[str, Measured] = {way: of.strategies[way] for way, of in costs.items()}
     return TrainingProfile(
         source="a run without a kill and one kill, for each way",
@@ -150,8 +150,8 @@ def _real(
 
 
 def split(useful: float, redone: float, training: float, whole: float, *, waited: float) -> dict[str, float]:
-    """The shares of `whole` seconds: `useful` and `redone` of the `training` ones, and what is left of those and of the
-    others. They add up to 1.
+    """Split `whole` seconds into shares that add up to 1. The rest of `training` after `useful` and `redone` is saving;
+    the rest of the time after `waited` is restart.
     """
     down = max(0.0, whole - training)
     waiting = min(waited, down)
@@ -165,7 +165,7 @@ def split(useful: float, redone: float, training: float, whole: float, *, waited
 
 
 def predicted(profile: TrainingProfile, way: str, every: int, trace: Trace) -> dict[str, float]:
-    """The same shares by a replay of the trace, in which the first launch comes before the window."""
+    """Return the same shares from a replay of the trace; the window begins after the first launch."""
     launch_us = microseconds(profile.restart_seconds)
     job = TrainingJob(_RANKS, _RANKS, microseconds(profile.iteration_seconds), launch_us)
     strategy = profile.strategies[way].strategy(way)

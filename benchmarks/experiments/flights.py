@@ -1,7 +1,7 @@
-"""Slowdown by number of checkpoints in flight and by interval (PCcheck fig. 12), where the store is what is slow.
+"""Slowdown by number of checkpoints in flight and by interval (PCcheck fig. 12), with a slow store.
 
-The store takes as many bytes a second as make a write last four, two and less than one of the intervals. N counts
-checkpoints until they are staged: the ring holds those that are not durable.
+The store's bandwidth makes a write last four, two and less than one of the intervals. N counts the checkpoints that are
+not staged yet; the ring holds those that are staged but not durable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(options: Options) -> dict[str, Any]:
             with options.running(shape) as cluster:
                 cluster.prepare("holdfast")
                 image_bytes = cluster.manifests[-1].image_bytes
-                # An area is allocated and touched when it is first needed: that is no part of a round.
+                # Warm up: a staging area is allocated and touched at its first use.
                 options.progress(f"N = {in_flight}: touching all areas")
                 cluster.train("holdfast", iterations=2 * in_flight + 2, every=1, compute_seconds=0.0)
                 series = Series(cluster, seconds, lambda: 0.0)

@@ -1,9 +1,8 @@
-"""Layer-wise against coarse gate where copying takes longer than the computation (LightCheck fig. 10 and section
-III-B).
+"""Layer-wise against coarse gate where copying outlasts the computation (LightCheck fig. 10 and section III-B).
 
-Computation and update are timed waits, so that nothing but the gate decides: an update of `_UPDATE_SECONDS` for
-all layers comes `compute_seconds` after the save. A coarse gate holds it until all is copied; a layer-wise one
-only for layers whose copy is still under way, so copy and update overlap. What no gate can avoid is stated beside:
+Computation and update are timed waits, so that only the gate makes a difference: an update of `_UPDATE_SECONDS` for all
+layers begins `compute_seconds` after the save. A coarse gate delays it until all is copied; a layer-wise one delays
+only layers with a copy in flight, so copy and update overlap. The table also states the delay that no gate can avoid:
 copy − computation − update, if positive.
 """
 

@@ -4,7 +4,7 @@ fig. 9), and how much of a job's time trains it: a MODEL, computed by `holdfast 
     published/pccheck-vgg16.json ─► replay of the trace that GOODPUT_TRACE names, with notices of 0, 30 and 120 s
     the profile of this tree     ─► total time by MTBF; effective training time, and what its loss consists of
 
-A trace is read from where it lies and not kept. Without one, losses are made up, as often as in PCcheck's trace.
+A trace is read in place and not kept. Without one, losses are simulated, as frequent as in PCcheck's trace.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _NODES = 14
 _LOSSES, _LOSSES_HOURS = 26, 3.75
 _MTBF_HOURS = (0.5, 2.0, 8.0)
 _TOTAL_HOURS = 8.0
-# MTBF in hours, and the part of the time that is to train the job.
+# MTBF in hours, and the target share of effective training time.
 EFFECTIVE = {1 / 6: 0.94, 3.0: 0.97, 8.0: 0.99}
-_STAGED_PART = 10  # the image takes one part in so many of the interval to stage
+_STAGED_PART = 10  # the interval is this many times the seconds that the image takes to stage
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -100,10 +100,10 @@ def _job(profile: TrainingProfile, nodes: int) -> TrainingJob:
 def effective(
     profile: TrainingProfile, mtbf_hours: float, samples: int, *, best: bool = False
 ) -> list[dict[str, Any]]:
-    """The part of a job's time that trains it, and the parts that are lost, by way to checkpoint.
+    """Return the effective share of a job's time and the lost shares, by way to checkpoint.
 
-    holdfast's interval is ten times as long as its image takes to stage, or with `best` its best one, which every other
-    way has. A lost machine is replaced at once, so nothing is lost to waiting for machines.
+    holdfast's interval is ten times the staging time of its image, or with `best` its best one; every other way has its
+    best one. A lost machine is replaced at once, so no time is lost to waiting for machines.
     """
     job = TrainingJob(
         _NODES, _NODES, *map(microseconds, (profile.iteration_seconds, profile.restart_seconds))
@@ -144,8 +144,8 @@ def split_of(
     *,
     first_us: int = 0,
 ) -> dict[str, float]:
-    """The shares of the time that a lane of a replay has trained and lost. `first_us`: of each window's begin, which
-    is left out: the first launch.
+    """Return the shares of the time that a lane of a replay has trained and lost. `first_us`: length of the first
+    launch, left out at the start of each window.
     """
     whole = (length_us - first_us) * outcome.useful.shape[1]
     useful, redone = (int(of[row].sum()) * job.iteration_us for of in (outcome.useful, outcome.redone))
@@ -161,7 +161,7 @@ def split_of(
 
 
 def best(document: dict[str, Any]) -> dict[str, tuple[int, float]]:
-    """By way to checkpoint: its best interval, and the share of the ideal there."""
+    """Return the best interval of each way to checkpoint, and its share of the ideal there."""
     found: dict[str, tuple[int, float]] = {}
     for of in document["goodput"]:
         if of["share"]["median"] >= found.get(of["strategy"], (0, -1.0))[1]:

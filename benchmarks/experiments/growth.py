@@ -1,7 +1,7 @@
-"""What grows with ranks, chunks, tensors and checkpoints: CPU seconds, bytes and counts of the parts that grow.
+"""Growth with ranks, chunks, tensors and checkpoints: CPU seconds, bytes and counts of the parts that grow.
 
-Real parts of the product, without the machines that it would take to fill them: ranks, transport or store are played
-(benchmarks/growing), so what is counted is what holdfast itself computes and keeps.
+Runs real parts of holdfast without a large cluster: ranks, transport or store are simulated (benchmarks/growing), so
+the figures count only what holdfast itself computes and keeps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""CheckFreq's interference (FAST 2021): a training alone, then beside a job that takes two thirds of the store's bytes
-a second, with the interval that was right before, and with one that adapts.
+"""CheckFreq's interference (FAST 2021): a training alone, then beside a job that takes two thirds of the store's
+bandwidth, with the interval chosen before, and with one that adapts.
 
     alone: auto ─► K      beside the other job: every K (static), auto (adaptive)
 
-Held against CheckFreq's claim that the adaptive interval costs less. The store decides the interval here: alone, a
+Compared with CheckFreq's claim that the adaptive interval costs less. The store decides the interval here: alone, a
 write takes as long as `_WRITE_ITERATIONS` iterations, and the ring holds little more than one image. The computation is
 a timed wait, which the other job leaves alone.
 """
@@ -30,7 +30,7 @@ _ITERATION_SECONDS = 0.05
 _WRITE_ITERATIONS = 20
 _LEFT = 1 / 3
 _OVERHEAD_MAX = 0.035  # CheckFreq's
-_TOY_OVERHEAD_MAX = 0.3  # where others work, too, and a stall is no figure
+_TOY_OVERHEAD_MAX = 0.3  # tolerates other load on the machine
 _PLAIN, ALONE, STATIC, ADAPTIVE = "nothing saved", "alone", "static", "adaptive"
 # Iterations of each run. A static run takes three times as long; an adaptive one has to reach its new interval.
 _ITERATIONS = {_PLAIN: 100, ALONE: 240, STATIC: 120, ADAPTIVE: 480}
@@ -43,7 +43,7 @@ def measure(options: Options) -> dict[str, Any]:
     settings = {"HOLDFAST_EVERY": "auto", "HOLDFAST_OVERHEAD_MAX": str(most)}
     runs: list[dict[str, Any]] = []
     for number in range(options.rounds_of(_ROUNDS)):
-        # A new job each time, whose interval is not that of the round before.
+        # A new job each time, so that its interval does not start from the previous round's.
         with slow_store(options.folder, rate) as slow:
             shape = options.shape(_MODEL, ring_bytes=_RING_BYTES, **slow.shape(**settings))
             with options.running(shape) as cluster:
@@ -78,10 +78,10 @@ def _run(cluster: Cluster, options: Options, name: str, every: int) -> dict[str,
 
 
 def _interval(saved: list[int]) -> int:
-    """The last one that was chosen.
+    """Return the interval that was chosen last.
 
     Raises:
-        RuntimeError: There were not two checkpoints.
+        RuntimeError: There are fewer than two checkpoints.
     """
     if len(saved) < 2:
         raise RuntimeError(f"an interval needs two checkpoints, got {len(saved)}; train for longer")
@@ -89,7 +89,7 @@ def _interval(saved: list[int]) -> int:
 
 
 def overheads(document: Mapping[str, Any], name: str) -> Spread:
-    """How much longer an iteration is than in the run of the same round that saves nothing: 0.03 is 3 %."""
+    """Return the overhead of an iteration over the same round's run without saves; 0.03 is 3 %."""
     taken, plain = (
         [_each(run) for run in document["runs"] if run["name"] == which] for which in (name, _PLAIN)
     )
@@ -98,7 +98,7 @@ def overheads(document: Mapping[str, Any], name: str) -> Spread:
 
 
 def _each(run: Mapping[str, Any]) -> float:
-    """Seconds of an iteration, the first left out."""
+    """Return the seconds of an iteration, the first left out."""
     seconds = run["iteration_seconds"][1:]
     return float(sum(seconds) / len(seconds))
 

@@ -1,5 +1,5 @@
-"""Iterations of a plain-Python training loop with and without checkpoints: who holds the interpreter's lock shows
-here."""
+"""Iterations of a plain-Python training loop with and without checkpoints, to show who holds the
+interpreter's lock."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""torchrun beside a stager that stands alone, against mpirun with the stager in the job.
+"""torchrun with a standing stager, against mpirun with the stager in the job.
 
 stall       a job of each kind at the same time; they save in turn
-relaunch    all ranks are killed once they have a checkpoint in the ring: until the first new step is done. `holdfast
-            run` starts ranks and stager again; torchrun the ranks alone, which join the stager that went on
-bare        the same script without holdfast is killed in the same way in each round, and mpirun or torchrun starts it
-            again: what holdfast adds is the difference
+relaunch    all ranks are killed once they have a checkpoint in the ring; time until the first new step is done.
+            `holdfast run` restarts ranks and stager; torchrun restarts only the ranks, which rejoin the stager
+bare        the same script without holdfast is killed in the same way in each round, and mpirun or torchrun restarts
+            it; the difference is what holdfast adds
 """
 
 from __future__ import annotations
@@ -82,21 +82,21 @@ def _relaunch(launcher: str, shape: Shape, options: Options) -> dict[str, float]
 
 
 def stall(document: Mapping[str, Any]) -> Spread:
-    """The stall of a save under torchrun, as a part of that under mpirun, round by round."""
+    """Return the stall of a save under torchrun as a ratio to that under mpirun, by round."""
     return _parts(document["saves"], "stall_seconds")
 
 
 def relaunch(document: Mapping[str, Any]) -> Spread:
-    """How many times as long as under torchrun it takes under `holdfast run` from the kill to the first new step."""
+    """Return the time from the kill to the first new step under `holdfast run` as a ratio to torchrun's."""
     rounds = document["kills"]
     return ratios(columns(rounds, MPIRUN, "seconds"), columns(rounds, TORCHRUN, "seconds"))
 
 
 def added(document: Mapping[str, Any], figure: str) -> dict[str, Spread]:
-    """By launcher: how much longer it takes with holdfast, round by round. Empty if nothing was started bare.
+    """Return what holdfast adds to a figure, by launcher and round; empty without bare runs.
 
     Args:
-        document: This experiment's.
+        document: This experiment's document.
         figure: `seconds`, `start_seconds` or `restore_seconds`, which for a bare script is a barrier.
     """
     found = {}

@@ -1,8 +1,8 @@
-"""A whole training that saves every K iterations, beside the same training that saves nothing (ACUTE fig. 7,
+"""A whole training that saves every K iterations, beside the same training without saves (ACUTE fig. 7,
 PCcheck fig. 8).
 
-From the same runs: overhead by interval, and the smallest interval at which it stays under 5 % (LightCheck, table I).
-Each peer is measured at every 10 iterations; from there its interval is searched by bisection, while there is time.
+The same runs give the overhead by interval, and the smallest interval with at most 5 % (LightCheck, table I). Each peer
+is measured at every 10 iterations; from there a bisection searches its smallest interval while time is left.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from holdfast.image.manifest import manifest_name
 
 __all__ = [
     "Part",
+    "Recovery",
     "Series",
     "cell",
     "common",
@@ -29,15 +30,18 @@ __all__ = [
     "grids",
     "measure",
     "overheads",
+    "recoveries",
     "rounds_in",
     "rounds_of_runs",
+    "safe_seconds",
     "shortest",
+    "utilisation",
 ]
 
 _ROUNDS = 3
 _ITERATION_SECONDS = 0.2
 _OVERHEAD_MAX = 0.05
-_PLAIN_ITERATIONS = 15  # of the training that saves nothing, beside each interval
+_PLAIN_ITERATIONS = 15  # of the training without saves, beside each interval
 _LOOKED_SECONDS = 0.01  # longer than a look takes whether the last checkpoint is durable
 
 
@@ -46,9 +50,9 @@ class Part:
     """Peers whose buffers fit in memory together.
 
     Attributes:
-        saves: By peer: the number of checkpoints in a run, by interval. A ring of two images swallows half a dozen
-            checkpoints before a disk that does not keep up holds the training; 16 show it.
-        rounds_end, search_end: Seconds since the experiment's begin after which no further round begins, and no further
+        saves: By peer, the number of checkpoints in a run at each interval. A ring of two images absorbs half a dozen
+            checkpoints before a slow disk delays the training; 16 suffice to see the delay.
+        rounds_end, search_end: Seconds since the experiment's start after which no further round begins, and no further
             interval is measured.
     """
 
@@ -73,7 +77,7 @@ _PARTS = (
 )
 # Checkpoints in a run of the search, by interval.
 _SEARCHED = {2: 8, 3: 8, 5: 6, 15: 3, 20: 3, 40: 2, 80: 2}
-# A save in the training thread costs the same at any interval: the longest says most.
+# A save in the training thread costs the same at any interval, so measure the longest.
 _SYNCHRONOUS = {"torch.save+fsync": {80: 1}}
 
 
@@ -84,7 +88,7 @@ def measure(options: Options) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     saves: list[dict[str, Any]] = []
     with options.running(shape, fresh=True) as cluster:
-        cluster.ask(do="memory")  # answered when the ranks have built model and optimizer
+        cluster.ask(do="memory")  # returns once the ranks have built model and optimizer
         start_seconds = time.monotonic() - begun
         cluster.prepare("holdfast")
         restores = [_restored(cluster) for _ in range(options.rounds_of(_ROUNDS))]
@@ -115,7 +119,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _restored(cluster: Cluster) -> dict[str, float]:
-    """Seconds from a cold page cache, by way: with the runs they are a profile for `holdfast simulate`."""
+    """Return restore seconds from a cold page cache by way; with the runs they make a profile for the simulator."""
     path = cluster.path(cluster.manifests[-1].step)
     found = {}
     for how in ("holdfast", "torch.load"):
@@ -126,11 +130,11 @@ def _restored(cluster: Cluster) -> dict[str, float]:
 
 
 class Series:
-    """The runs of one part, in `runs`, and one checkpoint of each peer and round outside of them, in `saves`.
+    """The runs of one part, in `runs`, and one separate checkpoint of each peer and round, in `saves`.
 
     Args:
-        seconds: For an iteration.
-        elapsed: Seconds since the experiment's begin.
+        seconds: Length of an iteration.
+        elapsed: Returns the seconds since the experiment's start.
     """
 
     def __init__(self, cluster: Cluster, seconds: float, elapsed: Callable[[], float]) -> None:
@@ -139,14 +143,14 @@ class Series:
         self._cluster, self._seconds, self._elapsed = cluster, seconds, elapsed
 
     def take_rounds(self, saves: Mapping[str, Mapping[int, int]], rounds: int, part: Part) -> None:
-        """Every peer at each of its intervals; at least once."""
+        """Run every peer at each of its intervals, for at least one round."""
         slowest = 0.0
         for number in range(rounds):
             before = self._elapsed()
             if number and before + slowest > part.rounds_end:
                 break
             self._cluster.progress(f"round {number + 1} of {rounds}: a checkpoint of each")
-            for peer in () if number else saves:  # the first one after a restore maps its memory again
+            for peer in () if number else saves:  # the first save after a restore maps its memory again
                 self._cluster.save(peer, compute_seconds=self._seconds)
             for peer in turn(tuple(saves), number):
                 figures = self._cluster.save(peer, compute_seconds=self._seconds)
@@ -157,7 +161,7 @@ class Series:
             slowest = max(slowest, self._elapsed() - before)
 
     def search(self, peers: Sequence[str], part: Part) -> None:
-        """Measure each peer at further intervals until its shortest one is known, or the time is used up."""
+        """Measure each peer at further intervals until its shortest one is known or time runs out."""
         rounds = rounds_in(self.runs)
         while True:
             wanted = {}
@@ -177,7 +181,7 @@ class Series:
                 self._take(number, f"search, round {number + 1} of {rounds}: {at}", 0, wanted)
 
     def _take(self, number: int, what: str, every: int, chosen: Mapping[str, tuple[int, int]]) -> None:
-        """One run of each, by interval and number of checkpoints, and one that saves nothing; `every` 0: the search."""
+        """Run each peer with its (interval, checkpoints), and once without saves; `every` 0 marks the search."""
         self._cluster.progress(what)
         for peer in turn(("none", *chosen), number):
             step, saves = chosen.get(peer, (every, 0))
@@ -189,7 +193,7 @@ class Series:
             self.runs.append({**row, "round": number, **({} if every else {"searched": True})})
 
     def _takes(self, peer: str, every: int, saves: int) -> float:
-        """Seconds of one run, at most: what a checkpoint costs does not grow with the interval."""
+        """Return the most seconds of one run: a checkpoint's cost does not grow with the interval."""
         measured = _medians(self.runs, peer)
         costs = max([0.0, *(overhead * at * self._seconds for at, overhead in measured.items())])
         return saves * (every * self._seconds + costs)
@@ -204,7 +208,7 @@ def rounds_of_runs(
     compute: str,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Every peer with every interval, `rounds` times, in turning order: one row for each run."""
+    """Run every peer at every interval, `rounds` times in rotating order; return one row for each run."""
     rows = []
     for number in range(rounds):
         for every, count in saves.items():
@@ -218,7 +222,7 @@ def rounds_of_runs(
 def _run(
     cluster: Cluster, peer: str, every: int, iterations: int, *, compute: str, seconds: float
 ) -> dict[str, Any]:
-    """One row; `every` of a run that saves nothing says which runs it was made beside."""
+    """Make one row; in a run without saves, `every` names the runs that it is the baseline of."""
     run = cluster.train(
         peer, iterations=iterations, every=every or iterations, compute=compute, compute_seconds=seconds
     )
@@ -227,17 +231,17 @@ def _run(
 
 
 def rounds_in(runs: list[dict[str, Any]]) -> int:
-    """How many rounds were measured."""
+    """Return the number of rounds."""
     return len({run["round"] for run in runs})
 
 
 def cell(runs: list[dict[str, Any]], peer: str, every: int, name: str = "makespan_seconds") -> list[float]:
-    """One figure by round."""
+    """Return one figure by round."""
     return [run[name] for run in runs if run["peer"] == peer and run["every"] == every]
 
 
 def overheads(runs: list[dict[str, Any]], peer: str, every: int) -> Spread | None:
-    """How much longer an iteration is than without checkpoints: 0.05 is 5 %; each round beside its own baseline."""
+    """Return the overhead of an iteration over the same round's baseline without checkpoints; 0.05 is 5 %."""
     theirs = [run for run in runs if run["peer"] == peer and run["every"] == every]
     if not theirs:
         return None
@@ -247,11 +251,11 @@ def overheads(runs: list[dict[str, Any]], peer: str, every: int) -> Spread | Non
 
 
 def _lasting(run: dict[str, Any], plain: float) -> float:
-    """Seconds of an iteration in a training that goes on like this run; `plain`: without checkpoints.
+    """Return the seconds of an iteration in a long training like this run; `plain`: without checkpoints.
 
-    Ring and buffers hide the first checkpoints of a run from the training. Where the last one was not durable when the
-    next one would have begun, the training can go on no faster than checkpoints become durable. Rows without
-    `alone_seconds` have only the whole run.
+    Ring and buffers hide the first checkpoints of a run from the training. If the last checkpoint was not durable when
+    the next one would have begun, a long training is only as fast as checkpoints become durable. Rows without
+    `alone_seconds` only cover the whole run.
     """
     trained = run["makespan_seconds"] / run["iterations"]
     late = run["durable_seconds"] - run["makespan_seconds"] > _LOOKED_SECONDS
@@ -262,7 +266,7 @@ def _lasting(run: dict[str, Any], plain: float) -> float:
 
 
 def _beside(runs: list[dict[str, Any]], run: dict[str, Any], name: str = "makespan_seconds") -> float:
-    """A figure of one iteration that saves nothing, of the same round: nearest of its interval, or of the search."""
+    """Return a figure of one iteration without saves from the same round, of the nearest interval or the search."""
     place = runs.index(run)
     candidates = [
         (
@@ -278,7 +282,7 @@ def _beside(runs: list[dict[str, Any]], run: dict[str, Any], name: str = "makesp
 
 
 def common(runs: list[dict[str, Any]]) -> int:
-    """The longest interval at which every peer was measured."""
+    """Return the longest interval at which every peer was measured."""
     measured: dict[str, set[int]] = {}
     for run in runs:
         if run["peer"] != "none":
@@ -287,12 +291,12 @@ def common(runs: list[dict[str, Any]]) -> int:
 
 
 def shortest(runs: list[dict[str, Any]], peer: str, overhead_max: float = _OVERHEAD_MAX) -> ShortestInterval:
-    """The shortest interval at which the median overhead of a peer is at most that."""
+    """Return the shortest interval at which a peer's median overhead is at most `overhead_max`."""
     return shortest_interval(_medians(runs, peer), overhead_max)
 
 
 def _medians(runs: list[dict[str, Any]], peer: str) -> dict[int, float]:
-    """The overhead by interval."""
+    """Return the median overhead by interval."""
     found = {every: overheads(runs, peer, every) for every in {run["every"] for run in runs}}
     return {every: overhead.median for every, overhead in found.items() if overhead is not None}
 
@@ -313,42 +317,83 @@ def grids(document: dict[str, Any]) -> list[Grid]:
     saved = ("checkpoints in a run of holdfast", *(_saves(runs, "holdfast", every) for every in intervals))
     names = ("peer", *(f"every {every}" for every in intervals))
     result = [Grid(title, names, (*rows, saved))]
-    table = tuple((peer, shortest(runs, peer).text()) for peer in peers)
-    result.append(Grid("Shortest interval with at most 5 % overhead", ("peer", "iterations"), table))
+    table = [("no checkpoints", "", _percent(utilisation(runs, "none", None, seconds)))]
+    for peer in peers:
+        found = shortest(runs, peer)
+        share = utilisation(runs, peer, found.within or found.beyond, seconds)
+        table.append((peer, found.text(), _percent(share)))
+    names = ("peer", "iterations", "computing there, %")
+    title = "Shortest interval with at most 5 % overhead, and the time in which a device would compute"
+    result.append(Grid(title, names, tuple(table)))
     cost = tuple((peer, f"{seconds:.2f}") for peer, seconds in cpu_seconds(runs).items())
     result.append(Grid("CPU seconds that one checkpoint costs, all processes", ("peer", "CPU s"), cost))
     return [*result, _recovery(document)] if "restores" in document else result
 
 
-def _recovery(document: dict[str, Any]) -> Grid:
-    """What a kill costs on average: restart and restore, and half an interval and one write done again.
+def _percent(value: Spread) -> str:
+    return value.text(1, times=100)
 
-    Each peer saves at its own shortest interval; a peer that has reached none has no row.
+
+@dataclass(frozen=True)
+class Recovery:
+    """Average cost of a kill in seconds, with a checkpoint every `every` iterations.
+
+    Attributes:
+        again: Redone work: half an interval, plus one checkpoint until it is safe.
     """
-    runs, seconds = document["runs"], document["iteration_seconds"]
-    rows = []
-    for peer in dict.fromkeys(run["peer"] for run in runs if run["peer"] != "none"):
-        every = shortest(runs, peer).within
+
+    every: int
+    restart: float
+    restore: float
+    again: float
+
+    @property
+    def total(self) -> float:
+        return self.restart + self.restore + self.again
+
+
+def recoveries(document: Mapping[str, Any]) -> dict[str, Recovery]:
+    """Return the recovery of each peer at its own shortest interval; a peer without one has no entry."""
+    found = {}
+    for peer in dict.fromkeys(run["peer"] for run in document["runs"] if run["peer"] != "none"):
+        every = shortest(document["runs"], peer).within
         if every is None:
             continue
-        restore = spread(
-            [of["holdfast" if peer == "holdfast" else "torch.load"] for of in document["restores"]]
-        )
-        saves = [of for of in document["saves"] if of["peer"] == peer]
-        safe = spread(
-            [of["staged_seconds"] if "staged_seconds" in of else of["done_seconds"] for of in saves]
-        )
-        again = every * seconds / 2 + safe.median
-        total = document["start_seconds"] + restore.median + again
-        cells = (document["start_seconds"], restore.median, again, total)
-        rows.append((peer, str(every), *(f"{value:.2f}" for value in cells)))
+        way = "holdfast" if peer == "holdfast" else "torch.load"
+        restore = spread([of[way] for of in document["restores"]]).median
+        safe = safe_seconds(document["saves"], peer).median
+        again = every * document["iteration_seconds"] / 2 + safe
+        found[peer] = Recovery(every, document["start_seconds"], restore, again)
+    return found
+
+
+def safe_seconds(saves: Sequence[Mapping[str, Any]], peer: str) -> Spread:
+    """Return the seconds until one checkpoint of a peer survives the loss of the training's machines."""
+    theirs = [of for of in saves if of["peer"] == peer]
+    return spread([of.get("staged_seconds", of["done_seconds"]) for of in theirs])
+
+
+def utilisation(runs: list[dict[str, Any]], peer: str, every: int | None, seconds: float) -> Spread:
+    """Return the share of the time in which a device would compute: a timed wait of `seconds` per iteration.
+
+    With `every` None, over all runs of the peer.
+    """
+    theirs = [run for run in runs if run["peer"] == peer and every in (None, run["every"])]
+    return spread([seconds / _lasting(run, _beside(runs, run)) for run in theirs])
+
+
+def _recovery(document: dict[str, Any]) -> Grid:
+    rows = tuple(
+        (peer, str(of.every), *(f"{value:.2f}" for value in (of.restart, of.restore, of.again, of.total)))
+        for peer, of in recoveries(document).items()
+    )
     names = ("peer", "every", "restart", "restore, cold disk", "work done again", "sum")
     title = "A kill costs on average, seconds: computed from this run, each at its shortest interval"
-    return Grid(title, names, tuple(rows))
+    return Grid(title, names, rows)
 
 
 def cpu_seconds(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Median CPU seconds that a checkpoint adds to a training, by peer, at the longest interval that all have."""
+    """Return the median CPU seconds that a checkpoint adds, by peer, at the longest common interval."""
     found = {}
     for peer in dict.fromkeys(run["peer"] for run in runs if run["peer"] != "none"):
         theirs = [run for run in runs if run["peer"] == peer and run["every"] == common(runs)]
@@ -361,5 +406,5 @@ def cpu_seconds(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _saves(runs: list[dict[str, Any]], peer: str, every: int) -> str:
-    """How many checkpoints a run of that interval made."""
+    """Return the number of checkpoints in a run at that interval."""
     return next((str(run["saves"]) for run in runs if run["peer"] == peer and run["every"] == every), "")

@@ -1,7 +1,7 @@
 """Ten models by their shapes (ACUTE table 2, figs. 8 to 10; PCcheck fig. 11): stall, staged, durable, phases of each.
 
-Held against ACUTE's 43.3 % until durable, against the multi-level baseline, and PCcheck's time by size. Shapes and
-moments are those of the models; nothing is computed with them.
+Compared with ACUTE's 43.3 % until durable against the multi-level baseline, and with PCcheck's time by size. Shapes and
+moments are those of the models; nothing computes with them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from benchmarks.spread import Spread, columns, spread
 __all__ = ["grids", "measure", "times_faster"]
 
 _ROUNDS = 3
-_LAST_ROUND_SECONDS = 560.0  # since the experiment's begin: later ones are left out
+_LAST_ROUND_SECONDS = 560.0  # since the experiment's start; no round begins later
 _PEERS = ("holdfast", "torch.save+fsync", "pccheck-like", "mlc-base")
-# mlc-base takes half a minute to warm up with a large model, of which `table` has GPT-2.
+# mlc-base takes half a minute to warm up with a large model; `table` measures it with GPT-2.
 _WITHOUT_MLC_BASE = ("vgg16", "bert-base", "gpt2")
 _LARGEST = "bert-large"  # leaves no memory for the buffers of several peers
 _FIGURES = {
@@ -65,7 +65,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def times_faster(document: Mapping[str, Any], peer: str, figure: str = "done_seconds") -> dict[str, Spread]:
-    """How many times as long as holdfast a peer takes, by model; not those at which it was not measured."""
+    """Return a peer's time as a ratio to holdfast's, by model; unmeasured models are left out."""
     found = {
         model: ratio(of["rounds"], (peer, figure), ("holdfast", figure))
         for model, of in document["models"].items()

@@ -1,13 +1,13 @@
-"""What `holdfast simulate` says, against a real run: ranks are killed by SIGKILL at the times of a trace.
+"""`holdfast simulate` against a real run whose ranks are killed by SIGKILL at the times of a trace.
 
-    a run that nobody kills, then ONE kill ─► profile ─► replay of the trace ─► predicted
+    an undisturbed run, then ONE kill ─► profile ─► replay of the trace ─► predicted
     the same program under `holdfast run`, killed at the times of the same trace ─► real
 
-Losses are made up (Poisson, seeded), or those of the trace that REALITY_TRACE names, scaled so that they are as far
-apart on average: three relaunches, as measured, and a window has room for four of them, which is two minutes on a
-machine with nothing else to do. (Where losses come as fast as relaunches, hardly anything is trained, and a second
-more or less of it decides.) A loss takes one rank, and what replaces it is there at once. The window begins when the
-first launch trains, in the replay as well. Computation and update are timed waits, so two cores are enough.
+Losses are simulated (Poisson, seeded), or come from the trace that REALITY_TRACE names. Their mean distance is scaled
+to the time of three relaunches, as measured. A window has room for four losses: two minutes on an idle machine.
+(If losses came as fast as relaunches, the job would hardly train, and one second more would change the result.) A loss
+takes one rank, and a replacement is available at once. The window begins when the first launch trains, in the replay
+as well. Computation and update are timed waits, so two cores are enough.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TRACE_VARIABLE = "REALITY_TRACE"
 _ROUNDS = 3
 _RANKS, _EVERY = 2, 10
 _COMPUTE_SECONDS, _UPDATE_SECONDS = 0.08, 0.02
-_CYCLES = 9  # of the run that nobody kills; the first one is left out: it makes room
+_CYCLES = 9  # of the undisturbed run; the first one, which allocates, is left out
 _RELAUNCHES_APART = 3.0
 _LOSSES, _LOSSES_QUICK = 4, 1
 
@@ -67,7 +67,7 @@ def measure(options: Options) -> dict[str, Any]:
             seconds = apart * options.count(_LOSSES, _LOSSES_QUICK)
             losses = losses_of(seconds, apart, number)
             options.progress(f"round {number + 1}: {len(losses)} kills in {seconds:.0f} s")
-            # The first launch, which the replay has in its window, comes before the one that is compared.
+            # The replay's window includes the first launch; the compared window begins after it.
             launch_seconds = profile.restart_seconds
             trace = written(losses, launch_seconds, seconds, folders.scratch / f"trace-{number}.csv")
             real = _real(program, losses, seconds, folders, f"real-{number}")
@@ -93,7 +93,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def error(one: dict[str, Any]) -> float:
-    """How much more useful iterations were predicted than there were, as a share."""
+    """Return the relative error of the predicted number of useful iterations."""
     return float(one["predicted"]["useful"] / max(one["real"]["useful"], 1) - 1)
 
 
@@ -101,7 +101,7 @@ def error(one: dict[str, Any]) -> float:
 
 
 def losses_of(seconds: float, apart_seconds: float, number: int) -> list[float]:
-    """When machines are lost, so far apart on average: seconds from the window's begin."""
+    """Return the times of losses with this mean distance, in seconds from the window's start."""
     rng = np.random.default_rng([20, number])
     path = os.environ.get(TRACE_VARIABLE)
     if not path:
@@ -115,7 +115,7 @@ def losses_of(seconds: float, apart_seconds: float, number: int) -> list[float]:
 
 
 def written(losses: Sequence[float], launch_seconds: float, seconds: float, path: Path) -> Trace:
-    """A trace of machines that are replaced in the moment in which they are lost, read as anybody's is."""
+    """Write a trace of machines that are replaced the moment they are lost, and load it like any trace."""
     rows = [f"0,add,node{number}" for number in range(_RANKS)]
     for number, at in enumerate(losses):
         moment = f"{1000 * (launch_seconds + at):.0f}"
@@ -158,7 +158,7 @@ def _real(
         end = begin + seconds
         time.sleep(max(0.0, end - time.monotonic()))
         last_kill = max(kills, default=begin)
-        # Where it is not training at the end, what it goes on from says what counts.
+        # If the window ends between attempts, the next one's first step says how much counts.
         run.wait(lambda: run.attempts()[-1].begun > last_kill, "training after the last kill")
         attempts = run.attempts()
         phases = run.status("training")
@@ -177,7 +177,7 @@ def _real(
 
 
 def came_to(attempts: Sequence[Attempt], kills: Sequence[float], end: float) -> tuple[int, int, float]:
-    """Useful iterations, those done again, and seconds of training in the window."""
+    """Return useful iterations, redone iterations, and seconds of training in the window."""
     redone, training = 0, 0.0
     for number, one in enumerate(attempts):
         until = min([killed for killed in kills if killed > one.begun] + [end])

@@ -1,5 +1,5 @@
-"""From a disk whose page cache is cold, against torch.load; from the stager's ring, against that disk; and how long a
-fresh cluster takes until its first step is done."""
+"""Restore from a disk with a cold page cache, against torch.load; from the stager's ring, against that disk; and the
+time until a fresh cluster has done its first step."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def measure(options: Options) -> dict[str, Any]:
         begun = time.monotonic()
         rounds: list[dict[str, Any]] = []
         with options.running(shape, fresh=True) as cluster:
-            cluster.ask(do="memory")  # answered when the ranks have built model and optimizer
+            cluster.ask(do="memory")  # returns once the ranks have built model and optimizer
             built = time.monotonic()
             cluster.ask(do="prepare", peer="holdfast")  # joins and restores
             restored = time.monotonic()
             cluster.train("none", iterations=1, every=1, compute="cpu")
             first = time.monotonic()
-            cluster.restore("holdfast", "", compare=False)  # what the step has changed is as it was
+            cluster.restore("holdfast", "", compare=False)  # undoes the step's change
             for number in range(options.rounds_of(_ROUNDS)):
                 figures: dict[str, Any] = {}
                 for how in turn(WAYS, number):
@@ -78,8 +78,8 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _ring_rounds(options: Options, cluster: Cluster, files: tuple[Path, ...]) -> list[dict[str, Any]]:
-    """The checkpoint that the ring still has, from there and from the disk."""
-    cluster.restore(OURS, "", compare=False)  # what the update has changed is as it was
+    """Restore a checkpoint that is still in the ring, from there and from the disk."""
+    cluster.restore(OURS, "", compare=False)  # undoes the update
     rounds = []
     for number in range(options.rounds_of(_ROUNDS)):
         figures = {}

@@ -1,8 +1,8 @@
 """Durable and restore in an S3 server on this machine (OpenStack Swift), against s3torchconnector and a bare
 multipart upload.
 
-The server shares the two cores with everything else and is written in Python: it is the limit here. What it computes
-for one upload and for one restore is stated beside, and what a bare client does that sends or reads each byte once.
+The server is written in Python and shares the two cores with everything else: it is the limit here. The tables
+also state its CPU time for an upload and a restore, and the time of a bare client that sends or reads each byte once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RAW_READ = "bare ranged reads"
 
 @contextlib.contextmanager
 def _running() -> Iterator[tuple[dict[str, str], str]]:
-    """The environment that reaches it, and a bucket."""
+    """Yield the environment that reaches the server, and the name of a bucket."""
     from tests.support.s3_place import fresh_bucket, s3_environment
     from tests.support.swift import running_swift
 
@@ -49,14 +49,14 @@ def _running() -> Iterator[tuple[dict[str, str], str]]:
 
 
 def _server_cpu_seconds() -> float:
-    """What the server's processes, which are children of this one, have computed so far."""
+    """Return the CPU seconds so far of the server's processes, which are children of this one."""
     children = [child for child in psutil.Process().children() if "swift-" in " ".join(child.cmdline())]
     assert children, "the server runs as children of this process"
     return sum(times.user + times.system for times in (child.cpu_times() for child in children))
 
 
 def _bare(ways: Sequence[Callable[[], float]]) -> dict[str, float]:
-    """The fastest of these ways, and what the server computed for it."""
+    """Return the fastest of these ways, and the server's CPU seconds for it."""
     tried = []
     for way in ways:
         before = _server_cpu_seconds()
@@ -147,6 +147,6 @@ def grids(document: dict[str, Any]) -> list[Grid]:
 
 
 def _server(rounds: list[dict[str, Any]], name: str) -> str:
-    """CPU seconds of the server; nothing where it also read back what was written."""
+    """Return the server's CPU seconds, "" for ways that also read the upload back."""
     found = columns(rounds, name, "server_cpu_seconds")
     return spread(found).text(2) if found else ""

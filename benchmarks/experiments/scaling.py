@@ -1,8 +1,8 @@
-"""What grows with the number of ranks and of tensors, at the same small image: counted, not only timed.
+"""Growth with the number of ranks and of tensors, at the same small image: counted, not only timed.
 
-Counted in the kernel, between two checkpoints: write calls (the journal is a file, the wire is not, where MPI uses
-shared memory), and how often a process went to sleep. Frames are computed from the layout: a chunk is one frame
-from each rank that has bytes in it. Ranks are far more than cores here, so times say little; counts hold anywhere.
+The kernel counts, between two checkpoints, write calls (the journal is a file; MPI over shared memory makes none) and
+how often a process slept. Frames are computed from the layout: each rank with bytes in a chunk sends one frame for it.
+There are far more ranks than cores here, so times say little; counts hold anywhere.
 """
 
 from __future__ import annotations

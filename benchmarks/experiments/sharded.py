@@ -1,9 +1,9 @@
-"""A state that is split among the ranks, until plain torch opens one file of whole tensors; and onto another mesh.
+"""A state split among the ranks: time until plain torch opens one file of whole tensors; and restore onto other meshes.
 
-    saves      FSDP2 on 2 and on 4 ranks, every peer once a round; HSDP on 2 x 2: what holdfast sends and takes
-    restores   what FSDP2 on 4 ranks has saved ─► FSDP2 on 2, HSDP on 2 x 2; page cache cold; beside DCP's own load
+    saves      FSDP2 on 2 and on 4 ranks, every peer once a round; HSDP on 2 x 2: bytes and memory of holdfast
+    restores   a checkpoint of FSDP2 on 4 ranks ─► FSDP2 on 2, HSDP on 2 x 2; cold page cache; beside DCP's own load
 
-No peer is counted before what it wrote was compared with the state, by each rank the part that it holds.
+A peer counts only after each rank has compared its part of the checkpoint with the state.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _ring_bytes(model: str) -> int:
-    """Half of the state, 1 GiB at most, so that nobody has room for the whole."""
+    """Return half of the state, at most 1 GiB: too small for the whole state."""
     return min(1 << 30, int(model.split("-")[1]) * 1_000_000 // 2)
 
 
 def _saves(options: Options, cluster: Cluster, peers: Sequence[str]) -> dict[str, Any]:
-    cluster.ask(do="update", seconds=0.0)  # it waits for what is copied, and changes nothing
+    cluster.ask(do="update", seconds=0.0)  # an update that waits for the copy, and changes nothing
     ranks = {peer: cluster.prepare(peer) for peer in peers}
     rounds = []
     for number in range(options.rounds_of(_ROUNDS) if len(peers) > 1 else 1):
@@ -94,7 +94,7 @@ def _saves(options: Options, cluster: Cluster, peers: Sequence[str]) -> dict[str
 
 
 def _keep(cluster: Cluster, folder: Path) -> tuple[Path, ...]:
-    """Save once more what is then restored, by holdfast and by DCP: the latter's shards are moved to `folder`."""
+    """Save the checkpoints to restore, by holdfast and by DCP, whose shards are moved to `folder`."""
     cluster.save("holdfast")
     cluster.save("dcp+to-torch", clean=False)
     (shards,) = (path.parent for path in (cluster.folders.scratch / "peers").rglob(".metadata"))
@@ -105,7 +105,7 @@ def _keep(cluster: Cluster, folder: Path) -> tuple[Path, ...]:
 
 def _restores(options: Options, cluster: Cluster, files: tuple[Path, ...], shards: Path) -> dict[str, Any]:
     cluster.ask(do="prepare", peer="holdfast")  # joins and restores
-    for how in (OURS, DCP):  # DCP's first load imports; all that is read is compared with what the file has
+    for how in (OURS, DCP):  # warm up: DCP's first load imports; both loads are compared with the file
         cluster.restore(how, str(shards), compare=how == DCP)
         cluster.ask(do="compare", source=str(files[0]))
     rounds: list[dict[str, Any]] = []
@@ -133,18 +133,18 @@ def _mesh(shape: Shape) -> str:
 
 
 def against_best(cell: Mapping[str, Any]) -> Spread:
-    """holdfast's time until the file opens, as a part of the best peer's."""
+    """Return holdfast's time until the file opens, as a ratio to the best peer's."""
     return max((_part(cell, peer, _DONE) for peer in SHARDED), key=lambda value: value.median)
 
 
 def against_dcp(cell: Mapping[str, Any]) -> Spread:
-    """holdfast's stall as a part of the better one's of the two asynchronous saves of DCP."""
+    """Return holdfast's stall as a ratio to that of the better of DCP's two asynchronous saves."""
     parts = [_part(cell, peer, _STALL) for peer in SHARDED if peer.startswith("dcp")]
     return max(parts, key=lambda value: value.median)
 
 
 def holders(cell: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes that each process of holdfast has at most: a rank beyond its own shards, the others all in all."""
+    """Return the peak bytes of each process of holdfast; for a rank, without its own shards."""
     rank = cell["memory"]["ranks"]["holdfast"]["extra_peak_bytes"]
     return {"rank": rank, **cell["memory"]["peak_bytes"]}
 
@@ -158,7 +158,7 @@ def grids(document: dict[str, Any]) -> list[Grid]:
     cells, restores = document["cells"], document["restores"]
     compared = [cell for cell in cells if len(cell["rounds"][0]) > 1]
     on_a_core = _on_a_core(compared)
-    shown = [on_a_core] if on_a_core.rows else []  # what was measured before it was counted has none
+    shown = [on_a_core] if on_a_core.rows else []  # older documents have no such count
     return [*map(_times, compared), *shown, _memory(cells), _sent(cells), *map(_restored, restores)]
 
 

@@ -1,12 +1,13 @@
 """Parallel shards (ACUTE fig. 11): time until a checkpoint is staged and durable by number of ranks, each with a link
-of its own; and where the stager's link is the limit (ACUTE, V-E).
+of its own; and the same with the stager's link as the limit (ACUTE, V-E).
 
-Every rank sends its slice over 40 Mb/s to a stager whose link is as wide as those of four or of eight ranks, so a
-network decides on two cores, too. Links are network namespaces (`benchmarks.shaped_job`): this experiment needs root.
+Every rank sends its slice over 40 Mb/s to a stager whose link is as wide as those of four or of eight ranks, so the
+network is the limit even on two cores. Links are network namespaces (`benchmarks.shaped_job`), which need root.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.experiments import Options, document
@@ -14,13 +15,13 @@ from benchmarks.grid import Grid
 from benchmarks.shaped_job import Links, ShapedJob, why_not
 from benchmarks.spread import Spread, spread
 
-__all__ = ["grids", "measure", "times_faster"]
+__all__ = ["beyond_link", "grids", "measure", "times_faster"]
 
 _ROUNDS = 3
 _RANKS = (1, 2, 4, 8, 16)
 _RANK_BITS = 40_000_000
 _WIDE_AS = (4, 8)  # ranks
-# By size of the state in MiB: widths of the stager's link. Slices of 16 ranks still are several chunks.
+# Widths of the stager's link, by size of the state in MiB. Even a slice of 16 ranks has several chunks.
 _SIZES = {24: _WIDE_AS, 48: _WIDE_AS[1:]}
 _CHUNK_BYTES = 1 << 18
 _FIGURES = {
@@ -31,7 +32,7 @@ _FIGURES = {
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Raises `RuntimeError`: this machine cannot shape links."""
+    """Measure. Raises `RuntimeError` if this machine cannot shape links."""
     if reason := why_not():
         raise RuntimeError(f"shards: {reason}")
     cells: list[dict[str, Any]] = []
@@ -55,23 +56,33 @@ def measure(options: Options) -> dict[str, Any]:
                             "rounds": rounds,
                         }
                     )
-            options.clusters.close()  # the next one makes links of the same names
+            options.clusters.close()  # the next job makes links with the same names
     return document("shards", options, shape, rank_bits=_RANK_BITS, cells=cells)
 
 
-def times_faster(document: dict[str, Any], figure: str = "staged_seconds") -> dict[int, float]:
-    """How many times faster than with one rank, by number of ranks: the smallest state, the widest stager's link."""
+def times_faster(document: Mapping[str, Any], figure: str = "staged_seconds") -> dict[int, float]:
+    """Return the speedup over one rank by number of ranks, for the smallest state and the widest stager's link."""
     cells = document["cells"]
-    least, widest = min(of["image_bytes"] for of in cells), max(of["wide_as"] for of in cells)
-    chosen = {
-        of["ranks"]: _figure(of, figure).median
-        for of in cells
-        if of["wide_as"] == widest and of["image_bytes"] < 1.5 * least
-    }
-    return {ranks: chosen[1] / seconds for ranks, seconds in sorted(chosen.items())}
+    chosen = _by_ranks(cells, max(of["wide_as"] for of in cells), figure)
+    return {ranks: chosen[1] / seconds for ranks, seconds in chosen.items()}
 
 
-def _figure(cell: dict[str, Any], figure: str) -> Spread:
+def beyond_link(document: Mapping[str, Any]) -> dict[int, float]:
+    """Return staging times by number of ranks, as ratios to that of the ranks that fill the narrowest stager's link."""
+    cells = document["cells"]
+    narrowest = min(of["wide_as"] for of in cells)
+    chosen = _by_ranks(cells, narrowest, "staged_seconds")
+    return {ranks: seconds / chosen[narrowest] for ranks, seconds in chosen.items() if ranks > narrowest}
+
+
+def _by_ranks(cells: Sequence[Mapping[str, Any]], wide_as: int, figure: str) -> dict[int, float]:
+    """Return seconds by number of ranks with the smallest state and a stager's link as wide as `wide_as` ranks'."""
+    least = min(of["image_bytes"] for of in cells)
+    chosen = [of for of in cells if of["wide_as"] == wide_as and of["image_bytes"] < 1.5 * least]
+    return {of["ranks"]: _figure(of, figure).median for of in sorted(chosen, key=lambda of: of["ranks"])}
+
+
+def _figure(cell: Mapping[str, Any], figure: str) -> Spread:
     return spread([figures[figure] for figures in cell["rounds"]])
 
 

@@ -1,12 +1,12 @@
-"""One image by 1, 2 and 4 stagers, each behind a link of its own; and by the stager that the job has started itself.
+"""One image received by 1, 2 and 4 stagers, each behind a link of its own; and by a stager that the job starts itself.
 
     ranks, 400 Mb/s each ──┬── 80 Mb/s ── stager 1/S ─┐
                            └── 80 Mb/s ── stager S/S ─┴─► one file in a directory
 
-The stagers' links are the limit, so a network decides on two cores, too. The job's own stager is on rank 0's node, with
-a link as wide as a stager's; rank 0's bytes need no link. All four jobs are there at once and take turns within a
-round; those that wait compute nothing. The requests of a commit are counted (`benchmarks.store_requests`), not timed.
-Links are network namespaces (`benchmarks.shaped_job`): this experiment needs root.
+The stagers' links are the limit, even on two cores. The job's own stager is on rank 0's node, with a link as wide as a
+stager's; rank 0's bytes need no link. All four jobs run at once and take turns within a round; a waiting job uses no
+CPU. The requests of a commit are counted (`benchmarks.store_requests`), not timed. Links are network namespaces
+(`benchmarks.shaped_job`), which need root.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _REQUESTS, _ROUND_TRIPS = "commit_requests", "commit_round_trips"
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Raises `RuntimeError`: this machine cannot shape links."""
+    """Measure. Raises `RuntimeError` if this machine cannot shape links."""
     if reason := why_not():
         raise RuntimeError(f"shares: {reason}")
-    options.clusters.close()  # of the experiment before
+    options.clusters.close()  # ends the previous experiment's job
     rounds: list[dict[str, dict[str, float]]] = []
     kinds: dict[str, Mapping[str, int]] = {}
     with contextlib.ExitStack() as stack:
@@ -85,13 +85,13 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def against_one(document: Mapping[str, Any], way: str, figure: str) -> Spread:
-    """Ratio to one stager's, made within each round. `way`: a key of the rounds."""
+    """Return the ratio to one stager's figure, within each round. `way`: a key of the rounds."""
     rounds = document["rounds"]
     return ratios(columns(rounds, way, figure), columns(rounds, ONE, figure))
 
 
 def added(document: Mapping[str, Any], way: str) -> tuple[int, int]:
-    """Most round trips and requests of a commit beyond those of one stager's in the same round."""
+    """Return the most extra round trips and requests of a commit over one stager's in the same round."""
     rounds = document["rounds"]
     figures = (_ROUND_TRIPS if _ROUND_TRIPS in rounds[0][ONE] else _REQUESTS, _REQUESTS)
     trips, requests = (max(int(of[way][what] - of[ONE][what]) for of in rounds) for what in figures)
@@ -99,7 +99,7 @@ def added(document: Mapping[str, Any], way: str) -> tuple[int, int]:
 
 
 def beyond_bytes(document: Mapping[str, Any]) -> float:
-    """Median seconds until durable beyond those that the bytes need on the links, where most: of 1, 2 or 4 stagers."""
+    """Return the largest median, over 1, 2 and 4 stagers, of the seconds until durable minus those on the links."""
     return max(
         spread(columns(document["rounds"], way, _DURABLE)).median - _allowed(document, way)
         for way, stagers in document["stagers"].items()
@@ -108,7 +108,7 @@ def beyond_bytes(document: Mapping[str, Any]) -> float:
 
 
 def _allowed(document: Mapping[str, Any], way: str) -> float:
-    """Seconds that the bytes alone need on the links to the stagers."""
+    """Return the seconds that the bytes need on the links to the stagers."""
     ranks = document["shape"]["ranks"]
     stagers = document["stagers"][way]
     links = stagers or ranks / (ranks - 1)

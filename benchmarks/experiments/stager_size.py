@@ -20,7 +20,7 @@ __all__ = ["dollars_an_hour", "grids", "measure", "times_as_long"]
 _ROUNDS = 5
 _GIB = 1 << 30
 _CPUS = (0.5, 1.0, 2.0)
-# Memory of the group: size of the ring in it; None: it grows to two images.
+# Memory of the group → size of the ring; None: the ring grows to two images.
 _MEMORIES: dict[int, int | None] = {4 * _GIB: None, _GIB: 256 << 20}
 _FIGURES = {"staged_seconds": "staged (PGT-1)", "done_seconds": "durable (PGT-2)"}
 # AWS Fargate, Linux on x86, us-east-1, on demand; each size of a task is priced so.
@@ -29,12 +29,12 @@ _CPU_DOLLARS, _GIB_DOLLARS = 0.04048, 0.004445
 
 
 def dollars_an_hour(cpus: float, memory_bytes: int) -> float:
-    """As Fargate prices a container of this size."""
+    """Return Fargate's price of a container of this size."""
     return cpus * _CPU_DOLLARS + memory_bytes / _GIB * _GIB_DOLLARS
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Raises `RuntimeError`: this machine has no control groups that can be limited."""
+    """Measure. Raises `RuntimeError` if this process cannot make limited control groups."""
     if reason := why_not():
         raise RuntimeError(f"stager-size: {reason}")
     cells: list[dict[str, Any]] = []
@@ -68,7 +68,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def times_as_long(document: dict[str, Any], figure: str) -> dict[tuple[float, int], Spread]:
-    """How many times as long as with the most CPUs and the same memory, by CPUs and memory."""
+    """Return times as ratios to those with the most CPUs and the same memory, by CPUs and memory."""
     cells = {
         (of["cpus"], of["memory_bytes"]): [one[figure] for one in of["rounds"]] for of in document["cells"]
     }

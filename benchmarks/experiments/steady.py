@@ -1,4 +1,4 @@
-"""Resident bytes of ranks, stager and flusher over 200 checkpoints: what leaks shows here."""
+"""Resident bytes of ranks, stager and flusher over 200 checkpoints, to find leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RING_BYTES = 64 << 20
 
 
 def measure(options: Options) -> dict[str, Any]:
-    # As large as the machine makes durable 20 times a second; what leaks per checkpoint leaks from a small one, too.
+    # Small enough for 20 durable checkpoints a second; a leak per checkpoint shows with a small one, too.
     shape = options.shape("flat-200-24", chunk_bytes=_CHUNK_BYTES, ring_bytes=_RING_BYTES)
     saves = options.count(_SAVES, 20)
     rows: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""A scheduler takes a job off the machine, and puts it on it again (LightCheck, ICCD 2023, table III).
+"""A scheduler suspends a job, and resumes it later (LightCheck, ICCD 2023, table III).
 
-    suspend: SIGTERM ─► step agreed ─► saved and safe ─► processes gone
+    suspend: SIGTERM ─► step agreed ─► saved and safe ─► processes have exited
     resume:  mpirun ─► imports, model built ─► restored ─► first step done
 
 Each way in turn, several times: holdfast into a tier in memory, without a stager; into the stager's memory; and
@@ -34,7 +34,7 @@ __all__ = ["grids", "measure"]
 _RANKS = 2
 _ROUNDS = 5
 _ITERATION_SECONDS = 0.1
-_STEPS_SECONDS = 0.5  # it trains a little before it is taken off again
+_STEPS_SECONDS = 0.5  # training time before the next suspension
 _SECONDS_MAX = 180.0
 _LOOK_SECONDS = 0.005
 _PHASES = ("safe", "suspend", "start", "restore", "resume")
@@ -44,7 +44,7 @@ def measure(options: Options) -> dict[str, Any]:
     shape = options.shape("gpt2").fitted()
     rounds: list[dict[str, dict[str, float]]] = []
     with jobs.folders(options.folder) as folders:
-        # The first time nothing is restored: it makes what the rounds go on from.
+        # The first launch restores nothing; it makes the checkpoint that the rounds resume from.
         for number in range(options.rounds_of(_ROUNDS) + 1):
             figures = {}
             for way in turn(WAYS, number):
@@ -55,7 +55,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _once(shape: Shape, folders: jobs.Folders, way: str) -> dict[str, float]:
-    """Put it on, let it train, take it off."""
+    """Resume the job, let it train, suspend it."""
     out = folders.scratch / f"job-{WAYS.index(way)}"
     out.mkdir(exist_ok=True)
     for old in [*out.glob("pid-*"), *out.glob("marks-*.json")]:
@@ -104,7 +104,7 @@ def _once(shape: Shape, folders: jobs.Folders, way: str) -> dict[str, float]:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """Leave nothing: each rank has a process group of its own, so it is the tree that is swept."""
+    """Kill the whole process tree, as each rank has a process group of its own."""
     if job.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(job.pid).children(recursive=True):
@@ -115,7 +115,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def _trained(job: subprocess.Popen[bytes], out: Path, log: Path) -> list[int]:
-    """Process ids of the ranks, once each has done its first step."""
+    """Wait until each rank has done its first step; return the ranks' process ids."""
     deadline = time.monotonic() + _SECONDS_MAX
     while len(found := [path for path in out.glob("pid-*") if path.read_text()]) < _RANKS:
         if job.poll() is not None or time.monotonic() > deadline:
@@ -125,7 +125,7 @@ def _trained(job: subprocess.Popen[bytes], out: Path, log: Path) -> list[int]:
 
 
 def _figures(marks: list[dict[str, float]], begun: float, told: float, ended: float) -> dict[str, float]:
-    """The slowest rank's."""
+    """Return the slowest rank's figures."""
 
     def last(name: str) -> float:
         return max(of[name] for of in marks)
@@ -161,5 +161,5 @@ def grids(document: dict[str, Any]) -> list[Grid]:
 
 
 def _switch(of: dict[str, dict[str, float]], way: str) -> float:
-    """What a way to checkpoint decides of a switch: until it is safe, and the restore. The rest is Python's start."""
+    """Return the part of a switch that depends on the way to checkpoint; the rest is Python's start."""
     return of[way]["safe_seconds"] + of[way]["restore_seconds"]

@@ -1,4 +1,4 @@
-"""Every peer once a round, one checkpoint at a time: stall, staged, durable, beside what the machine can do at best."""
+"""Every peer once a round, one checkpoint at a time: stall, staged, durable, beside the machine's own limits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PHASES = (
 
 
 class RawTransfer:
-    """The image's bytes over MPI in a job of their own, by as many ranks to one receiver."""
+    """Sends the image's bytes over MPI in a separate job, from as many ranks to one receiver."""
 
     def __init__(self, cluster: Cluster, hub: Hub) -> None:
         self._cluster, self._hub = cluster, hub
@@ -63,24 +63,24 @@ class RawTransfer:
         )
 
     def seconds(self, of: int = 1) -> float:
-        """The best of several runs of one transfer: the first after a pause may take several times as long."""
+        """Return the best of several transfers: the first after a pause may take several times as long."""
         return min(self._ask({"do": "transfer"})["end"] for _ in range(of))
 
     def pipeline(self) -> dict[str, float]:
-        """Copied from tensors, transferred, written and synced, all at the same time."""
+        """Time a pipeline that copies from tensors, transfers, writes and syncs at the same time."""
         path = self._cluster.folders.scratch / "pipeline.bin"
         taken = self._ask({"do": "pipeline", "file": str(path)})
         return {"staged_seconds": taken["staged"], "done_seconds": taken["end"]}
 
     def _ask(self, order: dict[str, str]) -> dict[str, float]:
-        """Seconds from the first rank's begin to the last one's moments."""
+        """Run one order; return the seconds from the first rank's start to the last rank's marks."""
         answers = self._hub.ask("raw_mpi", order)
         begin = min(answer["start"] for answer in answers)
         return {name: max(answer[name] for answer in answers) - begin for name in ("staged", "end")}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RawTransfer]:
-        """The job, warmed up; it ends with the context."""
+        """Yield the job after a warm-up, and end it with the context."""
         with self._job:
             self._hub.gather("raw_mpi", self._cluster.shape.ranks + 1, ended=lambda: self._job.ended)
             self.seconds()
@@ -105,7 +105,7 @@ def measure(options: Options) -> dict[str, Any]:
         idle = memory.idle_cpu_percent(cluster.pids(), options.count(int(_IDLE_SECONDS), 1))
         direct = DirectWriter(cluster.folders.scratch, image_bytes, cluster.shape.chunk_bytes)
         with contextlib.closing(direct):
-            direct.write(2, anew=False)  # there is a file to write over
+            direct.write(2, anew=False)  # creates the file that later calls overwrite
             for number, group in enumerate(TOGETHER):
                 peers = available(group)
                 for peer in peers:
@@ -165,7 +165,7 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
 
 
 def phases_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """From holdfast's own record, by who did it: seconds, the slowest rank's, over these checkpoints."""
+    """Return holdfast's recorded phases by process, in seconds of the slowest rank, over these checkpoints."""
     result: dict[str, Any] = {}
     records = [manifest.record for manifest in manifests]
     for phase in _PHASES:
@@ -181,7 +181,7 @@ def phases_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
 
 
 def medians(rounds: list[dict[str, dict[str, float]]], peer: str, name: str) -> Spread | None:
-    """For one figure of one peer, if it was measured."""
+    """Return the spread of one figure of one peer, None if it was not measured."""
     values = columns(rounds, peer, name)
     return spread(values) if values else None
 
@@ -189,7 +189,7 @@ def medians(rounds: list[dict[str, dict[str, float]]], peer: str, name: str) -> 
 def ratio(
     rounds: list[dict[str, dict[str, float]]], over: tuple[str, str], under: tuple[str, str]
 ) -> Spread | None:
-    """For two (peer, figure), in the rounds that have both."""
+    """Return the ratio of two (peer, figure) in the rounds that have both, None without such a round."""
     both = [of for of in rounds if over[1] in of.get(over[0], {}) and under[1] in of.get(under[0], {})]
     return ratios(columns(both, *over), columns(both, *under)) if both else None
 

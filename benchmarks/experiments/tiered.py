@@ -4,10 +4,10 @@ Slowdown by checkpoints in flight, writers and interval (PCcheck figs. 12 and 13
 (LightCheck figs. 10 and 11), recovery from each tier (LightCheck fig. 6). Computation and update are timed waits.
 Persistent memory is a stand-in on `/dev/shm` (see `tiers`).
 
-A gate can only be told from another where the copy outlasts the computation: there a coarse gate holds the update for
-copy − computation, and one layer by layer for copy − computation − update. And where a write ends within the interval:
-otherwise `save()` waits for a slot, whatever the gate. So the gates have a short computation and a long update, and
-save every 5 and 10.
+Gates only differ where the copy outlasts the computation: there a coarse gate delays the update by copy − computation,
+a layer-wise one by copy − computation − update. The write must also end within the interval, or `save()` waits for a
+slot with either gate. Therefore the runs of gates have a short computation and a long update, and save
+every 5 and 10.
 """
 
 from __future__ import annotations
@@ -142,23 +142,23 @@ def _run(
 
 
 def _clear(folder: Path) -> None:
-    """Room for the next one."""
+    """Empty the folder to make room for the next run."""
     shutil.rmtree(folder)
     folder.mkdir()
 
 
 def overhead(of: Mapping[str, Any], every: int, *, coarse: bool = False) -> Spread:
-    """Percent that saving into a tier adds to a training, each run beside its own that saves nothing."""
+    """Return the overhead in percent of saving into a tier, each run beside its own baseline without saves."""
     return spread([100 * (run["tier"] / run["none"] - 1) for run in _chosen(of, every, coarse=coarse)])
 
 
 def stalls(of: Mapping[str, Any], every: int, *, coarse: bool = False) -> Spread:
-    """Seconds of a checkpoint's stall, the slowest rank's."""
+    """Return the seconds of a checkpoint's stall on the slowest rank."""
     return spread([run["stall_seconds"] for run in _chosen(of, every, coarse=coarse)])
 
 
 def gain(of: Mapping[str, Any], every: int) -> Spread:
-    """The stall layer by layer, as a part of that with a coarse gate, round by round."""
+    """Return the stall with a layer-wise gate as a ratio to that with a coarse one, by round."""
     layered, held = (
         [run["stall_seconds"] for run in _chosen(of, every, coarse=coarse)] for coarse in (False, True)
     )
@@ -166,7 +166,7 @@ def gain(of: Mapping[str, Any], every: int) -> Spread:
 
 
 def gated(document: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
-    """The tiers, with each interval, at which both gates were measured."""
+    """Return each tier and interval at which both gates were measured."""
     return [
         (of, every)
         for of in document["runs"]

@@ -1,5 +1,5 @@
-"""Local tiers: bytes written per byte of state, speed beside the bare device, by writers; tensors apart from the
-mapping against tensors between their headers (LightCheck fig. 11).
+"""Local tiers: bytes written per byte of state, and speed beside the bare device, by writers; tensors with a separate
+mapping against tensors between headers (LightCheck fig. 11).
 
 Persistent memory is a stand-in here, a file on `/dev/shm` that libpmem is told to take for it (`PMEM_IS_PMEM_FORCE=1`)
 where libpmem is installed: its stores and fences are the real ones, its speed is that of plain memory.
@@ -117,7 +117,7 @@ def _tier(nearness: Nearness, folder: Path, writers: int) -> tuple[SlotTier, lis
 
 @contextlib.contextmanager
 def _prepared(tier: SlotTier, slice_: Slice) -> Iterator[None]:
-    """Its file is there meanwhile; all of them together would not fit."""
+    """Keep the tier's file only during the block: the files of all tiers together would not fit."""
     tier.prepare(slice_.layout, slice_.rank)
     places = {Path(kept.place).parent for kept in tier.kept()}
     try:

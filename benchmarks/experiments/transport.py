@@ -2,9 +2,9 @@
 
 The stager's end and the ranks are processes of their own (benchmarks/raw_tcp.py), with chunks of 16 MiB and two
 connections for each rank; the ways take turns within a round. TLS is one of them where there is `openssl`, which makes
-its certificate. MPI goes over TCP too (`--mca btl tcp,self`): its
-shared memory would say nothing about a network. As root, where `ip` and `tc` are, TCP is measured a second time over a
-link between two network namespaces that tbf limits to 2 Gb/s.
+its certificate. MPI uses TCP too (`--mca btl tcp,self`): its
+shared memory would say nothing about a network. Where root has `ip` and `tc`, TCP is measured a second time over a link
+between two network namespaces that tbf limits to 2 Gb/s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TCP, TLS, BARE, MPI = "holdfast over TCP", "holdfast over TCP with TLS", "bare s
 _WAYS = {TCP: "tcp", TLS: "tls", BARE: "bare", MPI: "mpi"}
 _ROUNDS = 5
 _CHUNK_BYTES = 16 << 20
-_CHUNKS, _CHUNKS_QUICK, _CHUNKS_LINK = 96, 4, 24  # of each rank
+_CHUNKS, _CHUNKS_QUICK, _CHUNKS_LINK = 96, 4, 24  # per rank
 _LINK_BITS = 2_000_000_000
 _BURST_BYTES = 256 * 1024
 _SECONDS_MAX = 300.0
@@ -77,7 +77,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 class _Hosts:
-    """Where the two ends run: the words before each one's command, and the stager's address."""
+    """Hosts of the two ends: the prefix of each one's command, and the stager's address."""
 
     def __init__(
         self, stager: Sequence[str] = (), ranks: Sequence[str] = (), address: str = "127.0.0.1"
@@ -86,10 +86,10 @@ class _Hosts:
 
 
 def _play(way: str, chunks: int, folder: Path | None, hosts: _Hosts | None = None) -> dict[str, float]:
-    """One way once, in processes of its own.
+    """Run one way once, in separate processes.
 
     Raises:
-        RuntimeError: One of them failed.
+        RuntimeError: A process failed.
     """
     hosts = hosts or _Hosts()
     with tempfile.TemporaryDirectory(prefix="holdfast-transport-", dir=folder) as place:
@@ -131,7 +131,7 @@ def _play(way: str, chunks: int, folder: Path | None, hosts: _Hosts | None = Non
 
 
 def _certify(place: Path, address: str) -> None:
-    """A certificate for this address, signed by itself, and its private key."""
+    """Make a self-signed certificate for this address, and its private key."""
     made = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
     named = ("-subj", "/CN=holdfast", "-addext", f"subjectAltName=IP:{address}")
     _run(
@@ -145,7 +145,7 @@ def _can_shape() -> bool:
 
 @contextlib.contextmanager
 def _link() -> Iterator[_Hosts]:
-    """Two network namespaces with a shaped link between them; gone after the block."""
+    """Make two network namespaces with a shaped link between them, and remove them after the block."""
     names = [f"holdfast-bench-{end}-{os.getpid()}" for end in ("stager", "ranks")]
     devices = [f"hfb{end}{os.getpid()}" for end in "sr"]
     addresses = ("10.79.0.1", "10.79.0.2")
@@ -171,19 +171,19 @@ def _run(*command: str) -> None:
 
 
 def bandwidth(document: Mapping[str, Any]) -> Spread:
-    """How much of the bare sockets' bandwidth holdfast has over TCP, round by round."""
+    """Return holdfast's bandwidth over TCP as a ratio to that of bare sockets, by round."""
     rounds = document["rounds"]
     return ratios(columns(rounds, BARE, "seconds"), columns(rounds, TCP, "seconds"))
 
 
 def cpu(document: Mapping[str, Any]) -> Spread:
-    """CPU time of the stager's end over TCP, for each second of it over MPI."""
+    """Return the CPU time of the stager's end over TCP as a ratio to that over MPI."""
     rounds = document["rounds"]
     return ratios(columns(rounds, TCP, "cpu_seconds"), columns(rounds, MPI, "cpu_seconds"))
 
 
 def of_link(document: Mapping[str, Any]) -> Spread | None:
-    """How much of the shaped link was used; None where it was not measured."""
+    """Return the used share of the shaped link, None if it was not measured."""
     shares = [of["nbytes"] * 8 / of["seconds"] / document["link_bits"] for of in document["link"]]
     return spread(shares) if shares else None
 
@@ -191,7 +191,7 @@ def of_link(document: Mapping[str, Any]) -> Spread | None:
 def grids(document: dict[str, Any]) -> list[Grid]:
     rounds = document["rounds"]
     rows = []
-    for way in [way for way in _WAYS if way in rounds[0]]:  # figures of before there was TLS have no such row
+    for way in [way for way in _WAYS if way in rounds[0]]:  # older documents have no row for TLS
         speeds = [of[way]["nbytes"] / of[way]["seconds"] / 1e9 for of in rounds]
         costs = [of[way]["cpu_seconds"] / (of[way]["nbytes"] / 1e9) for of in rounds]
         rows.append((way, spread(speeds).text(2), spread(costs).text(3)))

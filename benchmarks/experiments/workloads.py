@@ -1,5 +1,5 @@
-"""Makespan of other models than GPT-2 (ACUTE fig. 7); ResNet-50 saves in every iteration, as the disk can carry it, and
-has all of PCcheck's baselines beside it (PCcheck fig. 8)."""
+"""Makespan of models other than GPT-2 (ACUTE fig. 7); ResNet-50 saves in every iteration, which the disk can sustain,
+beside all of PCcheck's baselines (PCcheck fig. 8)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["grids", "measure"]
 
 _ROUNDS = 3
 _ITERATION_SECONDS = 0.2
-# By model: checkpoints in a run, by interval; and peers. BERT-large leaves no memory for another two copies of itself.
+# By model: checkpoints in a run by interval, and peers. BERT-large leaves no memory for two more copies of itself.
 _PEERS = ("torch.save+fsync", "checkfreq", "pccheck-like")
 _MODELS = {
     "resnet50": ({1: 20, 2: 8, 10: 2}, (*_PEERS, "gpm-like", "gemini-like")),

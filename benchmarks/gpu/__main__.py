@@ -1,6 +1,6 @@
-"""Measure holdfast on the device of this machine: phases one after the other, each bounded, JSON of each at once.
+"""Measure holdfast on this machine's device, in phases with a time limit and a JSON file each.
 
-Exit code 0: every phase has run; 1: one has failed, hung or was left out; 3: there is no device.
+Exit code 0: every phase has run; 1: a phase has failed, hung or was left out; 3: there is no device.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.gpu.worker_process import WorkerProcess
 __all__ = ["main", "run_phases"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SECONDS_MIN = 3.0  # a phase that has less is left out
-_START_SECONDS = 5.0  # more than that, where its process must start: importing torch takes as long
-# A phase may be so late, at the cost of the last ones: to kill it costs the locked memory that the next ones share.
+_SECONDS_MIN = 3.0  # a phase with less time is left out
+_START_SECONDS = 5.0  # extra time for a new process, which imports torch
+# A phase may overrun this much, at the cost of the last phases: killing it would lose the shared locked memory.
 _LATE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _ENOUGH_BYTES = 16 << 30
@@ -39,14 +39,14 @@ _STATUS = {0: "done", None: "out of time", LACKS_A_PACKAGE: "left out", NO_DEVIC
 def run_phases(
     phases: Sequence[TimedPhase], out: Path, *, seconds: float, quick: bool, folder: Path | None = None
 ) -> int:
-    """Run the phases, and write OUT/NAME.json of each; the exit code.
+    """Run the phases, write OUT/NAME.json of each, and return the exit code.
 
     Args:
-        phases: In order. The first one finds out whether there is a device.
-        out: Where the JSON goes.
-        seconds: For all of them. Where that is not the sum of theirs, each has its share of it.
-        quick: Toy sizes.
-        folder: For checkpoints; None: the largest of /dev/shm and the folder for temporary files.
+        phases: In order. The first one checks for a device.
+        out: Folder of the JSON files.
+        seconds: For all phases; if it differs from the sum of theirs, each gets its proportion.
+        quick: Use toy sizes.
+        folder: For checkpoints; None: /dev/shm or the folder for temporary files, whichever has more room.
     """
     out.mkdir(parents=True, exist_ok=True)
     run = _Run(out, quick, folder, {**os.environ, **ready(out / "packages")})
@@ -66,7 +66,7 @@ def run_phases(
 
 
 class _Run:
-    """The processes of a run, and what its phases have come to."""
+    """The processes of a run, and the results of its phases."""
 
     def __init__(self, out: Path, quick: bool, folder: Path | None, environment: dict[str, str]) -> None:
         self._out, self._quick, self._environment = out, quick, environment
@@ -76,7 +76,7 @@ class _Run:
         self.codes: list[int] = []
 
     def group(self, phases: Sequence[TimedPhase], ends: float, killed: float) -> None:
-        """Run some phases at the same time. They know of `ends`, and are killed at the later time."""
+        """Run some phases at the same time. They are told to end by `ends`, and killed at `killed`."""
         begun, left = time.monotonic(), ends - time.monotonic()
         running: dict[TimedPhase, tuple[WorkerProcess, Path]] = {}
         for phase in phases:
@@ -100,7 +100,7 @@ class _Run:
             time.sleep(_LOOK_SECONDS)
 
     def _worker(self, phase: TimedPhase) -> WorkerProcess:
-        """The process of a phase."""
+        """Return the process for a phase."""
         if phase.alone:
             return WorkerProcess(
                 self._environment, self._folder, self._out / f"{phase.name}.log", quick=self._quick
@@ -140,13 +140,13 @@ class _Run:
             print(document["error"], file=sys.stderr)
 
     def close(self) -> None:
-        """End the process that phases share."""
+        """End the shared process."""
         if self._shared is not None:
             self._shared.end()
 
 
 def _roomiest() -> str:
-    """Memory, if there is as much of it: a disk would be measured in place of the device."""
+    """Return the folder for checkpoints: in memory if it has enough room, as a disk would distort the figures."""
     folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.access(folder, os.W_OK)]
     memory = shutil.disk_usage(folders[0]).free
     return (
@@ -155,7 +155,7 @@ def _roomiest() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; the exit code."""
+    """Run the command, and return its exit code."""
     every = ",".join(phase.name for phase in PHASES)
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--out", type=Path, help="Where the JSON goes (default: $OUT, or build/gpu).")

@@ -1,7 +1,7 @@
-"""Copies from the device to the host: bare ones, and those of holdfast's lane alone, without tiers and threads.
+"""Copies from the device to the host: bare ones, and those of holdfast's lane without tiers and threads.
 
 bare pinned, holdfast's own locked memory, pageable, device to device     one large tensor
-memory of a mirror: taken from the device, given back to it               one section
+memory of a mirror: allocated on the device, and freed                    one section
 lane: 30 large tensors, many small ones    mirror (through a copy on the device) and gate (from live tensors)
 """
 
@@ -66,7 +66,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
 
 
 def _mirror_memory(sizes: Sizes) -> dict[str, float]:
-    """Each save with a mirror takes its memory and gives it back: the time of both, without the copy."""
+    """Time the allocation and release of a mirror's memory, which each save with a mirror pays for."""
     lane = stream_of(torch.device("cuda", torch.cuda.current_device()))
     taken, given_back = [], []
     for _ in range(_WARM_UP + sizes.rounds):
@@ -83,7 +83,7 @@ def _mirror_memory(sizes: Sizes) -> dict[str, float]:
 
 
 def _lane_gb_per_second(sizes: Sizes, nbytes: int, copy: Callable[[], object]) -> float:
-    """The median round's."""
+    """Return the median round's rate."""
     seconds = []
     for _ in range(_WARM_UP + sizes.rounds):
         torch.cuda.synchronize()
@@ -95,7 +95,7 @@ def _lane_gb_per_second(sizes: Sizes, nbytes: int, copy: Callable[[], object]) -
 
 
 class _LaneAlone:
-    """Parameters on the device, and the lane that copies them into a staging area."""
+    """Parameters on the device, and the lane that copies them to a staging area."""
 
     def __init__(self, count: int, nbytes: int, device_bytes_max: int) -> None:
         numbers = max(1, nbytes // count // 4)
@@ -124,7 +124,7 @@ class _LaneAlone:
         self.call_seconds: list[float] = []
 
     def copy(self) -> None:
-        """The work of `save()`, and then that of the copy thread."""
+        """Do the work of `save()`, then that of the copy thread."""
         begun = time.perf_counter()
         sources, contents = self._taken.sources, self._taken.contents
         route = self._router.route(sources, dict, order_changed=not self.call_seconds)

@@ -1,6 +1,6 @@
-"""A plugin of pytest for a machine that cannot import the suite's own fixtures: those of tests/gpu, and a wait.
+"""A pytest plugin with the fixtures of tests/gpu, for machines that cannot import the suite's own; and a wait.
 
-The first test waits for the file that GPU_TESTS_BEGIN names: imports may take long, and use no device.
+The first test waits for the file that GPU_TESTS_BEGIN names: the imports before it take long and need no device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.02
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Wait; then pytest's own loop runs."""
+    """Wait, then let pytest's own loop run."""
     begin = os.environ.get("GPU_TESTS_BEGIN")
     while begin and not Path(begin).exists():
         time.sleep(_LOOK_SECONDS)

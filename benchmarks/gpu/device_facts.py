@@ -1,4 +1,4 @@
-"""The machine that the figures come from: card, driver, torch, commit, and what the machine allows."""
+"""Describes the machine of the figures: card, driver, torch, commit, and its limits."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
         lacks=[name for name in _WANTED if importlib.util.find_spec(name) is None],
     )
     measured.put(**of_the_driver())
-    torch.zeros(1, device="cuda").cpu()  # else each phase would fail with the same
+    torch.zeros(1, device="cuda").cpu()  # fails here, once, instead of in each phase
     measured.put(works=True)
 
 
 def _commit() -> str:
-    """HOLDFAST_COMMIT names it where the tree is a copy, with commits of its own or none."""
+    """Return the commit; HOLDFAST_COMMIT names it for a copied tree, whose git history differs or is missing."""
     said = _said(["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"])
     return os.environ.get("HOLDFAST_COMMIT", "") or said or "unknown"
 
 
 def of_the_driver() -> dict[str, Any]:
-    """What nvidia-smi says of the first card; no `driver` where it says nothing that is understood."""
+    """Return nvidia-smi's facts about the first card; without `driver` if its output cannot be parsed."""
     said = _said(["nvidia-smi", "--id=0", f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader"])
     values = [value.strip() for value in said.split(",")]
     if len(values) != len(_CARD):

@@ -1,7 +1,7 @@
-"""tests/gpu on the device, without what the suite's own configuration needs: a bare machine may have pytest alone.
+"""Runs tests/gpu on the device without the suite's own configuration: a bare machine may have only pytest.
 
-Compiled steps take most of the time, so each backend has a process of its own. They use the device when the test that
-looks at its free memory has ended, which the first process runs.
+Compiled steps take most of the time, so each backend has a process of its own. These processes wait until the first one
+has run the test of the device's free memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu.shared import Shared
 __all__ = ["measure"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-# They bring a device that is not there, beside one that is.
+# They use the late device (tests/late) instead of the real one.
 _ON_THE_LATE_DEVICE = ("test_on_the_late_device.py", "test_device_rehearsal.py")
 _QUICK = ("tests/gpu/test_rng.py", "tests/gpu/test_scaler.py")
 _LOOKS_AT_MEMORY = "test_the_memory_of_a_mirror_stays_with_torch"
@@ -46,7 +46,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
 
 
 def _parts() -> list[list[str]]:
-    """The arguments of pytest for each process."""
+    """Return pytest's arguments for each process."""
     apart = {_OF_MEMORY, _COMPILED, *_ON_THE_LATE_DEVICE}
     others = sorted(path.name for path in (_ROOT / _FOLDER).glob("test_*.py") if path.name not in apart)
     compiled = [[f"{_FOLDER}/{_COMPILED}", "-k", part] for part in _COMPILED_PARTS]
@@ -54,10 +54,10 @@ def _parts() -> list[list[str]]:
 
 
 class _Tests:
-    """Processes of pytest, and what has come of each test.
+    """Processes of pytest, and the tests' results.
 
     Attributes:
-        results: Names of tests.
+        results: Names of tests, by outcome.
     """
 
     def __init__(self, measured: Measured) -> None:
@@ -67,7 +67,7 @@ class _Tests:
         self.results: dict[str, list[str]] = {"PASSED": [], "FAILED": [], "ERROR": [], "SKIPPED": []}
 
     def run(self, number: int, what: list[str]) -> str:
-        """Run one process; returns the end of its output if it failed. Process 0 has the test of the free memory."""
+        """Run one process; return the end of its output if it failed. Process 0 tests the free memory."""
         last: deque[str] = deque(maxlen=_LINES_KEPT)
         begun = time.monotonic()
         try:
@@ -88,7 +88,7 @@ class _Tests:
                 *("--continue-on-collection-errors", "--tb=short", *what),
             ],
             cwd=_ROOT,
-            # One compiler in the process: a pool of them takes longer to start than these few kernels do.
+            # Compile in the process: a pool of compilers takes longer to start than these few kernels to compile.
             env={**os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -61,10 +61,10 @@ class _DeviceBlock(nn.Module):
 
 
 class DeviceTraining:
-    """A transformer with a fused AdamW on the current device, always on the same tokens.
+    """A transformer with a fused AdamW on the current device, trained on the same tokens in every step.
 
     Args:
-        sizes: The model's. It has fewer layers where `free_bytes` have no room for four checkpoints.
+        sizes: Sizes of the model, which gets fewer layers if `free_bytes` are too few for four checkpoints.
     """
 
     def __init__(self, sizes: ModelSizes, free_bytes: int) -> None:
@@ -77,7 +77,7 @@ class DeviceTraining:
             layers = max(1, min(layers, (free - ends_bytes) // layer_bytes))
         self.layers = layers
         try:
-            with torch.device("cuda"):  # a billion random numbers take the CPU seconds
+            with torch.device("cuda"):  # a billion random numbers would take seconds on the CPU
                 self.model = _layers(sizes, layers)
         except RuntimeError:  # the rehearsal's device has none
             self.model = _layers(sizes, layers).cuda()
@@ -91,11 +91,11 @@ class DeviceTraining:
 
     @property
     def state_bytes(self) -> int:
-        """One checkpoint's."""
+        """Bytes of one checkpoint."""
         return sum(tensor.nbytes for tensor in tensors_of(self))
 
     def step(self) -> None:
-        """Queue one iteration; nothing waits for it."""
+        """Queue one iteration on the device, without waiting for it."""
         with torch.autocast("cuda", torch.bfloat16):
             logits = self.model(self._inputs)
         loss = functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), self._labels)
@@ -105,7 +105,7 @@ class DeviceTraining:
 
 
 class ManySmallTensors(DeviceTraining):
-    """Small parameters, and an optimizer that updates them all at once and keeps nothing of them."""
+    """Small parameters, and an optimizer without state that updates all of them at once."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         numbers = max(1, nbytes // count // 4)
@@ -116,7 +116,6 @@ class ManySmallTensors(DeviceTraining):
         self.step()
 
     def step(self) -> None:
-        """As `DeviceTraining`."""
         self.optimizer.step()
 
 
@@ -130,7 +129,7 @@ def _layers(sizes: ModelSizes, layers: int) -> nn.Sequential:
 
 
 def paths_of(training: DeviceTraining) -> list[tuple[Any, ...]]:
-    """Where the tensors of the state lie in the state dicts, in the order of `tensors_of`."""
+    """Return the paths of the state's tensors in the state dicts, in the order of `tensors_of`."""
     state = training.optimizer.state
     return [
         *(("model", name) for name, _ in training.model.named_parameters()),
@@ -143,7 +142,7 @@ def paths_of(training: DeviceTraining) -> list[tuple[Any, ...]]:
 
 
 def tensors_of(training: DeviceTraining) -> list[torch.Tensor]:
-    """The parameters, and what the optimizer keeps of each."""
+    """Return the parameters, and the optimizer's state of each."""
     state, parameters = training.optimizer.state, list(training.model.parameters())
     return [*parameters, *(state[one][key] for one in parameters for key in sorted(state.get(one, ())))]
 
@@ -151,7 +150,7 @@ def tensors_of(training: DeviceTraining) -> list[torch.Tensor]:
 def differing(
     paths: Sequence[tuple[Any, ...]], found: Sequence[torch.Tensor], clones: Sequence[torch.Tensor]
 ) -> list[str]:
-    """The tensors that are not their clones, bit for bit."""
+    """Return the paths of tensors that differ from their clones in any bit."""
     return [
         ".".join(map(str, path))
         for path, one, clone in zip(paths, found, clones, strict=True)
@@ -164,12 +163,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Way:
-    """One way to save, and here that of nobody: nothing is saved.
+    """One way to save. This base class saves nothing.
 
     Attributes:
-        keeps: How its copy is kept from the updates that come after the save.
-        warm_ups: Saves until all its memory has been used.
-        blocks: `save()` returns when all is done: its call is the stall.
+        keeps: How later updates are kept out of the copy.
+        warm_ups: Number of saves until all memory of the way has been used.
+        blocks: Whether `save()` returns only when all is done, so that its call is the stall.
     """
 
     keeps = ""
@@ -177,45 +176,45 @@ class Way:
     blocks = False
 
     def save(self, step: int) -> bool:  # noqa: ARG002
-        """Begin a checkpoint; whether it was begun."""
+        """Begin a checkpoint; return whether one was begun."""
         return True
 
     def before_update(self) -> None:
-        """Wait for whatever must be over before the optimizer may change the state."""
+        """Wait until the optimizer may change the state."""
 
     def after_update(self) -> None:
-        """The state has changed."""
+        """Called when the optimizer has changed the state."""
 
     def copied(self) -> bool:
-        """Whether the last one is whole in host memory."""
+        """Whether the last checkpoint is complete in host memory."""
         return True
 
     def wait_done(self) -> None:
-        """Until the last one is where it goes."""
+        """Wait until the last checkpoint has reached its destination."""
 
     def wait_made(self) -> None:
-        """Until what it makes beside the training is there."""
+        """Wait for memory that is made in the background."""
 
     def host_bytes(self) -> int:
-        """Bytes of host memory that it holds."""
+        """Return the bytes of host memory in use."""
         return 0
 
     def found(self, paths: Sequence[tuple[Any, ...]], step: int) -> tuple[list[torch.Tensor], float]:
-        """The tensors of the last one, and the seconds that it took to have them."""
+        """Return the last checkpoint's tensors, and the seconds that reading them took."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all resources."""
 
 
 class ByHoldfast(Way):
-    """A local tier and no stager, as one of `STRATEGIES`."""
+    """holdfast with a local tier and no stager, by one of `STRATEGIES`."""
 
     keeps = (
         "a copy on the device that save() queues on the training's stream (from the second save on, where there is "
         "room); without room the hook of optimizer.step() waits"
     )
-    warm_ups = 3  # the first has no mirror, and each of the two slots is used
+    warm_ups = 3  # the first save has no mirror, and both slots must be used
 
     def __init__(self, training: DeviceTraining, folder: Path, strategy: str, more: dict[str, Any]) -> None:
         from holdfast import Checkpointer
@@ -237,17 +236,14 @@ class ByHoldfast(Way):
         self._step = -1
 
     def save(self, step: int) -> bool:
-        """As `Way`."""
         taken = self.checkpointer.save(step)
         self._step = step if taken else self._step
         return taken
 
     def copied(self) -> bool:
-        """As `Way`."""
         return self.checkpointer.kept_step >= self._step
 
     def wait_done(self) -> None:
-        """As `Way`."""
         deadline = time.monotonic() + _DONE_SECONDS_MAX
         while not self.copied():
             if time.monotonic() > deadline:
@@ -255,7 +251,7 @@ class ByHoldfast(Way):
             time.sleep(_POLL_SECONDS)
 
     def wait_made(self) -> None:
-        """As `Way`: the pages of all slots."""
+        """Wait for the pages of all slots."""
         deadline = time.monotonic() + _DONE_SECONDS_MAX
         files = [path for path in self._tier.rglob("*") if path.is_file()]
         while any(path.stat().st_blocks * 512 < path.stat().st_size for path in files):
@@ -264,11 +260,10 @@ class ByHoldfast(Way):
             time.sleep(_POLL_SECONDS)
 
     def host_bytes(self) -> int:
-        """As `Way`."""
         return sum(path.stat().st_blocks * 512 for path in self._tier.rglob("*") if path.is_file())
 
     def found(self, paths: Sequence[tuple[Any, ...]], step: int) -> tuple[list[torch.Tensor], float]:  # noqa: ARG002
-        """As `Way`: it is restored into the training."""
+        """Restore the step into the training; return its tensors and the seconds."""
         torch.cuda.synchronize()
         begun = time.monotonic()
         self.checkpointer.restore(step=step)
@@ -278,7 +273,7 @@ class ByHoldfast(Way):
 
 @contextmanager
 def saved_by(strategy: str, training: DeviceTraining, folder: Path, **more: Any) -> Iterator[ByHoldfast]:
-    """holdfast with one of `STRATEGIES`. What it has written is gone afterwards."""
+    """Yield holdfast with one of `STRATEGIES`, and remove its files at the end."""
     join_alone()
     mine = folder / strategy
     shutil.rmtree(mine, ignore_errors=True)
@@ -292,7 +287,7 @@ def saved_by(strategy: str, training: DeviceTraining, folder: Path, **more: Any)
 
 
 def join_alone() -> None:
-    """Make this process a job of one rank, as torchrun would. A second call does nothing."""
+    """Make this process a job of one rank, as torchrun would; later calls do nothing."""
     from holdfast import init_torch_distributed
 
     if torch.distributed.is_initialized():

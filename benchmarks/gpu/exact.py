@@ -1,8 +1,8 @@
-"""Published files beside clones that were taken just before `save()`, while training goes on: bit for bit, by pattern.
+"""Compares published files with clones taken just before `save()` while training continues: bit for bit, by pattern.
 
-    stager (standing.py) ◄═TCP═ Checkpointer ─► steps go on at once ─► the file is there ─► torch.load ─► compared
+    stager (standing.py) ◄═TCP═ Checkpointer ─► steps continue ─► the file is published ─► torch.load ─► compared
 
-Each pattern changes the state in another way behind the save. It has a process and a stager of its own, and all run at
+Each pattern changes the state in a different way after the save. Each has its own process and stager, and all run at
 the same time: `python -m benchmarks.gpu.exact PATTERN WIDTH STORE RESULT`.
 """
 
@@ -37,7 +37,7 @@ _BOUND = 0.01
 _ROOT = Path(__file__).resolve().parents[2]
 _END_SECONDS = 3.0
 _TAIL = 600
-_NICE = 10  # the jobs beside it come first
+_NICE = 10  # concurrent jobs have priority
 
 
 class _Job:
@@ -62,7 +62,7 @@ class _Job:
         self.optimizer.zero_grad(set_to_none=False)
 
     def record(self) -> None:
-        """The whole step becomes a graph that is replayed."""
+        """Record the whole step as a CUDA graph, and replay it from now on."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -75,7 +75,7 @@ class _Job:
         self.step = graph.replay
 
     def swap_averages(self) -> None:
-        """As for an evaluation: the averages come in, and the parameters go where they were."""
+        """Swap parameters with their averages, as for an evaluation."""
         with torch.no_grad():
             for parameter, average in zip(self.model.parameters(), self._averages, strict=True):
                 kept = parameter.detach().clone()
@@ -83,12 +83,12 @@ class _Job:
                 average.copy_(kept)
 
     def write_data(self) -> None:
-        """Past autograd's count of versions."""
+        """Write through `.data`, which autograd's version counter does not see."""
         for parameter in self.model.parameters():
             parameter.data.clamp_(-_BOUND, _BOUND)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All tensors, by the names of `_found`."""
+        """Return all tensors, by the names of `_found`."""
         moments = {
             f"{number}.{key}": value
             for number, parameter in enumerate(self.model.parameters())
@@ -98,10 +98,10 @@ class _Job:
 
 
 def _nothing(job: _Job) -> None:
-    """The updates of the next steps are enough."""
+    """Do nothing: the updates of the next steps suffice."""
 
 
-# Name ─► (the step is a graph, what is done right behind the save).
+# Name ─► (whether the step is a graph, the action right after the save).
 PATTERNS: dict[str, tuple[bool, Callable[[_Job], None]]] = {
     "adamw_fused": (False, _nothing),
     "graph_replay": (True, _nothing),
@@ -128,7 +128,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
 
 
 def _one(measured: Measured, name: str, width: int) -> dict[str, Any]:
-    """What the process of a pattern has found."""
+    """Run a pattern in a process of its own; return its result."""
     result = measured.folder / f"{name}.json"
     with standing(measured.folder / name) as joining:
         done = subprocess.run(
@@ -189,7 +189,7 @@ def _published(name: str, width: int, store: Path) -> dict[str, Any]:
 
 
 def _differing(file: Path, clones: dict[str, torch.Tensor]) -> list[str]:
-    """The tensors of a published file that are not their clones."""
+    """Return the tensors of a published file that differ from their clones."""
     read = torch.load(file, weights_only=True, mmap=True)
     moments = {
         f"{number}.{key}": value

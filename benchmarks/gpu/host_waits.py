@@ -1,7 +1,7 @@
-"""Whether `save()` waits for the device, what it allocates and maps, and how many operators it calls.
+"""Checks whether `save()` waits for the device, what it allocates and maps, and how many operators it calls.
 
-`default` with the large state where it is still open, the other strategies with the tiny one, each with a GradScaler.
-Then the call and the stall of a state of many small tensors.
+The strategy `default` uses the large state if it is still open, the others use the tiny one, each with a GradScaler.
+Then the call and the stall are measured for a state of many small tensors.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _many_small_tensors(measured: Measured, sizes: Sizes, shared: Shared) -> Non
 
 
 def _one_save(windows: Windows) -> dict[str, Any]:
-    """A save behind work that takes the device a while, and one more that is looked at from inside."""
+    """Save while the device is busy with queued work, then save once more under a profiler."""
     torch.cuda.synchronize()
     before, on_host, beside = _allocations(), _host_bytes(), beside_torch()
     torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def _one_save(windows: Windows) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         windows.save()
     windows.saver.wait_done()
-    # The events of the copy thread, which may run by then, are not this thread's and not among them.
+    # Only this thread's events: the copy thread may run by then.
     called = Counter(event.name for event in seen.events() if event.name.startswith("aten::"))
     return figures | {
         "operators": sum(called.values()),
@@ -101,7 +101,7 @@ def _one_save(windows: Windows) -> dict[str, Any]:
 
 @contextmanager
 def _synchronising() -> Iterator[list[str]]:
-    """The calls of this block that torch knows to wait for the device."""
+    """Collect the calls in this block that torch reports as waiting for the device."""
     calls: list[str] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -114,12 +114,12 @@ def _synchronising() -> Iterator[list[str]]:
 
 
 def _allocations() -> dict[str, int]:
-    """Tensors, blocks that were taken from the driver for them, and the bytes of those."""
+    """Count allocated tensors, blocks taken from the driver, and the bytes of those blocks."""
     stats = torch.cuda.memory_stats()
     counts = {kind: int(stats.get(f"{kind}.all.allocated", 0)) for kind in ("allocation", "segment")}
     return {**counts, "reserved": torch.cuda.memory_reserved()}
 
 
 def _host_bytes() -> int:
-    """Pinned memory of torch's own."""
+    """Return the bytes of torch's own pinned memory."""
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

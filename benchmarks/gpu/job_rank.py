@@ -1,10 +1,10 @@
-"""A rank of a job that is killed and goes on.
+"""A rank of a job that is killed and resumes.
 
     python -m benchmarks.gpu.job_rank KIND BACKEND OUT STEPS KILLED_AT ENDS [--quick]
 
 KIND is `alone` (one rank, a tier in shared memory), `ddp` or `fsdp2` (with the stager that the environment names).
-Deterministic algorithms; dropout on the device. One that torchrun has started again is not killed again. Shortly before
-ENDS, of the monotonic clock, it is to be killed, and says where each of its threads is.
+Deterministic algorithms; dropout on the device. A rank that torchrun has restarted is not killed again. Shortly before
+ENDS, on the monotonic clock, when it would be killed, the rank prints the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _train(asked: argparse.Namespace, sizes: Sizes) -> None:
 
 
 def _model(kind: str, sizes: Sizes) -> tuple[nn.Module, nn.Module]:
-    """What is saved, and what is called."""
+    """Return the module to save, and the module to call."""
     width = sizes.tiny.width
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(_LAYERS)]
     model = nn.Sequential(*layers).cuda()
@@ -106,7 +106,7 @@ def _model(kind: str, sizes: Sizes) -> tuple[nn.Module, nn.Module]:
 
 
 def _say(asked: argparse.Namespace, what: str) -> None:
-    """With the seconds that are left, so that a slow job shows where it was slow."""
+    """Print a line with the seconds left, to show where a slow job was slow."""
     left = asked.ends - time.monotonic()
     print(f"rank {os.environ.get('RANK', '0')}, {left:.1f} s left: {what}", flush=True)
 
@@ -120,7 +120,7 @@ def _wait_saved(checkpointer: Any, *, alone: bool) -> None:
 
 
 def _digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Digests of the model, the moments and the random state of this rank."""
+    """Return digests of this rank's model, moments and random state."""
     moments = [
         value for of in optimizer.state.values() for value in of.values() if isinstance(value, torch.Tensor)
     ]

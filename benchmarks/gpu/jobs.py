@@ -1,11 +1,11 @@
-"""Trainings that are killed by SIGKILL and go on, against ones that went through: every bit of each rank's state.
+"""Compares trainings that are killed by SIGKILL and resume with uninterrupted ones: every bit of each rank's state.
 
     alone   one rank, a tier in shared memory; the killed process is started again
-    ddp     two ranks under torchrun, a standing stager; torchrun starts the killed ranks again
-    fsdp2   a rank for each device, two at most, under torchrun with NCCL, a standing stager, and as ddp
+    ddp     two ranks under torchrun, a standing stager; torchrun restarts the killed ranks
+    fsdp2   as ddp, with a rank for each device, two at most, and NCCL
 
-All of them run at the same time. NCCL refuses two ranks on one card, so there DDP has gloo. Where NCCL does not work at
-all, FSDP2 has gloo, too, and the figures say so. The output of each launch is in OUT/jobs-KIND-NAME.log.
+All run at the same time. NCCL refuses two ranks on one card, so DDP uses gloo there. Where NCCL does not work at all,
+FSDP2 uses gloo, too, and the figures say so. The output of each launch is in OUT/jobs-KIND-NAME.log.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TAIL = 1500
 
 def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: ARG001 - the same for all phases
     if sizes != QUICK:
-        # A job may join the stager when the ranks of the killed one are given up: not after the usual 10 s.
+        # The stager admits the restarted job once it gives up the killed ranks, here earlier than the usual 10 s.
         os.environ["HOLDFAST_RECONNECT_SECONDS_MAX"] = _RECONNECT_SECONDS
     devices = torch.cuda.device_count()
     jobs = {
@@ -50,7 +50,9 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
         "fsdp2": _Job(measured, "fsdp2", min(_RANKS, devices), "nccl", quick=sizes == QUICK),
     }
     found: dict[str, Any] = {}
-    with ThreadPoolExecutor(2 * len(jobs)) as threads:  # for what goes through, and for what is killed
+    with ThreadPoolExecutor(
+        2 * len(jobs)
+    ) as threads:  # one thread for the uninterrupted run, one for the killed
         running: dict[str, Future[dict[str, Any]]] = {
             kind: threads.submit(job.killed_and_resumed, threads) for kind, job in jobs.items()
         }
@@ -68,7 +70,7 @@ class _Job:
     """One kind of job.
 
     Attributes:
-        told: Seconds of each launch, by its name, and what NCCL has said where it failed.
+        told: Seconds of each launch by name, and NCCL's error if it failed.
     """
 
     def __init__(self, measured: Measured, kind: str, ranks: int, backend: str, *, quick: bool) -> None:
@@ -77,7 +79,7 @@ class _Job:
         self.told: dict[str, Any] = {"seconds": {}}
 
     def killed_and_resumed(self, threads: ThreadPoolExecutor) -> dict[str, Any]:
-        """Its figures."""
+        """Run both trainings, and return the comparison."""
         try:
             through, resumed = self._both(threads)
         except RuntimeError as error:
@@ -103,7 +105,7 @@ class _Job:
         }
 
     def _both(self, threads: ThreadPoolExecutor) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """What the ranks have written that went through, and those that were killed and went on."""
+        """Return the ranks' results of the uninterrupted run, and of the run that was killed and resumed."""
         through = threads.submit(self._launch, "through", "through", {})
         try:
             if self._kind == "alone":
@@ -114,12 +116,12 @@ class _Job:
                     resumed = self._launch("killed", "killed", joining, killed_at=_KILLED_AT)
             return through.result(), resumed
         finally:
-            through.exception()  # nothing of it outlives this
+            through.exception()  # wait for the uninterrupted run in any case
 
     def _launch(
         self, store: str, name: str, joining: dict[str, str], *, killed_at: int = 0
     ) -> list[dict[str, Any]]:
-        """Run the job; returns the results of its ranks, none if a rank is killed and not restarted."""
+        """Run the job; return its ranks' results, none if a rank is killed and not restarted."""
         folder = self._measured.folder / f"{self._kind}-{store}-{self._backend}"
         (folder / "tier").mkdir(parents=True, exist_ok=True)
         left = self._measured.seconds_left() - _END_SECONDS
@@ -163,7 +165,7 @@ class _Job:
 
 
 def _run(command: list[str], environment: dict[str, str], log: Path, seconds: float) -> int | None:
-    """Exit code of Python with this command; None: it did not end in time."""
+    """Run Python with this command; return the exit code, None after a timeout."""
     kept = {
         name: value
         for name, value in environment.items()

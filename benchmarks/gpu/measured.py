@@ -1,4 +1,4 @@
-"""The figures of a phase so far, in a file that is whole at every moment: a run that is cut off keeps them."""
+"""Keeps a phase's figures so far in a file that is complete at every moment, so that an aborted run has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["FULL", "QUICK", "Measured", "ModelSizes", "Sizes", "write_json"]
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A transformer that trains: `batch` sequences of `context` tokens in each step."""
+    """Sizes of a transformer trained on `batch` sequences of `context` tokens in each step."""
 
     layers: int
     width: int
@@ -25,12 +25,12 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is; a toy size rehearses the code and measures nothing that counts.
+    """Sizes of models, states and windows; toy sizes only rehearse the code.
 
     Attributes:
-        large_bytes, small_bytes: Of the states of 30 large and of many small tensors.
-        large, small, tiny: Models that train. `small` and `large` are saved by every peer.
-        window_steps_min: For a window that is compared with another one.
+        large_bytes, small_bytes: Bytes of the states of 30 large and of many small tensors.
+        large, small, tiny: Trained models. Every peer saves `small` and `large`.
+        window_steps_min: Fewest steps in a window.
     """
 
     rounds: int
@@ -81,8 +81,8 @@ class Measured:
     """The figures of one phase.
 
     Args:
-        path: Where they are written, at each new one.
-        folder: For what it writes beside its figures; empty.
+        path: File that is rewritten at each new figure.
+        folder: Empty folder for the phase's other files.
     """
 
     def __init__(self, path: Path, phase: str, seconds: float, folder: Path) -> None:
@@ -93,17 +93,17 @@ class Measured:
         self._write()
 
     def put(self, **figures: Any) -> None:
-        """Add figures; one of the same name is replaced."""
+        """Add figures, replacing those of the same name."""
         self._figures |= figures
         self._write()
 
     def leave_out(self, what: str, reason: str) -> None:
-        """Say that something of the phase was not measured."""
+        """Record that a part of the phase was not measured, and why."""
         self._left_out[what] = reason
         self._write()
 
     def beside(self, name: str) -> Path:
-        """A file beside the figures, for what was said."""
+        """Return a path beside the figures, for a log."""
         return self._path.with_name(f"{self.phase}-{name}")
 
     def seconds_left(self) -> float:
@@ -115,7 +115,7 @@ class Measured:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Replace the file as a whole."""
+    """Replace the file atomically."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     new.replace(path)

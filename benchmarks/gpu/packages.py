@@ -1,6 +1,6 @@
-"""The packages that a bare machine lacks: taken from a folder of wheels, or from the index if it answers.
+"""Installs the packages of holdfast and its peers that a bare machine lacks, from a folder of wheels or from the index.
 
-The packages of holdfast, and the peers. What cannot be had is left: phases that need it say so, and the others run.
+A package that cannot be installed is left out: phases that need it say so, and the others run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _WHEELS = _ROOT / ".wheels"
 _SECONDS_MAX = 60
 _WHERE = "GPU_PEERS"
-# Module ─► package. torch is not among them: the machine's own is measured.
+# Module ─► package. Not torch: the machine's own is measured.
 _NEEDED = {
     "annotated_types": "annotated-types",
     "click": "click",
@@ -39,7 +39,7 @@ _NEEDED = {
     "tenacity": "tenacity",
     "typing_inspection": "typing-inspection",
 }
-# With the versions that peer_ways.py knows: some of its figures come from what they keep private.
+# In the versions that peer_ways.py knows, as some of its figures come from their private attributes.
 _PEERS = {
     "lm_resiliency": "lm-resiliency==0.2.0",
     "safetensors": "safetensors",
@@ -48,9 +48,9 @@ _PEERS = {
 
 
 def ready(folder: Path) -> dict[str, str]:
-    """Variables for Python that finds the tree and what was missing, which is put into `folder`. At most a minute.
+    """Install missing packages into `folder`, within a minute; return Python's environment for them and this tree.
 
-    The peers are found after `find_peers` alone: each torchrun would import lm-resiliency, which registers with it.
+    Only `find_peers` makes the peers importable: otherwise each torchrun would import lm-resiliency, its plugin.
     """
     ends = time.monotonic() + _SECONDS_MAX
     peers = folder.with_name("peers")
@@ -62,7 +62,7 @@ def ready(folder: Path) -> dict[str, str]:
         if missing:
             is_missing = is_missing or into == folder
             reason = _install(into, missing, ends - time.monotonic())
-            # One that cannot be had must not take the others with it.
+            # One by one, so that a missing package does not keep out the others.
             for package in missing if reason and len(missing) > 1 else ():
                 _install(into, [package], ends - time.monotonic())
             if reason:
@@ -76,13 +76,13 @@ def ready(folder: Path) -> dict[str, str]:
 
 
 def find_peers() -> None:
-    """Let this process import what `ready` has installed of them."""
+    """Let this process import the peers that `ready` has installed."""
     if (folder := os.environ.get(_WHERE, "")) not in sys.path:
         sys.path.append(folder)
 
 
 def _install(folder: Path, packages: list[str], seconds: float) -> str:
-    """Why that failed; empty where it did not."""
+    """Install packages; return why that failed, or ""."""
     if seconds <= 0:
         return "no time was left"
     where = ["--no-index", "--find-links", str(_WHEELS)] if _WHEELS.is_dir() else ["--retries", "0"]

@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md, between markers, from the committed JSON of each run: no figure is typed by hand.
+"""Fills the tables of docs/gpu.md, between markers, from the committed JSON of each run.
 
 <!-- measured: h100-4422a1df machine -->    or `figures`, or `peers`
 … <!-- end -->
@@ -22,7 +22,7 @@ _MARKED = re.compile(
 
 
 def filled(text: str, runs: Path = _RUNS) -> str:
-    """The page with everything between markers made again.
+    """Return the page with the text between markers made again.
 
     Raises:
         ValueError: A marker names no run, or no table.

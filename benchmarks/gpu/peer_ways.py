@@ -1,8 +1,8 @@
 """holdfast's peers on a device: lm-resiliency, torch_checkpointing, DCP's async_save, torch.save.
 
-The way into host memory is compared: what DCP and torch_checkpointing would upload from there is discarded. A way whose
-copy must not see an update waits in a hook before `optimizer.step()`, so its copy overlaps with forward and backward.
-Some figures need what a peer keeps private, as of the versions in packages.py.
+Only the copy to host memory is compared: DCP's and torch_checkpointing's uploads from there are discarded. Ways whose
+copy must not see an update wait in a hook before `optimizer.step()`, so the copy overlaps with forward and backward.
+Some figures need private attributes of a peer, in the versions of packages.py.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class _Peer(Way):
         self.training, self.folder = training, folder
 
     def state(self) -> dict[str, Any]:
-        """As torch's own tools take it."""
+        """Return the state in the form of torch's own tools."""
         return {"model": self.training.model.state_dict(), "optimizer": self.training.optimizer.state_dict()}
 
 
 class _LmResiliency(_Peer):
-    """GEMINI's manager as its adapters call it: live tensors and random numbers, two slots, nothing on disk.
+    """GEMINI's manager, called as by its adapters: live tensors and random state, two slots, nothing on disk.
 
-    The adapters call `save_tensors` from a hook behind `optimizer.step()`. `dp_replicate=2` says that there are
-    replicas, so that no slots are made for a peer.
+    The adapters call `save_tensors` from a hook after `optimizer.step()`. `dp_replicate=2` tells it that replicas
+    exist, so it makes no slots for a peer.
     """
 
     keeps = (
@@ -91,14 +91,14 @@ class _LmResiliency(_Peer):
 
 
 def _discard(*_: object) -> None:
-    """In torch_checkpointing's process: nothing of what was staged is written."""
+    """Discard the staged checkpoint, in torch_checkpointing's process."""
     from torch_checkpointing import checkpoint_writer  # type: ignore[import-not-found,unused-ignore]
 
     checkpoint_writer.CheckpointWriter._write_keys = lambda *_args, **_more: None
 
 
 class _TorchCheckpointing(_Peer):
-    """CheckpointManager as it comes: shared pinned memory, a thread with a stream of its own, a process that writes."""
+    """CheckpointManager with its defaults: shared pinned memory, a thread with its own stream, a writer process."""
 
     keeps = (
         "a thread copies live tensors on a stream that waits for an event of the training's stream; `with "
@@ -111,7 +111,7 @@ class _TorchCheckpointing(_Peer):
 
         super().__init__(training, folder)
         config: Any = CheckpointManager.Config(subprocess_init_fn=_discard)
-        # Its 30 s are too few for a process that imports torch on a busy machine; the phase has a limit of its own.
+        # Its limit of 30 s is too short for importing torch on a busy machine; the phase has its own limit.
         config.save.process_config.subprocess_init_timeout_secs = int(_DONE_SECONDS_MAX)
         self._manager: Any = CheckpointManager(config)
         self._manager._saver._checkpoint_process.wait_for_init()
@@ -146,16 +146,16 @@ class _TorchCheckpointing(_Peer):
 
 
 class _Discarding:
-    """A StorageWriter of DCP that writes nothing."""
+    """A DCP StorageWriter that writes nothing."""
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """There is nothing to be made."""
+        """Do nothing."""
 
     def storage_meta(self) -> None:
         """No metadata."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **more: object) -> None:
-        """There is nothing to be set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: object) -> object:
         return plan
@@ -169,7 +169,7 @@ class _Discarding:
         return done
 
     def finish(self, metadata: object, results: object) -> None:
-        """There is nothing to be finished."""
+        """Do nothing."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:  # noqa: ARG003
@@ -177,10 +177,10 @@ class _Discarding:
 
 
 def _kept_stager() -> Any:
-    """torch's DefaultStager, with its memory kept from save to save.
+    """Return torch's DefaultStager, changed to keep its memory between saves.
 
-    Up to torch 2.12 it closes its inner stager after each save, with the pinned memory and the table by which that one
-    copies dicts: the second save ends with a KeyError. Here it does as torch 2.13's.
+    Up to torch 2.12 it closes its inner stager after each save, with the pinned memory and the table for copying dicts,
+    so the second save ends with a KeyError. The change makes it behave as in torch 2.13.
     """
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -205,7 +205,7 @@ def _kept_stager() -> Any:
 
 
 class _Dcp(_Peer):
-    """`async_save` as it serves best: pinned memory that is kept, staged by a thread."""
+    """`async_save` with its fastest options: pinned memory kept between saves, staging in a thread."""
 
     keeps = (
         "a thread copies live tensors on a stream that waits for nothing, so the training's stream is synchronized "
@@ -220,7 +220,7 @@ class _Dcp(_Peer):
         self._stager = _kept_stager()
         self._staged: Future[Any] | None = None
         self._written: Future[Any] | None = None
-        # Plans are cached under the name of the planner's class, and those of one model suit no other.
+        # DCP caches plans by the planner's class name, so each model needs a class of its own.
         self._planner: Any = type(f"PlannerOf{training.state_bytes}", (DefaultSavePlanner,), {})
 
     def save(self, step: int) -> bool:  # noqa: ARG002

@@ -1,7 +1,7 @@
 """holdfast's peers one by one: the same training, the same windows, the copy compared with clones taken at the save.
 
-The phase's name says which, with the small state: `peers-dcp`. `peers-holdfast` is holdfast itself, in the same run;
-`peers-large` has the large state, with as many of the peers as there is time for. `stall` has that of holdfast.
+The phase's name gives the peer: `peers-dcp`. These use the small state; `peers-holdfast` measures holdfast in the same
+run. `peers-large` uses the large state, for as many peers as time allows; `stall` measures holdfast with it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from benchmarks.gpu.windows import BARE, FEW
 
 __all__ = ["measure"]
 
-_ROOM = 2.4  # a peer has two slots at most, and something beside them
+_ROOM = 2.4  # a peer has at most two slots, and some other memory
 _LOCKED_BYTES_PER_SECOND = 1.4e9
 _WINDOWS_SECONDS = 5.0
-# Peer ─► copies of the state that it locks; in the order of what they take.
+# Peer ─► copies of the state that it locks; from the cheapest to the most expensive.
 _LARGE = {"torch_checkpointing": 1, "dcp": 1, "lm_resiliency": 2}
 _TAIL = 300
 
@@ -64,13 +64,13 @@ def _measure_large(measured: Measured, sizes: Sizes, shared: Shared) -> None:
 def _way(
     measured: Measured, shared: Shared, name: str, size: str, others: tuple[dict[str, Any], ...] = ()
 ) -> dict[str, Any]:
-    """The figures of a peer, whose memory is given back afterwards: the next one needs the room."""
+    """Measure a peer, then free its memory for the next one."""
     try:
         return _opened(measured, shared, name, size, others)
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-        with contextlib.suppress(AttributeError):  # private: it has another name in some versions
+        with contextlib.suppress(AttributeError):  # private: named differently in some versions
             torch._C._host_emptyCache()
 
 
@@ -80,7 +80,7 @@ def _opened(
     training = shared.training(size)
     needed = int(_ROOM * training.state_bytes)
     room = min(free_host_bytes(), shutil.disk_usage(measured.folder).free)
-    if room < needed:  # without room the copy would be ended by SIGBUS
+    if room < needed:  # without room the copy would end in SIGBUS
         raise RuntimeError(f"it may take {needed} bytes of memory, and {room} are there")
     begun = time.monotonic()
     saver = PEERS[name](training, measured.folder)

@@ -18,11 +18,11 @@ class TimedPhase:
     """One phase.
 
     Attributes:
-        module: Has `measure`.
-        seconds_max: It should end so long after the phases before it should have; what they leave is added to it.
-        alone: It runs in a process of its own.
-        together: Phases that follow each other and have the same word here run at the same time. Nothing that is timed,
-            or looks at the device's free memory, may have one.
+        module: Module with `measure`.
+        seconds_max: Time limit of the phase, counted from the scheduled end of the earlier phases.
+        alone: Whether the phase runs in a process of its own.
+        together: Consecutive phases with the same word here run at the same time. Phases that measure times, or look at
+            the device's free memory, must have none.
     """
 
     name: str
@@ -32,7 +32,7 @@ class TimedPhase:
     together: str = ""
 
 
-# The most valuable phases come first: a machine may be taken away at any moment. Those from `stall` to `waits` use the
+# The most valuable phases come first: the machine may disappear at any moment. Those from `stall` to `waits` use the
 # open Checkpointer with the large state, which `waits` closes: a process has one at a time.
 PHASES = (
     TimedPhase("facts", "benchmarks.gpu.device_facts", 9),
@@ -47,16 +47,16 @@ PHASES = (
     TimedPhase("peers-dcp", "benchmarks.gpu.peers", 7),
     TimedPhase("peers-torch_checkpointing", "benchmarks.gpu.peers", 8),
     TimedPhase("bandwidths", "benchmarks.gpu.bandwidths", 8),
-    # It looks at the device's free memory: nothing else may run then.
+    # Looks at the device's free memory: nothing else may run then.
     TimedPhase("tests", "benchmarks.gpu.device_tests", 26, alone=True),
     TimedPhase("peers-torch_save", "benchmarks.gpu.peers", 8),
-    # With the large state, each where there is time for its memory to be locked.
+    # With the large state, each if there is time to lock its memory.
     TimedPhase("peers-large", "benchmarks.gpu.peers", 7),
 )
 
 
 def groups(phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
-    """The ones that run at the same time."""
+    """Return the phases in groups that run at the same time."""
     found: list[list[TimedPhase]] = []
     for phase in phases:
         if phase.together and found and found[-1][0].together == phase.together:
@@ -67,7 +67,7 @@ def groups(phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
 
 
 def seconds_of(phases: Sequence[TimedPhase]) -> float:
-    """All of them together."""
+    """Return the seconds of all phases together."""
     return sum(max(phase.seconds_max for phase in group) for group in groups(phases))
 
 
@@ -75,10 +75,10 @@ SECONDS = seconds_of(PHASES)
 
 
 def asked_for(words: list[str]) -> list[TimedPhase]:
-    """The phases of these names, and the facts: no figure goes without them. `peers` is all of the peers.
+    """Return the phases with these names, plus the facts, which every report needs. `peers` means all peers.
 
     Raises:
-        ValueError: There is no phase of one of the names.
+        ValueError: No phase has one of the names.
     """
     for word in words:
         if not any(phase.name == word or phase.name.startswith(f"{word}-") for phase in PHASES):

@@ -1,4 +1,4 @@
-"""Memory of the device: none is in use after a save, and a training that takes all of it gets it and goes on saving."""
+"""Device memory: a save leaves none in use, and a training that takes all of it can still save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
     mirror_bytes = 0
     for _ in range(_SAVES):
         windows.save()
-        # A save may have given back a part of its mirror by now, so this is a lower bound.
+        # A save may have freed a part of its mirror by now, so this is a lower bound.
         mirror_bytes = max(mirror_bytes, torch.cuda.memory_allocated() - before)
         windows.saver.wait_done()
     measured.put(
@@ -32,7 +32,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
         kept_bytes=torch.cuda.memory_allocated() - before,
         kept_beside_torch_bytes=beside_torch() - shared.beside_before,
     )
-    # The training may ask for all memory that is free, and for the blocks that torch keeps unused.
+    # The training may take all free memory, and the blocks that torch keeps unused.
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     wanted = free - _LEFT_BYTES
@@ -43,7 +43,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: 
         except torch.OutOfMemoryError:
             wanted -= max(_LEFT_BYTES, free // 100)  # the driver has pages of its own
     measured.put(free_bytes=free, asked_and_given_bytes=wanted)
-    full = windows.save()  # must not raise, whether it is taken or declined
+    full = windows.save()  # must not raise, whether accepted or declined
     windows.saver.wait_done()
     measured.put(full_save_taken=full)
     del taken

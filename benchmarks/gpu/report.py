@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["Figure", "GpuRun", "figures", "machine", "markdown", "peers_table", "write_report"]
 
 _HOLDFAST = "holdfast"
-# Targets. Of the stall: 1.2 copies on the device at the rate of an H100, for a byte that is read and written.
+# Targets. The stall: 1.2 copies on the device at an H100's rate, where each byte is read and written.
 _STALL_MS_PER_GB_MAX = 0.82
 _CALL_MS_MAX, _CALL_MS_PER_TENSOR_MAX = 3.0, 1.5e-3
 _SMALL_CALL_MS_MAX = 15.0
@@ -43,7 +43,7 @@ _PEERS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the report; `met` is None where nothing was measured, or nothing is wanted."""
+    """One line of the report; without a measurement or a target, `met` has the value None."""
 
     figure: str
     wanted: str
@@ -52,10 +52,10 @@ class Figure:
 
 
 class GpuRun:
-    """The documents of a folder.
+    """The documents of a run.
 
     Attributes:
-        ways: The ways of holdfast and its peers, at each size.
+        ways: Ways of holdfast and its peers, at each size.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,24 +70,24 @@ class GpuRun:
         self.on: dict[str, Any] = self.phases.get("facts", {}).get("on") or {}
 
     def of(self, phase: str) -> dict[str, Any]:
-        """Figures of a phase, as far as there are any."""
+        """Return the figures of a phase, empty if there are none."""
         found: dict[str, Any] = self.phases.get(phase, {}).get("figures", {})
         return found
 
     @property
     def rates(self) -> dict[str, float]:
-        """GB/s of bare copies."""
+        """Rates of bare copies in GB/s."""
         found: dict[str, float] = self.of("bandwidths").get("bare_gb_per_second") or {}
         return found or self.of("stall").get("bare_gb_per_second") or {}
 
     def by_holdfast(self) -> dict[str, dict[str, Any]]:
-        """holdfast's own ways, the large state first."""
+        """Ways of holdfast, the large state first."""
         found = {way["size"]: way for way in self.ways if way["way"] == _HOLDFAST and "call_ms" in way}
         return {size: found[size] for size in ("large", "small") if size in found}
 
 
 def figures(run: GpuRun) -> list[Figure]:
-    """All lines."""
+    """Return all lines of the report."""
     return [
         *_of_saves(run),
         *_of_waits(run),
@@ -142,7 +142,7 @@ def _of_many(run: GpuRun) -> Iterable[Figure]:
         return
     what = f"{many['state_bytes'] / 1e9:.1f} GB, {many['tensors']:,} tensors"
     most = _CALL_MS_MAX + _CALL_MS_PER_TENSOR_MAX * many["tensors"]
-    # The device is idle while the host is in the call, so that is a part of the stall.
+    # The device is idle during the call, so the call is a part of the stall.
     stall = most + _STALL_MS_PER_GB_MAX * many["state_bytes"] / 1e9
     for name, queued in (("device idle", ""), ("queue busy", "_queued")):
         yield _at_most(f"`save()` of {what}, {name}, ms", most, many.get(f"call{queued}_ms"), 1)
@@ -238,7 +238,7 @@ def _at_most(figure: str, most: float, measured: float | None, digits: int) -> F
 
 
 def markdown(lines: Sequence[Figure]) -> str:
-    """A table."""
+    """Return the lines as a Markdown table."""
     head = ["| figure | wanted | measured | met |", "|---|---|---|---|"]
     met = {True: "yes", False: "**no**", None: "–"}
     return "\n".join(
@@ -247,7 +247,7 @@ def markdown(lines: Sequence[Figure]) -> str:
 
 
 def peers_table(run: GpuRun) -> str:
-    """holdfast and each peer: call, stall, copy, memory, and whether its copy is right."""
+    """Return the table of holdfast and each peer: call, stall, copy, memory, and whether the copy is correct."""
     head = (
         "| | state, GB | call, ms | stall, ms | stall with a busy queue, ms | a window without a save, ms | kept, s |"
         " host memory, GB | first use, s | consistent |"
@@ -279,7 +279,7 @@ def _cell(value: float | None, digits: int) -> str:
 
 
 def machine(run: GpuRun) -> str:
-    """Where it was measured."""
+    """Return a description of the machine."""
     on = run.on
     return f"{on.get('card')}, driver {on.get('driver')}, torch {on.get('torch')}, commit {on.get('commit')}"
 

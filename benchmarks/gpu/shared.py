@@ -1,6 +1,6 @@
-"""Phases of one process share trainings, rates and the open Checkpointer. Each is made at its first use.
+"""Trainings, rates and the open Checkpointer, shared by the phases of one process and made at first use.
 
-Made once: the state of 12 GB on the device, and the 24 GB of locked memory of holdfast's two slots.
+The state of 12 GB on the device and the 24 GB of locked memory of holdfast's two slots are made only once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ROUNDS = 5
 
 
 class Shared:
-    """See the module.
+    """State shared by phases.
 
     Attributes:
-        opening: For holdfast's at size `large`: seconds until each slot has been used, and its bytes.
+        opening: For holdfast at size `large`: seconds until each slot has been used, and the slots' bytes.
     """
 
     def __init__(self, sizes: Sizes, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Shared:
         self._stack = contextlib.ExitStack()
 
     def training(self, size: str) -> DeviceTraining:
-        """`large`, `small` or `tiny`."""
+        """Return the training of size `large`, `small` or `tiny`."""
         if size not in self._trainings:
             self._trainings[size] = DeviceTraining(
                 getattr(self.sizes, size), shutil.disk_usage(self.folder).free
@@ -47,7 +47,7 @@ class Shared:
         return self._trainings[size]
 
     def rates(self) -> dict[str, float]:
-        """GB/s of bare copies: `pinned` to pinned memory, `to_device` from it, `on_device`."""
+        """Return GB/s of bare copies: `pinned` to pinned memory, `to_device` from it, `on_device`."""
         if not self._rates:
             nbytes = self.sizes.copy_bytes
             live = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
@@ -64,7 +64,7 @@ class Shared:
         return self._rates
 
     def windows(self) -> Windows:
-        """The large training and holdfast's Checkpointer with its default strategy, both slots locked."""
+        """Return windows of the large training with holdfast's default strategy, both slots locked."""
         if self._windows is None:
             training = self.training("large")
             scaler = torch.amp.GradScaler("cuda")
@@ -78,22 +78,22 @@ class Shared:
         return self._windows
 
     def windows_of(self, training: DeviceTraining, saver: Way) -> Windows:
-        """The ones of any way."""
+        """Return windows of any way to save."""
         return Windows(training, saver, self.rates()["pinned"], self.sizes.window_steps_min)
 
     @property
     def is_open(self) -> bool:
-        """Whether `windows()` makes nothing."""
+        """Whether `windows()` would return the open Checkpointer's."""
         return self._windows is not None
 
     def close(self) -> None:
-        """Close the Checkpointer of `windows()`, so that another one may be made."""
+        """Close the Checkpointer of `windows()`; a process may have only one."""
         self._windows = None
         self._stack.close()
 
 
 def gb_per_second(to: torch.Tensor, of: torch.Tensor, rounds: int) -> float:
-    """The median round of bare copies; the first is not counted."""
+    """Return the median rate of bare copies, without the first round."""
     seconds = []
     for _ in range(1 + rounds):
         torch.cuda.synchronize()
@@ -105,13 +105,13 @@ def gb_per_second(to: torch.Tensor, of: torch.Tensor, rounds: int) -> float:
 
 
 def beside_torch() -> int:
-    """Bytes of the device that are taken, and are not torch's."""
+    """Return the bytes in use on the device that are not torch's."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
 
 def free_host_bytes() -> int:
-    """Host memory that may still be taken."""
+    """Return the bytes of available host memory."""
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

@@ -1,7 +1,6 @@
-"""What a save of the large state costs the training, how soon it is kept, and how soon it is back on the device.
+"""Measures the cost of saving the large state to the training, and the time until it is kept and until it is restored.
 
-In the order: memory made and locked; windows (windows.py); a save that is looked at; one that is restored and
-compared.
+The order: make and lock memory; windows (windows.py); an observed save; a save that is restored and compared.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from benchmarks.gpu.windows import MANY, Windows
 
 __all__ = ["measure", "measure_way"]
 
-_REST = 0.35  # of the time that is left, for what comes behind the windows
+_REST = 0.35  # share of the time left that the steps after the windows need
 
 
 def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:  # noqa: ARG001 - the same for all phases
@@ -41,15 +40,15 @@ def measure_way(
     way: dict[str, Any],
     others: tuple[dict[str, Any], ...] = (),
 ) -> dict[str, Any]:
-    """All figures of one way at one size, written as they come under `ways`; the last of them.
+    """Measure one way at one size; write figures under `ways` as they come, and return all.
 
     Args:
-        measured: Where they go.
-        windows: The way's.
-        shared: For the bare rates.
-        size, pattern: Its size, and which windows.
-        way: What is known of it.
-        others: Ways that have been measured in this phase.
+        measured: Receives the figures.
+        windows: Windows of this way.
+        shared: Provides the rates of bare copies.
+        size, pattern: Name of the size, and order of the windows.
+        way: Figures known so far.
+        others: Ways measured earlier in this phase.
     """
     rates, nbytes = shared.rates(), windows.training.state_bytes
     way = {"way": measured.phase.removeprefix("peers-"), "size": size, "state_bytes": nbytes, **way}

@@ -1,6 +1,6 @@
-"""A stager that stands alone, for jobs of this machine: `python -m benchmarks.gpu.standing STORE RUNTIME`.
+"""A standing stager for jobs of this machine: `python -m benchmarks.gpu.standing STORE RUNTIME`.
 
-A bare machine has no command `holdfast`, so it is made from the settings directly, and listens to this machine alone.
+A bare machine has no command `holdfast`, so this module makes the stager from its settings, listening on loopback only.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LOOK_SECONDS = 0.02
 
 @contextmanager
 def standing(folder: Path) -> Iterator[dict[str, str]]:
-    """A stager for the block, with its store in `folder`, which is made; what its ranks need in their environment.
+    """Run a stager with its store in `folder`, which is created; yield the environment of its ranks.
 
     Raises:
-        RuntimeError: It does not come to listen.
+        RuntimeError: The stager does not start to listen.
     """
     (folder / "store").mkdir(parents=True)
     store, runtime, log = folder / "store" / "run", folder / "runtime", folder / "stager.log"

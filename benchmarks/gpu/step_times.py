@@ -1,4 +1,4 @@
-"""The time from one step's end to the next, by the device's own clock, with a save every few steps and without."""
+"""Measures the time between step ends by the device's own clock, with a save every few steps and without."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measure(measured: Measured, sizes: Sizes, shared: Shared) -> None:
 
 
 def _run(windows: Windows, steps: int, every: int) -> tuple[list[float], list[bool]]:
-    """Milliseconds of each step, and whether each save was taken."""
+    """Return milliseconds of each step, and whether each save was accepted."""
     for _ in range(_WARM_UP):
         windows.training.step()
     torch.cuda.synchronize()

@@ -1,11 +1,11 @@
-"""The cost of a way to save to the training: windows of steps with a save in them, between windows without one.
+"""Measures the cost of a save to the training: windows of steps with a save, alternating with windows without one.
 
     none     N steps
-    idle     a save, N steps             the device has nothing to do when `save()` is called
+    idle     a save, N steps             the device is idle when `save()` is called
     queued   2 steps, a save, N-2 steps  as in a loop that never waits for the device: the host is ahead of it
 
-The device is idle at both ends of a window. Before the next one the checkpoint is where it goes, so no save waits for
-the one before.
+The device is idle at both ends of a window. A window only begins when the last checkpoint is done, so no save waits for
+another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["BARE", "FEW", "MANY", "Windows"]
 _EARLY_STEPS = 2
 _STEPS_TIMED = 4
 _STEPS_MAX = 14
-_COPIES = 1.6  # so many bare copies of the state fit into a window, so that the wait for one is inside it
+_COPIES = 1.6  # a window is as long as this many bare copies of the state, so it contains the wait for one
 _LOOK_SECONDS = 3e-4
 _KEPT_SECONDS_MAX = 10.0
 _KINDS = {"n": "none", "i": "idle", "q": "queued"}
@@ -54,7 +54,7 @@ class Windows:
         return min(_STEPS_MAX, math.ceil(copies) + _EARLY_STEPS)
 
     def open(self, begun: float) -> dict[str, float]:
-        """Save until all memory of the way has been used once; `begun`: when it began to be made."""
+        """Save until all memory of the way has been used once; `begun`: when its construction began."""
         for number in range(self.saver.warm_ups):
             self._window("idle", counts=False)
             if number == 0:
@@ -63,12 +63,12 @@ class Windows:
         return {"open_seconds": round(time.monotonic() - begun, 3), "host_bytes": self.saver.host_bytes()}
 
     def save(self) -> bool:
-        """One save, of the next number."""
+        """Save with the next step number; return whether the save was accepted."""
         self._number += 1
         return self.saver.save(self._number)
 
     def measure(self, pattern: str, until: float) -> bool:
-        """Windows in this order, while another one like the longest fits in; whether all did."""
+        """Run windows in this order while another one as long as the longest fits; return whether all did."""
         longest = 0.0
         for letter in pattern:
             begun = time.monotonic()
@@ -100,7 +100,7 @@ class Windows:
             self._calls[kind].append(call_seconds)
 
     def _train(self, steps: int) -> None:
-        """The updates wait for what the way must have copied before."""
+        """Run steps, with the way's hooks before and after each update."""
         hooks = [
             self.training.optimizer.register_step_pre_hook(lambda *_: self.saver.before_update()),
             self.training.optimizer.register_step_post_hook(lambda *_: self.saver.after_update()),
@@ -113,7 +113,7 @@ class Windows:
                 hook.remove()
 
     def figures(self) -> dict[str, Any]:
-        """For the windows so far."""
+        """Return the figures of the windows so far."""
         none, gb = _milliseconds(self._windows["none"]), self.training.state_bytes / 1e9
         found: dict[str, Any] = {}
         for kind, name in (("idle", "stall"), ("queued", "stall_queued")):
@@ -140,8 +140,8 @@ class Windows:
         }
 
     def kept(self) -> dict[str, Any]:
-        """One save that is not timed: the seconds until its copy is whole in host memory, and the device memory that
-        it takes beside the training."""
+        """Save outside of the windows; return the seconds until the copy is complete in host memory, and the device
+        memory that the save takes beyond the training's."""
         torch.cuda.synchronize()
         free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         least, copied_at, done = [free], [0.0], threading.Event()
@@ -175,7 +175,7 @@ class Windows:
         }
 
     def compared(self) -> dict[str, Any]:
-        """Whether a save has the state at its call, by clones taken then: steps are queued before it and behind it."""
+        """Compare a save with clones taken at its call, with steps queued before and after it."""
         paths = paths_of(self.training)
         torch.cuda.synchronize()
         for _ in range(_EARLY_STEPS):

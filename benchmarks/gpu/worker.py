@@ -1,10 +1,10 @@
-"""The process that phases run in: `python -m benchmarks.gpu.worker`, told of each by a line on its stdin.
+"""The process that runs phases: `python -m benchmarks.gpu.worker`. Each line on stdin starts a phase.
 
     __main__ ══ {"module", "name", "out", "folder", "seconds"} ══► measure(measured, sizes, shared)
              ◄══ the phase's exit code, a line on `--answers` ══
 
-Phases that follow each other in one process share what is dear to make: the training, and locked memory. After a phase
-that has failed the process ends, so that no figure comes from a device in a state that nobody knows.
+Consecutive phases in one process share what is slow to make: the training, and locked memory. The process ends after a
+failed phase, so that no figure comes from a device in an unknown state.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _run(phase: dict[str, str | float], sizes: Sizes, shared: object) -> int:
 
 
 def _no_device() -> str:
-    """Why there is no device; empty if there is one."""
+    """Return why there is no device, or ""."""
     try:
         import torch
     except ImportError as error:
@@ -81,7 +81,7 @@ def _no_device() -> str:
 
 
 if __name__ == "__main__":
-    # Not sys.exit: a thread or a process of a peer may never end, and this one's figures are written.
+    # Not sys.exit: a peer's thread or process may never end, and all figures are written.
     ended = _main()
     sys.stderr.flush()
     os._exit(ended)

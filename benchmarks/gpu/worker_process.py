@@ -1,4 +1,4 @@
-"""A worker (worker.py) from outside: begun, asked, ended with all that it has started."""
+"""Controls a worker (worker.py): starts it, gives it phases, ends it with all its children."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MARK = "HOLDFAST_GPU_WORKER"
 
 
 class WorkerProcess:
-    """A process for one phase after the other.
+    """A process that runs phases in turn.
 
     Args:
-        folder: In it one is made for what its phases share.
+        folder: Parent of the folder that its phases share.
     """
 
     def __init__(self, environment: dict[str, str], folder: Path, log: Path, *, quick: bool) -> None:
@@ -55,20 +55,20 @@ class WorkerProcess:
         os.close(theirs)
 
     def begin(self, module: str, name: str, out: Path, folder: Path, seconds: float) -> None:
-        """Have it run a phase."""
+        """Start a phase."""
         self._said_before = self._log.stat().st_size
         phase = {"module": module, "name": name, "out": str(out), "folder": str(folder), "seconds": seconds}
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead, which `answer` says
+        with contextlib.suppress(BrokenPipeError):  # the process is dead, which `answer` reports
             self._process.stdin.write(f"{json.dumps(phase)}\n".encode())
             self._process.stdin.flush()
 
     def has_answered(self) -> bool:
-        """Whether the phase has ended, in whatever way."""
+        """Whether the phase has ended, successfully or not."""
         return bool(select.select([self._answers], [], [], 0)[0]) or self._process.poll() is not None
 
     def answer(self) -> int | None:
-        """The phase's exit code, that of the process where it has died; None: neither has ended."""
+        """Return the exit code of the phase, or of the dead process; None while the phase runs."""
         if select.select([self._answers], [], [], 0)[0] and (line := os.read(self._answers, _LINE_BYTES)):
             return int(line)
         if not self.has_answered():
@@ -78,20 +78,20 @@ class WorkerProcess:
         return self._process.returncode or 1
 
     def said(self) -> str:
-        """The end of what it has said since the phase began."""
+        """Return the end of the phase's output."""
         with self._log.open("rb") as log:
             log.seek(self._said_before)
             return log.read().decode(errors="replace")[-_TAIL:].strip()
 
     def end(self) -> None:
-        """Kill it, and what it has left behind."""
+        """Kill the process and its descendants."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        # A flusher is in a session of its own, and so are the ranks of torchrun.
+        # Flushers and torchrun's ranks have sessions of their own.
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if self._mark.encode() in environ.read_bytes().split(b"\0"):

@@ -1,7 +1,7 @@
-"""The agreement of many ranks on many tensors, at whoever leads it: proposals as they come from the wire, one round.
+"""The agreement of many ranks on many tensors, at the process that leads it: one round of proposals from the wire.
 
-Ranks differ as they do in a job: replicated state is the same on all of them, of split state each holds its shard
-(FSDP), or shares it with the ranks of other replicas (HSDP). Memory is what the process has taken before the last.
+Ranks differ as in a real job: replicated state is the same on all of them; of split state each holds its shard (FSDP),
+or shares it with ranks of other replicas (HSDP). Memory is measured before the last proposal.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _WIDTHS = (256, 512, 1024, 2048)
 
 
 def agree(state: str, ranks: int, tensors: int) -> dict[str, float]:
-    """CPU seconds from the first PROPOSE to the answer, bytes received, and most bytes kept meanwhile.
+    """Return CPU seconds from the first PROPOSE to the answer, bytes received, and peak memory meanwhile.
 
     Args:
         state: One of `STATES`.
-        ranks: Training ranks.
-        tensors: The state's, on each rank.
+        ranks: Number of training ranks.
+        tensors: Number of tensors on each rank.
     """
     before_bytes = psutil.Process().memory_info().rss
     seconds, received_bytes, resident_bytes = _round(_frames(STATES[state], ranks, tensors), ranks)
@@ -44,8 +44,8 @@ def agree(state: str, ranks: int, tensors: int) -> dict[str, float]:
 
 
 def _round(frames: Iterable[bytes], ranks: int) -> tuple[float, int, int]:
-    """CPU seconds of whoever leads the round, without those in which the ranks make their proposals; bytes received,
-    and resident when all but the last had come.
+    """Return the leader's CPU seconds, without the making of proposals; bytes received; and bytes resident before the
+    last proposal.
     """
     round_, seconds, received_bytes = LayoutRound(ranks, 60.0), 0.0, 0
     resident_bytes = 0
@@ -64,7 +64,7 @@ def _round(frames: Iterable[bytes], ranks: int) -> tuple[float, int, int]:
 
 
 def _frames(copies: int, ranks: int, tensors: int) -> Iterator[bytes]:
-    """PROPOSE of each rank; `copies`: ranks that hold each shard, 0 for replicated state."""
+    """Yield each rank's PROPOSE; `copies`: number of ranks that hold each shard, 0 for replicated state."""
     owner = SPLIT if copies else REPLICATED
     rows = [
         [f"model/layers.{number}.weight", "float32", [ranks * 2, _WIDTHS[number % 4]], owner]

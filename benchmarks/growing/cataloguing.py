@@ -1,4 +1,4 @@
-"""A catalog of many checkpoints in a directory: to list all of them, and to find the one that restore takes.
+"""A catalog of many checkpoints in a directory: listing all, and finding the one to restore.
 
 python -m benchmarks.growing.cataloguing RUN LOOK    one look, in a process of its own
 """
@@ -30,11 +30,11 @@ _SECONDS_MAX = 1200
 
 
 def catalogue(checkpoints: int, tensors: int) -> dict[str, dict[str, float]]:
-    """CPU seconds, most resident bytes and manifests read of a process for each look at one run.
+    """Return CPU seconds, peak resident bytes and manifests read of a process, for each kind of look at one run.
 
     Args:
-        checkpoints: The run's; their files are sparse.
-        tensors: That each manifest names.
+        checkpoints: Number of checkpoints, whose files are sparse.
+        tensors: Number of tensors in each manifest.
     """
     with tempfile.TemporaryDirectory() as folder:
         claimed, unclaimed = Path(folder) / "claimed", Path(folder) / "unclaimed"
@@ -126,7 +126,7 @@ def _measure(run: str, what: str) -> dict[str, float]:
 
 
 def _most_resident_bytes() -> int:
-    """For this program: `ru_maxrss` has what the process was before it began."""
+    """Return this program's peak; `ru_maxrss` would include the process before its exec."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 

@@ -1,9 +1,9 @@
-"""How much of what a store lets pass is used: parts sent by the flusher's writers, and a file read back.
+"""Measures the used share of a store's bandwidth: by parts that the flusher's writers send, and by a file read back.
 
-    Workers, limits, S3 store, verify_file: the product's ─► sink.py: a process that keeps only sizes
+    the product's workers, limits, S3 store, verify_file ─► sink.py: a process that keeps only sizes
 
-The sink limits each connection, or all of them together. Each way goes on for some seconds, of which the first half,
-in which the number of connections is found, does not count.
+The sink limits each connection, or all together. Each way runs for some seconds; the first half, in which holdfast
+finds the number of connections, does not count.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _BEFORE = 8
 
 
 class SinkSpeed(NamedTuple):
-    """Bytes a second that a sink lets pass, on each connection and in all; 0: without a limit."""
+    """A sink's limits in bytes a second, on each connection and in all; 0: no limit."""
 
     each: float
     in_all: float
 
     @property
     def most(self) -> float:
-        """With as many connections as there may be."""
+        """Bytes a second with the largest number of connections."""
         each = self.each * REQUESTS_MAX if self.each else float("inf")
         return min(each, self.in_all or float("inf"))
 
@@ -56,15 +56,15 @@ SINKS = {
 
 
 def connections(speed: SinkSpeed, seconds: float) -> dict[str, dict[str, float]]:
-    """Bytes a second, connections and CPU seconds per GB of each way to one sink.
+    """Return bytes a second, connections and CPU seconds per GB of each way to one sink.
 
     Args:
-        speed: The sink's.
-        seconds: For each way, of which the second half counts.
+        speed: The sink's limits.
+        seconds: Length of each way's run, of which the second half counts.
     """
     found = {}
     with _sink(speed) as port, _environment(port):
-        url = f"s3://sink-{port}/run"  # of another sink nothing is known yet
+        url = f"s3://sink-{port}/run"  # a new name, for which no number of connections is known
         store = open_store(url)
         ways: dict[str, Callable[[Callable[[int], None]], None]] = {
             f"sent, {_BEFORE} connections": lambda count: _send(store, writing(url, _BEFORE), count),
@@ -80,7 +80,7 @@ def connections(speed: SinkSpeed, seconds: float) -> dict[str, dict[str, float]]
 
 
 class _Enough(Exception):
-    """The time is over."""
+    """Raised when the time of a way is over."""
 
 
 def _measure(way: Callable[[Callable[[int], None]], None], port: int, seconds: float) -> dict[str, float]:
@@ -113,7 +113,7 @@ def _measure(way: Callable[[Callable[[int], None]], None], port: int, seconds: f
 
 
 def _send(store: Store, limit: ConcurrencyLimit, count: Callable[[int], None]) -> None:
-    """Uploads one after the other, as the flusher's writers send them; none is completed."""
+    """Upload one file after the other, as the flusher's writers do, without completing any."""
     nbytes = 2 * REQUESTS_MAX * _CHUNK_BYTES
     memory = direct_window(_CHUNK_BYTES)
     sum32 = crc32(memory)
@@ -143,7 +143,7 @@ def _send(store: Store, limit: ConcurrencyLimit, count: Callable[[int], None]) -
 
 
 def _read_back(store: Store, count: Callable[[int], None]) -> None:
-    """One large file of zeros, again and again."""
+    """Read one large file of zeros repeatedly."""
     chunks = 4 * REQUESTS_MAX
     nbytes = chunks * _CHUNK_BYTES
     _make(store, "zeros.pt", nbytes)
@@ -171,7 +171,7 @@ def _read_back(store: Store, count: Callable[[int], None]) -> None:
 
 
 def _make(store: Store, name: str, nbytes: int) -> None:
-    """An object of this size, of which the sink is told in its own way."""
+    """Make an object of this size, by the sink's own request."""
     store.write(f"make/{nbytes}/{name}", b"")
 
 
@@ -208,7 +208,7 @@ def _environment(port: int) -> Iterator[None]:
 
 
 def _seen(port: int) -> tuple[float, float]:
-    """Since this was last asked: the most requests at once, and bytes that have passed."""
+    """Return the most concurrent requests and the bytes transferred since the last call."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/peak", timeout=60) as answer:
         most, nbytes = answer.read().split()
         return float(most), float(nbytes)

@@ -1,7 +1,7 @@
-"""The stager's Python per frame by number of ranks: a real service, ring and doorbell; ranks and flusher are played.
+"""The stager's CPU time per frame by number of ranks: a real service, ring and doorbell, simulated ranks and flusher.
 
-Transport moves no bytes here, so what is left is what the stager itself computes: messages decoded, the session, the
-journal, credits and doorbells. Only its turns are counted.
+The transport moves no bytes here, so only the stager's own work remains: decoding messages, the session, the journal,
+credits and doorbells. Only the service's turns are counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP, _ATTEMPT = 1, 1
 
 
 class StubPort:
-    """Ranks that answer each credit at once; nothing is sent anywhere."""
+    """Port with simulated ranks that answer each credit; sends nothing."""
 
     unsent = False
 
@@ -45,13 +45,13 @@ class StubPort:
         self.verdicts: list[Kind] = []
 
     def fileno(self) -> None:
-        """As under MPI."""
+        """Return None, as under MPI."""
 
     def unsent_to(self, rank: int) -> int:  # noqa: ARG002 - of no rank anything waits
         return 0
 
     def left(self, rank: int) -> None:
-        """Nothing is kept of it."""
+        """Do nothing: nothing is kept about ranks."""
 
     def poll(self) -> PollResult:
         seen, self._seen = self._seen, PollResult()
@@ -65,21 +65,21 @@ class StubPort:
             self.verdicts.append(frame.kind)
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
-        """The payload is there when the rank answers."""
+        """Do nothing: a payload counts as received when the rank answers."""
 
     def received(self, rank: int, slot: int) -> int | None:
         return self._arrived.pop((rank, slot), None)
 
     def cancel(self, rank: int, slot: int) -> None:
-        """Nothing is under way."""
+        """Do nothing: no receive is in flight."""
 
-    # -- what the ranks do
+    # -- the ranks' side
 
     def say(self, rank: int, kind: Kind, **fields: Any) -> None:
         self._seen.messages.append((rank, wire.encode(kind, attempt=_ATTEMPT, step=_STEP, **fields)))
 
     def answer(self, most: int) -> int:
-        """Send the frames of the oldest credits; how many."""
+        """Answer the oldest credits with frames, at most `most`; return their number."""
         due, self._credits = self._credits[:most], self._credits[most:]
         for rank, chunk, slot in due:
             nbytes = sum(extent.nbytes for extent in self._layout.pieces(chunk, rank))
@@ -124,7 +124,7 @@ def stager_per_frame(ranks: int, chunks: int, ring_chunks: int) -> dict[str, flo
 def _play(
     service: StagerService, port: StubPort, flusher: Channel, ring: Ring, layout: Layout
 ) -> dict[str, float]:
-    for rank in range(layout.ranks):  # no verdict comes before a rank is welcome
+    for rank in range(layout.ranks):  # the stager decides on no offer before it has welcomed the rank
         port.say(rank, Kind.HELLO, body=b"{}")
     port.say(0, Kind.LAYOUT, body=layout.to_bytes())
     service._turn()
@@ -160,7 +160,7 @@ def _turn(service: StagerService) -> float:
 
 
 def _flush(flusher: Channel, ring: Ring) -> int:
-    """Free what is full, at once; how many slots."""
+    """Free all full slots; return their number."""
     slots = []
     for message in flusher.poll():
         if message.kind == "begin":

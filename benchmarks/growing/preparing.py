@@ -1,4 +1,4 @@
-"""What a checkpoint of many ranks and chunks costs the session before its first byte, by how it is shared out."""
+"""CPU time of the session before a checkpoint's first byte, with many ranks and chunks, replicated or split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TENSORS = 100
 
 
 def prepare(ranks: int, chunks: int) -> dict[str, dict[str, float]]:
-    """CPU seconds of `Checkpoint.prepare` for the first checkpoint of a layout, and for the next one."""
+    """Return the CPU seconds of `Checkpoint.prepare` for the first checkpoint of a layout, and for the next one."""
     nbytes = chunks * _CHUNK_BYTES
     whole = Layout(nbytes, _CHUNK_BYTES, ranks, (Entry("a", 64, nbytes - _CHUNK_BYTES, REPLICATED, ()),))
     layouts = {"replicated": whole, "split": _split(ranks, nbytes)}

@@ -1,9 +1,9 @@
-"""An S3 server that keeps nothing but sizes, and lets bytes pass at this many a second for each connection and in all.
+"""An S3 server that keeps only sizes, and limits the bytes a second of each connection and of all together.
 
     python -m benchmarks.growing.sink CONNECTION_BYTES_PER_SECOND ALL_BYTES_PER_SECOND    prints its port; 0: no limit
 
-One thread of one process serves all connections, so that it takes little of the machine that it measures. Uploads in
-parts, ranged reads of what was uploaded, and nothing else; what is read is zeros.
+One thread serves all connections, to leave the CPU to the measured processes. The server only knows multipart uploads,
+and ranged reads of uploaded objects, which return zeros.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
 class Speed:
-    """Lets bytes pass at a rate. What was not used a moment ago is lost."""
+    """Rate limit in bytes a second, without credit for idle time."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate, self._at = bytes_per_second, 0.0
 
     def after(self, nbytes: int) -> float:
-        """Seconds to wait now that this many bytes have passed."""
+        """Return the seconds to wait after transferring `nbytes`."""
         now = time.monotonic()
         self._at = max(self._at, now - _PAUSE_SECONDS) + nbytes / self._rate
         return self._at - now
 
 
 class Sink:
-    """The server. `/peak` gives the most requests at once, and the bytes that have passed, since it was last asked."""
+    """The server. `/peak` returns the most concurrent requests and the bytes transferred since the last `/peak`."""
 
     def __init__(self, each: float, in_all: float) -> None:
         self._each, self._all = each, Speed(in_all)

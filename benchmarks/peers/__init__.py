@@ -1,10 +1,10 @@
-"""The checkpointers that are compared, behind one small interface.
+"""The compared checkpointers, behind one small interface.
 
     start ── save() ──┬── compute ── before_update() ── optimizer step ──┬── … until done() ── end
               stall                       stall                                done
 
-A stall is whatever keeps the training thread longer than its computation. Every peer writes the same state to the same
-place, and what it has written is loaded again and compared (`verify`), so that nobody wins by leaving something out.
+A stall is any time that the training thread spends beyond its computation. Every peer writes the same state to the same
+place, and `verify` loads and compares its checkpoint, so that no peer wins by leaving something out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NEVER_DURABLE", "OPTIONAL", "PEERS", "SHARDED", "TOGETHER", "Peer", "Place", "fresh", "make"]
 
-# Order of the tables. The raw peers are no checkpointers, and run elsewhere.
+# In the order of tables. The raw peers are no checkpointers, and run elsewhere.
 PEERS = (
     "holdfast",
     "torch.save+fsync",
@@ -32,11 +32,11 @@ PEERS = (
     "gpm-like",
     "gemini-like",
 )
-# These peers keep checkpoints in memory alone: the last level is staged.
+# These peers keep checkpoints only in memory: their last level is staged.
 NEVER_DURABLE = ("gemini-like",)
-# Of a state that is split among the ranks: benchmarks/peers/sharded.py.
+# For a state that is split among the ranks: benchmarks/peers/sharded.py.
 SHARDED = ("dcp+to-torch", "dcp-hf", "full-state-dict")
-# Each keeps buffers; so many at a time are in memory. holdfast is in every group: ratios are made within a round.
+# Peers whose buffers fit in memory together. holdfast joins every group, as ratios are within a round.
 TOGETHER = (
     ("torch.save+fsync", "dcp-save", "dcp-thread", "dcp-process"),
     ("torchsnapshot", "checkfreq", "gpm-like", "gemini-like"),
@@ -49,22 +49,22 @@ class Peer(Protocol):
     """One way to save a state. All methods are called from the training thread."""
 
     def save(self, step: int) -> None:
-        """Begin (or do) the checkpoint of `step`; waits as long as this peer has no room for another one."""
+        """Begin (or finish) the checkpoint of `step`; wait while this peer has no room for another one."""
         ...
 
     def before_update(self) -> None:
-        """Wait for whatever must be over before the state may change."""
+        """Wait until the state may change."""
         ...
 
     def done(self) -> bool:
-        """Whether every checkpoint begun is in persistent storage, synced; of `NEVER_DURABLE`, in a peer's memory.
+        """Whether every checkpoint begun is in persistent storage, synced; for `NEVER_DURABLE`, in a peer's memory.
 
-        Cheap: it is asked every millisecond.
+        Must be cheap: polled every millisecond.
         """
         ...
 
     def marks(self) -> dict[str, float]:
-        """Moments on the way (monotonic seconds, same clock in all processes), such as `staged`."""
+        """Times of milestones such as `staged` (monotonic seconds, same clock in all processes)."""
         ...
 
     def verify(self) -> int:
@@ -74,22 +74,22 @@ class Peer(Protocol):
             Bytes of tensors that were compared; 0 on a rank that writes nothing.
 
         Raises:
-            IncompleteError: It is not what was saved.
-            OSError: No checkpoint is there.
+            IncompleteError: The checkpoint differs from the state.
+            OSError: There is no checkpoint.
         """
         ...
 
     def clean(self) -> None:
-        """Remove what lies in storage. Not timed."""
+        """Remove the checkpoints in storage. Not timed."""
         ...
 
     def close(self) -> None:
-        """End; threads, helper processes and buffers are gone afterwards."""
+        """End all threads and helper processes, and free the buffers."""
         ...
 
 
 class Place(Protocol):
-    """What a peer is made from."""
+    """State, folder and settings from which a peer is made."""
 
     @property
     def workload(self) -> Workload: ...
@@ -210,33 +210,33 @@ def make(name: str, place: Place) -> Peer:
     """Make a peer, as its users would.
 
     Raises:
-        KeyError: There is no such peer.
+        KeyError: No peer has this name.
     """
     return _MAKERS[name](place)
 
 
 def fresh(path: Path) -> Path:
-    """`path`, with its folder made and nothing in its place."""
+    """Return `path` after making its folder and removing what is at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     return path
 
 
 class Slots:
-    """Two files in turn, the older of which is replaced: a peer that keeps its last checkpoint while it writes."""
+    """Two files in turn, for peers that keep their last checkpoint while they write the next."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._paths = (folder / f"{name}-0.pt", folder / f"{name}-1.pt")
         self._count = 0
 
     def next(self) -> Path:
-        """Where the next checkpoint goes."""
+        """Return the path for the next checkpoint."""
         self._count += 1
         return fresh(self.newest)
 
     @property
     def newest(self) -> Path:
-        """Where the last one went."""
+        """Path of the last checkpoint."""
         return self._paths[self._count % 2]
 
     def remove(self) -> None:
@@ -245,7 +245,7 @@ class Slots:
 
 
 def load(path: Path) -> Any:
-    """What plain torch reads, without taking as much memory again."""
+    """Load a file with plain torch, memory-mapped to save memory."""
     import torch
 
     return torch.load(path, weights_only=True, mmap=True)

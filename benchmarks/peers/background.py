@@ -1,4 +1,4 @@
-"""One piece of work at a time in a thread, whose error reaches the training thread: what two-phase peers need."""
+"""Runs one piece of work at a time in a thread, and raises its error in the training thread, for two-phase peers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Background"]
 
 
 class Background:
-    """Runs one thing at a time. One thread starts, waits and asks."""
+    """Runs one piece of work at a time; all methods are for one thread."""
 
     def __init__(self) -> None:
         self._future: Future[None] = Future()
         self._future.set_result(None)
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin `work`, after what is still running; raises what that raised."""
+        """Wait for running work, raising its error, then start `work`."""
         self.wait()
         future = self._future = Future[None]()
 
@@ -32,11 +32,11 @@ class Background:
         threading.Thread(target=run, daemon=True).start()
 
     def wait(self) -> None:
-        """Return when nothing runs; raises what went wrong."""
+        """Wait for running work; raise its error."""
         self._future.result()
 
     def done(self) -> bool:
-        """Whether nothing runs; raises what went wrong."""
+        """Whether no work runs; raise the error of finished work."""
         if not self._future.done():
             return False
         self._future.result()

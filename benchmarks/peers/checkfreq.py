@@ -4,8 +4,7 @@ their code.
     save() ─► snapshot: copy of the whole state in memory, beside the computation ─► persist: torch.save, fsync
     before_update() waits for the snapshot; the next save() waits for the persist: one checkpoint at a time
 
-Kinder to it than its code is: the copy goes into buffers that are allocated and touched once. Rank 0 alone saves,
-as there.
+Faster than their code: the copy goes to buffers that are allocated and touched once. Only rank 0 saves, as in theirs.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ __all__ = ["CheckFreq", "Snapshot"]
 
 
 class Snapshot:
-    """A copy of a state whose buffers are kept from one time to the next; what is tied stays tied."""
+    """Copies states into buffers that are reused; tied tensors stay tied."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def take(self, tree: Any) -> Any:
-        """The same tree with the copies of its tensors, which are valid until the next time."""
+        """Return the tree with copies of its tensors, which are valid until the next call."""
         return self._take(tree, set())
 
     def _take(self, tree: Any, taken: set[tuple[int, torch.Size, torch.dtype]]) -> Any:
@@ -52,7 +51,7 @@ class Snapshot:
 
 
 class CheckFreq:
-    """Two phases: snapshot, persist."""
+    """Saves in two phases: snapshot, persist."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int) -> None:
         self._workload, self._rank = workload, rank

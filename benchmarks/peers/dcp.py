@@ -1,13 +1,12 @@
-"""torch.distributed.checkpoint over gloo: `save`, and `async_save` with the options that serve it best on this machine:
+"""torch.distributed.checkpoint over gloo: `save`, and `async_save` with its fastest options on this machine:
 
 - one stager kept for all saves, so that its staging buffers are allocated once and reused;
 - staging in a background thread, awaited before the optimizer step (a copy that overlaps computation);
 - plans cached from save to save; replicated tensors spread over the ranks; two writer threads; files synced;
-- writing in a thread of the rank, or in a process of its own with the staging buffers in shared memory: both
-  are measured.
+- writing in a thread of the rank, or in a separate process with the staging buffers in shared memory (both measured).
 
-A tied output embedding is left out of the state, as DCP would write it twice. As its documentation asks, a save
-waits for the upload before it.
+A tied output embedding is left out of the state, as DCP would write it twice. A save waits for the previous upload, as
+DCP's documentation demands.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _WRITER_THREADS = 2
 
 
 class _Files:
-    """Two folders in turn, and what is common to both ways."""
+    """Two folders in turn, and the common part of both ways."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int, name: str) -> None:
         self._workload, self._rank = workload, rank
@@ -53,11 +52,11 @@ class _Files:
 
     @property
     def newest(self) -> Path:
-        """Where the last save went, or goes."""
+        """Folder of the last save, finished or not."""
         return self._paths[self._count % 2]
 
     def verify(self) -> int:
-        """All ranks together: each loads the whole."""
+        """Load and compare the whole state on every rank. Collective."""
         state = self._workload.state_dict(tied=False)
         if not (self.newest / ".metadata").exists():
             raise IncompleteError(f"dcp: {self.newest} has no .metadata: it was never finished")
@@ -76,7 +75,7 @@ class _Files:
 
 
 def _like(tree: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
-    """The same tree with other tensors."""
+    """Return the tree with its tensors replaced from `tensors`."""
     if isinstance(tree, dict):
         return {key: _like(value, tensors, f"{path}/{key}") for key, value in tree.items()}
     if isinstance(tree, list):
@@ -85,7 +84,7 @@ def _like(tree: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
 
 
 class Save(_Files):
-    """DCP save: the training thread waits for all of it."""
+    """DCP `save`: the training thread waits until it is done."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int) -> None:
         super().__init__(workload, folder, rank, "save")
@@ -98,17 +97,17 @@ class Save(_Files):
         )
 
     def before_update(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: `save` has waited."""
 
     def done(self) -> bool:
         return True
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class AsyncSave(_Files):
-    """DCP async_save; one instance per variant, on every rank."""
+    """DCP `async_save`; one instance per variant, on every rank."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int, *, process: bool) -> None:
         self._type = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD

@@ -27,7 +27,7 @@ def pages(nbytes: int) -> int:
 
 
 class FlatState:
-    """The bytes of a state: it refers to the tensors, and copies none of them."""
+    """The bytes of a state, as references to its tensors."""
 
     def __init__(self, state: Any) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -42,18 +42,18 @@ class FlatState:
 
     @property
     def room_bytes(self) -> int:
-        """Enough, in whole pages, for later states of the same training, whose plain values may be longer."""
+        """Bytes, in whole pages, that suffice for later states of the training, whose plain values may be longer."""
         return pages(self.nbytes + len(self._header))
 
     def parts(self) -> Iterator[torch.Tensor]:
-        """The bytes in order, as flat tensors of uint8."""
+        """Yield the bytes in order, as flat tensors of uint8."""
         yield torch.from_numpy(np.frombuffer(self._header, np.uint8).copy())
         for tensor in self._tensors:
             if tensor.numel():
                 yield tensor.contiguous().reshape(-1).view(torch.uint8)
 
     def copy_to(self, memory: torch.Tensor) -> None:
-        """Lay all of it down in `memory`, flat uint8, from its beginning."""
+        """Copy all bytes to the start of `memory`, flat uint8."""
         at = 0
         for part in self.parts():
             memory[at : at + part.numel()].copy_(part)
@@ -61,10 +61,10 @@ class FlatState:
 
 
 def parsed(data: memoryview, *, what: str) -> Any:
-    """The state that `data` holds; its tensors are copies.
+    """Return the state in `data`; its tensors are copies.
 
     Raises:
-        IncompleteError: There are fewer bytes than the header says, or none; the message begins with `what`.
+        IncompleteError: `data` is empty or shorter than its header says; the message begins with `what`.
     """
     if len(data) < _LENGTH.size or not any(data[: _LENGTH.size]):
         raise IncompleteError(f"{what}: nothing was saved")
@@ -85,7 +85,7 @@ def parsed(data: memoryview, *, what: str) -> Any:
 
 
 def _skeleton(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """The tree with each tensor replaced by its shape and dtype."""
+    """Return the tree with each tensor replaced by its shape and dtype."""
     if isinstance(tree, dict):
         return {key: _skeleton(value, tensors) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -3,8 +3,8 @@
     save() ─► copy in this machine's memory, beside the computation ─► a peer's memory (gemini_memory.py) ─► "kept"
     before_update() waits for the copy; the next save() waits for "kept": one checkpoint at a time
 
-Nothing becomes durable: it ends when the peer has all of it. Kinder to it than its code is: a local socket takes the
-place of the network, which it need not share with the training. Rank 0 alone saves.
+Nothing becomes durable: a save ends when the peer has all bytes. Faster than their code: a local socket replaces the
+network, which Gemini shares with the training. Only rank 0 saves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _END_SECONDS_MAX = 30.0
 
 
 class GeminiLike:
-    """The training rank; the peer's memory is a process that it starts."""
+    """The training rank, which starts a process as the peer's memory."""
 
     def __init__(self, workload: Workload, rank: int) -> None:
         self._workload, self._rank = workload, rank
@@ -71,7 +71,7 @@ class GeminiLike:
         return {}
 
     def verify(self) -> int:
-        """Fetches the checkpoint from the peer's memory, and compares it."""
+        """Fetch the checkpoint from the peer's memory, and compare it."""
         if self._rank:
             return 0
         self._connection.sendall(HEADER.pack(FETCH))
@@ -80,7 +80,7 @@ class GeminiLike:
         return require_same(self._workload.state_dict(), parsed(data, what="gemini-like"), what="gemini-like")
 
     def clean(self) -> None:
-        """The peer's memory is used again."""
+        """Do nothing: the peer's memory is reused."""
 
     def close(self) -> None:
         if self._rank:

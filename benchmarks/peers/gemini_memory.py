@@ -1,6 +1,6 @@
-"""The peer's memory of `gemini-like`: a process that keeps the newest whole state, and gives it back.
+"""The peer's memory of `gemini-like`: a process that keeps the newest complete state, and returns it on FETCH.
 
-bytes, n of them ─► the other of two buffers ─► KEPT        FETCH ─► bytes of the newest one
+n, n bytes ─► the older of two buffers ─► KEPT        FETCH ─► bytes of the newest state
 
 python -m benchmarks.peers.gemini_memory FD     ends when the other end is closed
 """
@@ -13,8 +13,8 @@ import sys
 
 __all__ = ["FETCH", "HEADER", "KEPT", "main", "take"]
 
-HEADER = struct.Struct("<Q")  # bytes that follow
-FETCH = 2**64 - 1  # in their place
+HEADER = struct.Struct("<Q")  # number of bytes that follow
+FETCH = 2**64 - 1  # sent instead of a number
 KEPT = b"k"
 
 
@@ -22,7 +22,7 @@ def take(connection: socket.socket, buffer: bytearray | memoryview) -> memoryvie
     """Fill `buffer`.
 
     Raises:
-        EOFError: The other end has hung up.
+        EOFError: The other end has closed the connection.
     """
     view = memoryview(buffer)
     at = 0

@@ -1,6 +1,6 @@
 """GPM's way (Pandey et al., ASPLOS 2022), as PCcheck compares it, written by us: a baseline, not their code.
 
-    save(): training stands still ─► copy of the state into a mapped file ─► msync ─► the record names it ─► msync
+    save(): training stops ─► copy of the state into a mapped file ─► msync ─► the record names it ─► msync
 
 Kinder to it than its code is: the file is preallocated and mapped once, and there are two slots, so that an older
 checkpoint is whole at any time. Rank 0 alone saves: one of the replicas.
@@ -53,7 +53,7 @@ class GpmLike:
         self._map.flush(0, PAGE_BYTES)
 
     def before_update(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: `save` has waited."""
 
     def done(self) -> bool:
         return True
@@ -75,7 +75,7 @@ class GpmLike:
         return require_same(self._workload.state_dict(), parsed(data, what="gpm-like"), what="gpm-like")
 
     def clean(self) -> None:
-        """Its slots are preallocated, and stay."""
+        """Do nothing: the preallocated slots stay."""
 
     def close(self) -> None:
         if self._rank:

@@ -1,8 +1,8 @@
 """holdfast itself, as a training script uses it: a `Checkpointer`, and an optimizer step that may wait.
 
-It waits for room where it has none (`on_full = "wait"`), as every other peer does here: a step that was declined would
-make the training look faster than it is. Its moments are what the training process learns, messages included: `staged`
-is PGT-1, the end is PGT-2.
+A save waits for room (`on_full = "wait"`), as every other peer does here: declined steps would make the training look
+faster than it is. All times are those at which the training process learns of an event: `staged` is PGT-1, the end is
+PGT-2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Holdfast:
             raise RuntimeError(f"step {step} was declined, though holdfast was told to wait")
 
     def before_update(self) -> None:
-        """The optimizer's own hook waits."""
+        """Do nothing: the optimizer's own hook waits."""
 
     def done(self) -> bool:
         if "staged" not in self._marks and self.checkpointer.staged_step >= self._step:
@@ -49,14 +49,14 @@ class Holdfast:
 
     def verify(self) -> int:
         if "://" in self._store:
-            return 0  # its own read-back has compared it, and there is no file to open
+            return 0  # the flusher's read-back has compared it, and there is no file to open
         if self.checkpointer.rank and not self._workload.is_sharded:
-            return 0  # rank 0 has the same
+            return 0  # rank 0 compares the same file
         path = Path(self._store) / step_file_name(self._step)
         return require_same(self._workload.state_dict(), load(path), what="holdfast")
 
     def clean(self) -> None:
-        """The run's own retention removes it (`keep_last`)."""
+        """Do nothing: the run's retention removes old checkpoints (`keep_last`)."""
 
     def close(self) -> None:
         self.checkpointer.close()

@@ -1,10 +1,10 @@
-"""MLC-base, the multi-level baseline that ACUTE is compared with (IEEE Access 12:116891), written by us from the paper.
+"""MLC-base, ACUTE's multi-level baseline (IEEE Access 12:116891), written by us from the paper.
 
     every rank: pack all of the state (torch.save into memory) ─► its part of the pack over a socket ─► remote process:
     join ─► unpack (torch.load) ─► repack (torch.save) ─► fsync ─► "durable" to every rank
 
-Kinder to it than the paper's description: a rank sends only its part of what it has packed, packing goes on beside the
-computation and only the update waits for it, and a local socket takes the place of MPI. One checkpoint at a time.
+Faster than the paper's description: a rank sends only its part of the pack, packing overlaps with the computation and
+delays only the update, and a local socket replaces MPI. One checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _END_SECONDS_MAX = 30.0
 
 
 class MlcBase:
-    """A training rank; rank 0 starts the remote process, which ends when all ranks have hung up."""
+    """A training rank; rank 0 starts the remote process, which ends when all ranks have closed their sockets."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int, ranks: int) -> None:
         self._workload, self._rank, self._ranks = workload, rank, ranks

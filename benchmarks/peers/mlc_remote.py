@@ -1,4 +1,4 @@
-"""The remote process of MLC-base: joins what the ranks have packed, unpacks it, packs it again, writes it and syncs it.
+"""The remote process of MLC-base: joins the ranks' parts of the pack, unpacks, repacks, writes and syncs.
 
 python -m benchmarks.peers.mlc_remote SOCKET RANKS
 """
@@ -20,7 +20,7 @@ __all__ = ["main", "serve"]
 
 
 def _exactly(connection: socket.socket, view: memoryview) -> bool:
-    """Fill `view`; False if the other side has hung up before its first byte."""
+    """Fill `view`; return False if the other side has closed the socket before the first byte."""
     got = 0
     while got < view.nbytes:
         count = connection.recv_into(view[got:])
@@ -33,7 +33,7 @@ def _exactly(connection: socket.socket, view: memoryview) -> bool:
 
 
 class _Joined:
-    """The pack, in memory that is kept from one checkpoint to the next."""
+    """The joined pack, in memory that is reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class _Joined:
 
 
 def _receive(connection: socket.socket, joined: _Joined) -> Path | None:
-    """One rank's part; the path the file is to have, None when the rank has hung up."""
+    """Receive one rank's part; return the file's path, None if the rank has closed the socket."""
     head = bytearray(HEADER.size)
     if not _exactly(connection, memoryview(head)):
         return None
@@ -60,7 +60,7 @@ def _receive(connection: socket.socket, joined: _Joined) -> Path | None:
 
 
 def serve(server: socket.socket, ranks: int) -> None:
-    """Take checkpoints until a rank hangs up."""
+    """Take checkpoints until a rank closes its socket."""
     connections = [server.accept()[0] for _ in range(ranks)]
     joined = _Joined()
     paths: list[Path | None] = [None] * ranks

@@ -4,11 +4,10 @@
     preallocated file
                                                                           (O_DIRECT)     ─► fsync ─► commit record
                                                                           ─► fsync
-    N checkpoints at once in N + 1 slots; the update waits for the copy; a save waits when N are under way
+    N checkpoints in flight in N + 1 slots; the update waits for the copy; a save waits while N are in flight
 
-The pool is one checkpoint large, and allocated and touched once. Rank 0 alone saves: one of the replicas, as
-there. Plain values and the tensors' places stand in a header of the slot; the commit record names the newest whole
-slot.
+The pool is as large as one checkpoint, allocated and touched once. Only rank 0 saves, as in theirs. A slot's header has
+the plain values and the tensors' places; the commit record names the newest complete slot.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ __all__ = ["PccheckLike"]
 _CHUNK_BYTES = 16 << 20
 _CHECKPOINTS_MAX = 2  # N
 _WRITERS = 2  # p
-_Write = tuple[int, int, int, Callable[[], None]]  # chunk of the pool, where in the file, bytes, what follows
+_Write = tuple[
+    int, int, int, Callable[[], None]
+]  # chunk of the pool, file offset, bytes, callback when written
 
 
 class PccheckLike:
@@ -59,7 +60,7 @@ class PccheckLike:
         self._free_slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(_CHECKPOINTS_MAX):
             self._free_slots.put(slot)
-        self._spare = _CHECKPOINTS_MAX  # the slot of the newest whole one, which nobody may write to
+        self._spare = _CHECKPOINTS_MAX  # slot of the newest complete checkpoint, never written to
         self._fd = os.open(
             self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC, 0o600
         )
@@ -80,15 +81,15 @@ class PccheckLike:
         if self._rank:
             return
         self._copied.wait()
-        slot = self._free_slots.get()  # waits while N are under way
+        slot = self._free_slots.get()  # waits while N are in flight
         with self._lock:
             self._under_way += 1
         state = FlatState(self._workload.state_dict())
         self._copied.start(lambda: self._copy(step, slot, state))
 
     def _copy(self, step: int, slot: int, state: FlatState) -> None:
-        """Lay the state down in chunks, and give each full one to the writers."""
-        lock, left = threading.Lock(), [1]  # one for the copy itself
+        """Copy the state into chunks, and pass each full one to the writers."""
+        lock, left = threading.Lock(), [1]  # outstanding work; 1 for the copy itself
 
         def written() -> None:
             with lock:
@@ -133,7 +134,7 @@ class PccheckLike:
         view.release()
 
     def _commit(self, step: int, slot: int, nbytes: int) -> None:
-        """All is written: make it durable, then say so. An older checkpoint that comes late is not said."""
+        """Sync a written checkpoint, then write its commit record, unless a newer checkpoint has one."""
         os.fsync(self._fd)
         with self._lock:
             free = slot
@@ -170,7 +171,7 @@ class PccheckLike:
             raise IncompleteError(f"pccheck-like: the record names step {record['step']}, not {self._step}")
         data = memoryview(
             bytearray(record["nbytes"])
-        )  # this slot alone: all of them are more than the machine has
+        )  # map only this slot: all slots would exceed the machine's memory
         with self._path.open("rb") as file:
             file.seek(record["slot"] * self._slot_bytes)
             file.readinto(data)
@@ -179,7 +180,7 @@ class PccheckLike:
         )
 
     def clean(self) -> None:
-        """Its slots are preallocated, and stay."""
+        """Do nothing: the preallocated slots stay."""
 
     def close(self) -> None:
         self._copied.wait()

@@ -14,7 +14,7 @@ __all__ = ["S3Connector"]
 
 
 class S3Connector:
-    """The server is the one that AWS_ENDPOINT_URL names."""
+    """Saves to the server that AWS_ENDPOINT_URL names."""
 
     def __init__(self, workload: Workload, store: str, rank: int) -> None:
         from s3torchconnector import S3Checkpoint, S3ClientConfig
@@ -33,7 +33,7 @@ class S3Connector:
                 torch.save(self._workload.state_dict(), writer)
 
     def before_update(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: `save` has waited."""
 
     def done(self) -> bool:
         return True
@@ -49,7 +49,7 @@ class S3Connector:
         return require_same(self._workload.state_dict(), state, what="s3torchconnector")
 
     def clean(self) -> None:
-        """It is overwritten."""
+        """Do nothing: the next save overwrites the object."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""

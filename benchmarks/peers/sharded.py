@@ -1,11 +1,11 @@
-"""The ways to one file of whole tensors from a state that is split among the ranks.
+"""Peers that make one file of whole tensors from a state that is split among the ranks.
 
     DcpToTorch       async_save, each rank its shards ─► dcp_to_torch_save on rank 0: torch.load opens what it writes
     HuggingFace      async_save as safetensors, which rank 0 consolidates into one file: safetensors opens that
     FullStateDict    all shards gathered on rank 0, and torch.save
 
-Once the shards are written, a thread of rank 0 makes the one file of them: a process of its own would have to be
-started first. Each file is synced, the optimizer is in each.
+Once the shards are written, a thread of rank 0 makes the file from them: a process would have to start first. Each file
+is synced, and includes the optimizer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WRITER_THREADS = 2
 
 
 class _StatePlanner(DefaultSavePlanner):
-    """DCP keeps a plan for each class of planners: two peers with other states need one each."""
+    """Planner with a class of its own, as DCP caches plans by class and peers have different states."""
 
 
 class _TensorPlanner(DefaultSavePlanner):
@@ -51,7 +51,7 @@ class _TensorPlanner(DefaultSavePlanner):
 
 
 class _Dcp(ABC):
-    """An asynchronous save of DCP, and what rank 0 makes of it; staged in the background and awaited by the update."""
+    """DCP's `async_save`, staged in the background and awaited by the update; then rank 0 makes one file."""
 
     _planner: type[DefaultSavePlanner] = _StatePlanner
 
@@ -61,7 +61,7 @@ class _Dcp(ABC):
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False,  # needs CUDA
-                use_shared_memory=False,  # needs a writer in a process of its own
+                use_shared_memory=False,  # needs a writer in a separate process
                 use_async_staging=True,
                 use_non_blocking_copy=False,  # needs CUDA
             )
@@ -119,7 +119,7 @@ class _Dcp(ABC):
 
 
 class DcpToTorch(_Dcp):
-    """The folder of shards is read again by rank 0, which needs memory for all of it."""
+    """Rank 0 reads the folder of shards, which needs memory for the whole state."""
 
     def _writer(self) -> FileSystemWriter:
         return FileSystemWriter(self._folder / "shards", thread_count=_WRITER_THREADS)
@@ -137,10 +137,10 @@ class DcpToTorch(_Dcp):
 
 
 class HuggingFace(_Dcp):
-    """Takes tensors only: the optimizer's options, some numbers, are left out.
+    """Saves only tensors: the optimizer's options, some numbers, are left out.
 
-    Tensors without dimensions are handed over with one: torch 2.13 consolidates them to zeros.
-    `torch.load` opens no safetensors file, so this is no whole answer to the question; its time counts all the same.
+    Tensors without dimensions get one, as torch 2.13 would consolidate them to zeros. `torch.load` cannot open a
+    safetensors file, so this peer does less than the others.
     """
 
     _planner = _TensorPlanner
@@ -173,7 +173,7 @@ class HuggingFace(_Dcp):
 
 
 class FullStateDict:
-    """Gathered on rank 0 in the training thread, and written there: what most scripts do today."""
+    """Gathers the state on rank 0 in the training thread and writes it there, as most scripts do today."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int) -> None:
         self._workload, self._rank = workload, rank
@@ -185,7 +185,7 @@ class FullStateDict:
             write_synced(state, fresh(self._path))
 
     def before_update(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: `save` has waited."""
 
     def done(self) -> bool:
         return True
@@ -202,7 +202,7 @@ class FullStateDict:
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def _state(self, *, full: bool) -> dict[str, Any]:
         options = StateDictOptions(full_state_dict=full, cpu_offload=full)

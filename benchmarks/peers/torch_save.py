@@ -1,4 +1,4 @@
-"""`torch.save` and fsync by rank 0, in the training thread: what most training scripts do today."""
+"""`torch.save` and fsync by rank 0 in the training thread, as most scripts do today."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TorchSave", "write_synced"]
 
 
 def write_synced(state: Any, path: Path) -> None:
-    """`torch.save`, and return when the disk has it."""
+    """Write by `torch.save`, and return when the file is synced to disk."""
     with path.open("wb") as file:
         torch.save(state, file)
         file.flush()
@@ -24,7 +24,7 @@ def write_synced(state: Any, path: Path) -> None:
 
 
 class TorchSave:
-    """Saves on rank 0; the other ranks have nothing to do, and would wait for it in their next collective."""
+    """Saves on rank 0; the other ranks do nothing, and wait for rank 0 in their next collective."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int) -> None:
         self._workload, self._rank = workload, rank
@@ -36,11 +36,11 @@ class TorchSave:
 
     @property
     def newest(self) -> Path:
-        """Where the last save went."""
+        """Path of the last save."""
         return self._slots.newest
 
     def before_update(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: `save` has waited."""
 
     def done(self) -> bool:
         return True
@@ -58,4 +58,4 @@ class TorchSave:
             self._slots.remove()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""

@@ -49,7 +49,7 @@ class AsyncTake:
 
         def finish() -> None:
             pending.wait()
-            # Each rank syncs every second file: who wrote which is not told.
+            # Each rank syncs every second file, as torchsnapshot does not say which rank wrote which.
             for number, file in enumerate(sorted(path.rglob("*"))):
                 if file.is_file() and number % 2 == rank % 2:
                     fd = os.open(file, os.O_RDONLY)
@@ -61,7 +61,7 @@ class AsyncTake:
         self._background.start(finish)
 
     def before_update(self) -> None:
-        """All is staged when `async_take` returns."""
+        """Do nothing: all is staged when `async_take` returns."""
 
     def done(self) -> bool:
         return self._background.done()
@@ -70,7 +70,7 @@ class AsyncTake:
         return {}
 
     def verify(self) -> int:
-        """All ranks together."""
+        """Load and compare. Collective."""
         state = self._workload.state_dict(tied=False)
         if not (self._newest / ".snapshot_metadata").exists():
             raise IncompleteError(f"torchsnapshot: {self._newest} has no .snapshot_metadata: never finished")

@@ -1,6 +1,6 @@
-"""Puts the fragments of changelog.d/ together: `python docs/site/changelog.py [VERSION]`.
+"""Merges the fragments of changelog.d/: `python docs/site/changelog.py [VERSION]`.
 
-Without VERSION the section is printed. With VERSION it moves into CHANGELOG.md, and the fragments are removed.
+Without VERSION, prints the section. With VERSION, moves it into CHANGELOG.md and removes the fragments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _CATEGORIES = ("breaking", "added", "changed", "fixed")
 
 
 def section(fragments: list[Path], title: str) -> str:
-    """The section of a release; raises KeyError for a fragment of an unknown category."""
+    """Return the section of a release; raises KeyError for a fragment of an unknown category."""
     lines: dict[str, list[str]] = {category: [] for category in _CATEGORIES}
     for path in fragments:
         sentence = " ".join(path.read_text(encoding="utf-8").split())

@@ -1,10 +1,10 @@
-"""Links that leave docs/ work on the site as they do where the repository is read: what they lead to becomes a page.
+"""Makes links that leave docs/ work on the site as they do in the repository: each target becomes a page.
 
-    docs/operations.md ── ../infra/README.md ──► repository/infra/README.md        a page of the site, and its own links
-                       ── ../holdfast/config.py ──► repository/holdfast/config.py.md    the file, as a block
-                       ── ../examples ──► repository/examples/index.md                  names of what is in it
+    docs/operations.md ── ../infra/README.md ──► repository/infra/README.md        a page; its links are followed, too
+                       ── ../holdfast/config.py ──► repository/holdfast/config.py.md    the file, as a code block
+                       ── ../examples ──► repository/examples/index.md                  a list of the folder's files
 
-A hook of mkdocs.yml. No page is written for the site alone, and nothing leads to another host.
+A hook of mkdocs.yml. No page exists only for the site, and no link leads to another host.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PAGES = (
     "CHANGELOG.md",
     "infra/kubernetes/README.md",
     "infra/skypilot/README.md",
-)  # those that the navigation names
-_ELSEWHERE = "repository"  # the folder of the site for what lies outside docs/
+)  # the pages that the navigation names
+_ELSEWHERE = "repository"  # the site's folder for files outside docs/
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to, and what that links to."""
+    """Add the targets of the pages' links, and of the links in those targets."""
     pending = [file.src_uri for file in files.documentation_pages()]
     pending += [_add(name, files, config) for name in _PAGES]
     while pending:
@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """The page with its links as they are on the site."""
+    """Return the page with its links rewritten for the site."""
     here = page.file.src_uri
     source = _in_repository(here)
 
@@ -58,12 +58,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _led_to(page: str, target: str) -> str:
-    """The path in the repository of what a link leads to."""
+    """Return a link target's path in the repository."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
 
 
 def _on_site(path: str) -> str:
-    """The place on the site of a path in the repository."""
+    """Return the place on the site of a path in the repository."""
     inside = PurePosixPath(path).is_relative_to("docs")
     place = posixpath.relpath(path, "docs") if inside else f"{_ELSEWHERE}/{path}"
     if (_ROOT / path).is_dir():
@@ -72,7 +72,7 @@ def _on_site(path: str) -> str:
 
 
 def _in_repository(place: str) -> str:
-    """The other way round, for pages that are Markdown in the repository as well."""
+    """Invert `_on_site` for pages that are Markdown in the repository, too."""
     return place.removeprefix(f"{_ELSEWHERE}/") if place.startswith(f"{_ELSEWHERE}/") else f"docs/{place}"
 
 
@@ -94,7 +94,7 @@ def _page(file: Path, name: str) -> str:
 
 
 def _entry(path: Path) -> str:
-    """A line of a folder's page."""
+    """Return a line of a folder's page."""
     if path.suffix != ".md":
         return f"- `{path.name}{'/' * path.is_dir()}`"
     title, _, _ = path.read_text(encoding="utf-8").partition("\n")

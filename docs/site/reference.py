@@ -1,4 +1,4 @@
-"""Makes docs/cli.md from the commands: `python docs/site/reference.py docs/cli.md`.
+"""Generates docs/cli.md from the commands' help: `python docs/site/reference.py docs/cli.md`.
 
 each command ─► synopsis, description, options (defaults, environment), examples      settings of roles, exit codes
 """
@@ -79,7 +79,7 @@ def _sections(command: click.Command, path: list[str]) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """Help as Markdown. Paragraphs that click must not wrap become blocks."""
+    """Return help text as Markdown. Paragraphs that click must not wrap become code blocks."""
     parts = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         rest = paragraph.removeprefix("\b\n")
@@ -93,7 +93,7 @@ def _prose(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"<(?=\w)", r"\\<", text)  # Markdown would take it for a tag of HTML
+    return re.sub(r"<(?=\w)", r"\\<", text)  # Markdown would read it as an HTML tag
 
 
 def _options(command: click.Command, path: list[str]) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _options(command: click.Command, path: list[str]) -> Iterator[str]:
         if config is not None and parameter.name in config.model_fields:
             default = _cell_of_default(config, parameter.name)
             variable = f"`{_variable(parameter.name)}`"
-        meaning = re.sub(r"  \[default: .*\]$", "", parameter.help or "")  # it has a column of its own
+        meaning = re.sub(r"  \[default: .*\]$", "", parameter.help or "")  # the default has its own column
         yield f"| {names} | {default} | {variable} | {_cell(meaning)} |"
 
 

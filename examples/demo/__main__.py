@@ -1,4 +1,4 @@
-"""The command behind `make demo`. Exit code 0: every fact holds; 1: one fails; 2: it could not be played."""
+"""The command behind `make demo`. Exit code 0: every fact holds; 1: a fact fails; 2: the demo could not run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The facts that must hold at the end of the demo. A check answers with what is wrong; nothing means it holds.
+"""The facts that must hold at the end of the demo. A check lists what is wrong; an empty list means the fact holds.
 
-Nothing here trusts holdfast: states are compared with torch, files are opened in a Python process where holdfast
-cannot be imported, archives are tested by Python's own zipfile.
+These checks do not trust holdfast: torch compares states, a Python process that cannot import holdfast opens files, and
+Python's own zipfile tests archives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["Check", "check", "damaged_archives", "differences", "losses_differ",
 
 _OPEN_SECONDS_MAX = 120.0
 
-# Runs with `python -I`: no PYTHONPATH, no working directory. What is left of an editable install is taken away too,
-# and the import must then truly fail, so that the files prove to stand on their own.
+# Runs with `python -I`: no PYTHONPATH, no working directory. The script removes traces of an editable install, then
+# requires the import to fail, which proves that the files do not need holdfast.
 _OPEN = """
 import importlib, json, pathlib, sys
 roles = ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
@@ -59,7 +59,7 @@ for path in json.loads(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Check:
-    """One fact: what was claimed, and what is wrong with it (nothing, if it holds)."""
+    """One fact: the claim, and the violations found (none if the fact holds)."""
 
     claim: str
     wrong: str
@@ -70,13 +70,13 @@ class Check:
 
 
 def check(claim: str, wrong: Sequence[str]) -> Check:
-    """A fact with the first few things that are wrong with it."""
+    """Return a fact with its first few violations."""
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return Check(claim, "; ".join(wrong[:3]) + more)
 
 
 def differences(expected: Any, got: Any, where: str = "") -> Iterator[str]:
-    """Where two states differ: keys and their order, types, dtypes, shapes, and every bit of every tensor."""
+    """Yield the differences of two states: keys, their order, types, dtypes, shapes, and every bit of every tensor."""
     if type(expected) is not type(got):
         yield f"{where}: {type(expected).__name__} became {type(got).__name__}"
     elif isinstance(expected, torch.Tensor):
@@ -100,7 +100,7 @@ def differences(expected: Any, got: Any, where: str = "") -> Iterator[str]:
 
 
 def losses_differ(expected: dict[int, float], got: dict[int, float]) -> list[str]:
-    """Steps whose loss is not exactly the reference's."""
+    """List the steps whose loss is not exactly the reference's."""
     return [
         f"step {step}: {expected.get(step)} became {loss}"
         for step, loss in got.items()
@@ -109,14 +109,14 @@ def losses_differ(expected: dict[int, float], got: dict[int, float]) -> list[str
 
 
 def open_without_holdfast(files: Sequence[Path]) -> list[str]:
-    """Open each file with plain torch, whole and memory-mapped, where holdfast cannot be imported."""
+    """Open each file with plain torch, read and memory-mapped, in a process that cannot import holdfast."""
     return _run(["-I", "-c", _OPEN, json.dumps([str(file) for file in files])])
 
 
 def damaged_archives(files: Sequence[Path]) -> list[str]:
-    """`python -m zipfile -t` on each: every entry's CRC-32 is true."""
+    """Run `python -m zipfile -t` on each file, which checks every entry's CRC-32."""
 
-    def wrong(output: str) -> str:  # zipfile ends with 0 even when it finds damage, and says so
+    def wrong(output: str) -> str:  # zipfile exits with 0 even on damage; only its output tells
         return output if "corrupted" in output or "Done testing" not in output else ""
 
     return [
@@ -136,5 +136,5 @@ def _run(arguments: list[str], wrong: Callable[[str], str] | None = None) -> lis
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, so that -0.0 differs from 0.0 and NaN equals itself."""
+    """Return the tensor's bytes, so that -0.0 differs from 0.0 and NaN equals itself."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""One job of the demo: start it, follow its progress file, kill its training ranks, see what it leaves behind.
+"""One job of the demo: start it, follow its progress file, kill its training ranks, find what it leaves behind.
 
-Only processes that this job started are ever touched: ranks are found as descendants of our own launcher, and what
-is left over by the runtime directory in its environment, which no other job on the machine has.
+Only processes of this job are ever signalled: ranks are found as descendants of our own launcher, and leftovers by the
+runtime directory in their environment, which no other job on the machine has.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["DemoError", "Job", "Step", "clean_environment"]
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
 POLL_SECONDS = 0.02
-QUIET_SECONDS_MAX = 120.0  # a job that tells nothing for so long is taken to hang
+QUIET_SECONDS_MAX = 120.0  # a job without progress for this long counts as hung
 END_SECONDS_MAX = 90.0
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 _LISTENS = re.compile(r"listens at (\S+);")
 
 
 class DemoError(Exception):
-    """The demo could not be played to its end; this says nothing about the facts that it checks."""
+    """The demo could not run to its end, for reasons unrelated to the facts that it checks."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Step:
 
 
 def clean_environment(runtime: Path, **settings: str) -> dict[str, str]:
-    """This process's environment without settings of another holdfast or MPI job, and with ours."""
+    """Return this process's environment without settings of another holdfast or MPI job, plus `settings`."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("HOLDFAST_", "OMPI_", "PMIX_"))
     }
     ours = {f"HOLDFAST_{name}": value for name, value in settings.items()}
-    # Open MPI's own segments go beside the ring: those of a killed rank stay behind, and are removed with the folder.
+    # Open MPI's segments go beside the ring: a killed rank leaves its own, which are removed with the folder.
     segments = {"OMPI_MCA_btl_sm_backing_directory": str(runtime.parent)}
     return {**kept, **ours, **segments, "HOLDFAST_RUNTIME_DIR": str(runtime), "OMP_NUM_THREADS": "1"}
 
@@ -62,13 +62,13 @@ def clean_environment(runtime: Path, **settings: str) -> dict[str, str]:
 class Job:
     """One launcher with training ranks and, given a store, a stager. A context manager: at its end nothing runs.
 
-    Under mpirun the stager is a process of the job. Under torchrun it stands alone and ends after this job.
+    Under mpirun the stager is a process of the job. Under torchrun it is a standing stager that ends after this job.
 
     Args:
         name: Names the files of this job in `folder`.
         folder: Where progress, output and events go.
-        ranks: Training ranks.
-        arguments: For the training script.
+        ranks: Number of training ranks.
+        arguments: Arguments for the training script.
         store: The store's URL; None runs without a stager.
         runtime: A directory for the ring that no other job uses.
         launcher: `mpirun` or `torchrun`.
@@ -119,7 +119,7 @@ class Job:
             )
 
     def _address(self) -> str:
-        """Where the stager says that it listens."""
+        """Return the address at which the stager listens, from its output."""
         assert self._stager is not None
         deadline = time.monotonic() + QUIET_SECONDS_MAX
         while self._stager.poll() is None and time.monotonic() < deadline:
@@ -135,7 +135,7 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self.leftovers():  # the launcher itself among them, if it still runs
+        for process in self.leftovers():  # includes the launcher, if it still runs
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._launcher.wait()
@@ -143,24 +143,22 @@ class Job:
             self._stager.wait()
 
     def follow(self, watch: Callable[[], None] = lambda: None) -> Iterator[Step]:
-        """Steps as the training tells them, until the launcher has ended. Calls `watch` on every look.
+        """Yield steps as the training reports them, until the launcher has ended. Call `watch` at every poll.
 
         Raises:
-            DemoError: Nothing was told for too long; the job is still running.
+            DemoError: The job still runs, but made no progress for too long.
         """
         heard = time.monotonic()
         with self.progress.open(encoding="utf-8") as lines:
             while True:
                 ended = (
                     self._launcher.poll() is not None
-                )  # asked before reading, so that no last line is missed
+                )  # checked before reading, so that no last line is missed
                 watch()
                 while (line := lines.readline()).endswith("\n"):
                     heard = time.monotonic()
                     yield Step(**json.loads(line))
-                lines.seek(
-                    lines.tell() - len(line)
-                )  # a line still being written; the next look reads it whole
+                lines.seek(lines.tell() - len(line))  # an incomplete line; the next poll reads it whole
                 if ended:
                     return
                 if time.monotonic() - heard > QUIET_SECONDS_MAX:
@@ -170,28 +168,28 @@ class Job:
                 time.sleep(POLL_SECONDS)
 
     def training_ranks(self) -> list[psutil.Process]:
-        """The training processes of this job that are alive, found below our own launcher."""
+        """Return the living training processes of this job, found below our own launcher."""
         found = []
         for process in self._launcher.children(recursive=True):
             try:
-                if str(TRAIN_SCRIPT) in process.cmdline():  # a zombie has no command line any more
+                if str(TRAIN_SCRIPT) in process.cmdline():  # a zombie has no command line
                     found.append(process)
             except psutil.Error:  # ended meanwhile
                 continue
         return found
 
     def kill_training_ranks(self) -> list[int]:
-        """SIGKILL every training rank, without notice, as when a spot VM is taken. Returns their process ids."""
+        """Send SIGKILL to every training rank without notice, as at the loss of a spot VM. Return their process ids."""
         ranks = self.training_ranks()
         for process in ranks:
             os.kill(process.pid, signal.SIGKILL)
         return [process.pid for process in ranks]
 
     def succeed(self) -> None:
-        """Wait for the launcher's end and demand that it went well.
+        """Wait for the launcher to end successfully.
 
         Raises:
-            DemoError: It did not.
+            DemoError: The launcher failed.
         """
         code = self._wait_for_launcher()
         if code != 0:
@@ -200,7 +198,7 @@ class Job:
             )
 
     def settle(self, watch: Callable[[], None] = lambda: None) -> list[psutil.Process]:
-        """Wait until the launcher and all that it started has ended. Returns what is still there after the limit."""
+        """Wait until the launcher and all its descendants have ended. Return the processes left after the limit."""
         deadline = time.monotonic() + END_SECONDS_MAX
         while (left := self._everything()) and time.monotonic() < deadline:
             watch()
@@ -209,19 +207,19 @@ class Job:
         return left
 
     def leftovers(self) -> list[psutil.Process]:
-        """Processes of this job that are alive, also those outside its family, such as the flusher."""
+        """Return the living processes of this job, also those outside its process tree, such as the flusher."""
         found = []
         for process in psutil.process_iter():
             try:
                 ours = process.environ().get("HOLDFAST_RUNTIME_DIR") == str(self.runtime)
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except psutil.Error:  # ended meanwhile, or not ours to look at
+            except psutil.Error:  # ended meanwhile, or owned by another user
                 continue
         return found
 
     def output(self) -> str:
-        """The last lines of what the job has said."""
+        """Return the last lines of the job's output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def _wait_for_launcher(self) -> int:
@@ -235,5 +233,5 @@ class Job:
     def _everything(self) -> list[psutil.Process]:
         for process in (self._launcher, self._stager):
             if process is not None:
-                process.poll()  # reaps it once it has ended
+                process.poll()  # reaps the launcher once it has ended
         return self.leftovers()

@@ -1,6 +1,6 @@
-"""The demo's run as one picture: the loss of the uninterrupted run, of the killed one, and of the one that resumed.
+"""The demo as one picture: the losses of the uninterrupted run, of the killed one, and of the resumed one.
 
-loss │ ▒▒▒ uninterrupted     the three lines lie on top of each other, because every loss has the same bits
+loss │ ▒▒▒ uninterrupted     the three lines coincide, because every loss has the same bits
      │ ─── until SIGKILL ┊
      │        ├ ─── resumed from the newest checkpoint
      └──────────────────────────────── step
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from examples.demo.story import Outcome, Played
 
 _WIDTH_INCHES, _HEIGHT_INCHES = 7.2, 2.9
-# Colours with enough contrast on white and on the dark background of code hosts; the picture itself has none.
+# Colours with enough contrast on white and on dark pages, as the picture has no background.
 _TEXT, _UNINTERRUPTED, _KILLED, _RESUMED = "#768390", "#8c959f66", "#1f883d", "#e5534b"
 
 

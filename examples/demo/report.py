@@ -1,4 +1,4 @@
-"""What people see of the demo: a bar for each phase, the facts, the table; and `result.json` for programs.
+"""The demo's output: a bar for each phase, the facts, the table; and `result.json` for programs.
 
 On a terminal the bars move; elsewhere (a log, CI) each phase leaves a few plain lines.
 """
@@ -23,15 +23,15 @@ __all__ = ["Display", "figures", "show"]
 
 
 class Bar(Protocol):
-    """One phase under way."""
+    """Progress of one phase."""
 
     def at(self, done: int, note: str) -> None:
-        """Say how far it has come."""
+        """Show that `done` steps are done."""
         ...
 
 
 class Display:
-    """Shows phases. A context manager: it owns the terminal meanwhile."""
+    """Shows phases. A context manager that owns the terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -53,7 +53,7 @@ class Display:
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """One line between phases."""
+        """Print one line between phases."""
         self._console.print(text)
 
     @contextmanager
@@ -76,7 +76,7 @@ class _MovingBar:
 
 
 class _LineLog:
-    """A line at the start, whenever a fifth more is done, and for what is not about a loss."""
+    """Prints a line at the start, after each fifth of the phase, and for notes that are not about a loss."""
 
     def __init__(self, console: Console, title: str, total: int) -> None:
         self._console, self._title, self._total = console, title, total
@@ -90,7 +90,7 @@ class _LineLog:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """The demo's figures, as in the table and in result.json; None where there is nothing to say."""
+    """Return the figures for the table and for result.json; None where a figure is unknown."""
     plan, killed, resumed = outcome.plan, outcome.killed, outcome.resumed
     manifests = sorted(outcome.watch.seen.values(), key=lambda manifest: manifest.order)
     restored = [line for line in _events(resumed) if line["event"] == "restore"]
@@ -167,7 +167,7 @@ def _spread(values: list[float]) -> dict[str, float] | None:
 def _events(played: Played) -> list[dict[str, Any]]:
     if played.events is None or not played.events.exists():
         return []
-    # A rank that was killed may have left half a line.
+    # A killed rank may have left half a line.
     whole = [
         line
         for line in played.events.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -177,7 +177,7 @@ def _events(played: Played) -> list[dict[str, Any]]:
 
 
 def _stalls(events: list[dict[str, Any]]) -> list[float]:
-    """Checkpoint stall of each save: that of the rank that waited longest; the others wait for it."""
+    """Return the stall of each save: the longest of any rank, as the others wait for that rank."""
     longest: dict[int, float] = {}
     for line in events:
         if line["event"] == "save" and line["role"] == "trainer" and "cst_seconds" in line:

@@ -1,6 +1,6 @@
-"""Watches the demo's store while jobs run: which checkpoints became visible, and was a partial one among them?
+"""Watches the demo's store while jobs run: which checkpoints became visible, and was any of them partial?
 
-The store is a local folder here, so looking is cheap: one listing per look, and each manifest is read once.
+The store is a local folder here, so polling is cheap: one listing per poll, and each manifest is read once.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from holdfast.image.proof_record import proof_name
 
 __all__ = ["StoreWatch"]
 
-PRIVATE = ".holdfast"  # claims and temporary files: holdfast's own, no checkpoint is listed from there
+PRIVATE = ".holdfast"  # holdfast's own claims and temporary files; holds no checkpoints
 
 
 class StoreWatch:
-    """What has been seen in one run's folder.
+    """Observations of one run's folder.
 
     Attributes:
-        seen: Every manifest that was ever visible, newest content, by its name.
-        partial: What was visible and should not have been, with the reason.
+        seen: Newest content of every manifest that was ever visible, by name.
+        partial: Files that should not have been visible, with the reason.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,7 +30,7 @@ class StoreWatch:
         self.partial: list[str] = []
 
     def look(self) -> None:
-        """List the store once; every new manifest must belong to a whole file."""
+        """List the store once; every new manifest must belong to a complete file."""
         if not self._folder.is_dir():
             return
         for path in self._folder.iterdir():
@@ -39,14 +39,14 @@ class StoreWatch:
                 self._read(path)
 
     def published(self) -> dict[Path, Manifest]:
-        """What is in the store now: each portable file with its manifest, oldest first."""
+        """Return each file now in the store with its manifest, oldest first."""
         self.look()
         there = [name for name in self.seen if (self._folder / name).exists()]
         manifests = sorted((self.seen[name] for name in there), key=lambda manifest: manifest.order)
         return {self._folder / manifest.file: manifest for manifest in manifests}
 
     def strangers(self) -> list[str]:
-        """Names in the store that are no manifest, no file or proof of one, and not holdfast's own folder."""
+        """List the names in the store that are neither manifest, file, proof nor holdfast's own folder."""
         published = self.published()
         expected = (
             {file.name for file in published}
@@ -57,7 +57,7 @@ class StoreWatch:
         return sorted(path.name for path in self._folder.iterdir() if path.name not in expected)
 
     def unfinished(self) -> list[str]:
-        """Temporary files that were left behind in holdfast's own folder."""
+        """List the temporary files left behind in holdfast's own folder."""
         private = self._folder / PRIVATE
         return sorted(
             str(path.relative_to(self._folder)) for path in private.rglob("*") if ".pt" in path.name

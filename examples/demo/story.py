@@ -1,8 +1,8 @@
-"""The demo as it is played, and the facts that it ends with.
+"""Runs the demo and checks its facts.
 
-reference      the training, uninterrupted and without checkpoints: what the result must be, to the bit
+reference      the training, uninterrupted and without checkpoints: the result that must be matched bit for bit
 until killed   the same training with checkpoints; every training rank gets SIGKILL in mid-run
-fresh cluster  a new launcher that knows nothing but the store's URL; it resumes and finishes
+fresh cluster  a new launcher that knows only the store's URL; it resumes and finishes
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to play.
+    """Settings of a demo.
 
     Attributes:
         launcher: `mpirun` or `torchrun`.
         training: More arguments for the training script, such as the model's size.
-        ring_bytes: Memory for the ring. `chunk_bytes`: of one chunk in it.
+        ring_bytes, chunk_bytes: Size of the ring, and of one chunk in it.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass
 class Played:
-    """What was seen of one job."""
+    """Observations of one job."""
 
     steps: list[Step] = field(default_factory=list)
     events: Path | None = None
@@ -80,10 +80,10 @@ class Played:
 
 @dataclass
 class Outcome:
-    """All that was seen, for the report.
+    """All observations, for the report.
 
     Attributes:
-        left: What was still there when a job should have left nothing: processes and ring files.
+        left: Processes and ring files that a job should not have left behind.
     """
 
     plan: Plan
@@ -96,10 +96,10 @@ class Outcome:
 
 
 def play(plan: Plan, display: Display) -> Outcome:
-    """Play the demo in `plan.folder`, whose earlier content from a demo is removed.
+    """Run the demo in `plan.folder`, after removing an earlier demo's files from it.
 
     Raises:
-        DemoError: It did not come to its end, for reasons that say nothing about the facts.
+        DemoError: The demo could not run to its end, for reasons unrelated to the facts.
     """
     _clear(plan.folder)
     outcome = Outcome(plan, StoreWatch(plan.store))
@@ -183,11 +183,11 @@ def _job(name: str, outcome: Outcome, arguments: list[str], runtime: Path, *, st
 
 
 def _settle(job: Job, outcome: Outcome) -> None:
-    """Let the job end by itself, as on a machine where nobody cleans up, and note what it leaves behind."""
+    """Let the job end by itself, as on a machine where nobody cleans up, and record what it leaves behind."""
     for process in job.settle(outcome.watch.look):
         try:
             outcome.left.append(f"{job.name}: process {process.pid} ({' '.join(process.cmdline())})")
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process has just ended
             continue
     files = [path for path in job.runtime.rglob("*") if not path.is_dir()] if job.runtime.exists() else []
     outcome.left += [f"{job.name}: {path}" for path in files]
@@ -261,7 +261,7 @@ def _store_checks(outcome: Outcome, when: str) -> list[Check]:
 
 
 def _clear(folder: Path) -> None:
-    """Make the folder, or empty it if an earlier demo made it; anything else is not ours to remove."""
+    """Make the folder, or empty it if an earlier demo made it; leave any other content alone."""
     if folder.exists() and any(folder.iterdir()) and not (folder / _MARK).exists():
         raise DemoError(
             f"{folder} exists and is not from an earlier demo; give another one with --out, or remove it"
@@ -273,7 +273,7 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def _runtime(plan: Plan) -> Iterator[Path]:
-    """A directory for the rings: in shared memory where there is room, as in a container there may not be."""
+    """Yield a directory for the rings: in shared memory if it has room, which a container's may not have."""
     room = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
     if room:
         state = os.statvfs(_SHARED_MEMORY)

@@ -1,4 +1,4 @@
-"""The model of both loops, and the files that they map: the text of Python's standard library, a character a number."""
+"""The model of both loops, and the files that they map: the text of Python's standard library, one number per byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT_BYTES_MAX = 1 << 20
 
 
 def prepare(folder: Path, rank: int) -> None:
-    """Write `train.bin` and `val.bin`, unless they are there. Each rank may do it: a file appears whole."""
+    """Write `train.bin` and `val.bin`. Every rank may call this: a rename puts each file in place."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"\n".join(file.read_bytes() for file in files)[:TEXT_BYTES_MAX]
     numbers = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
@@ -39,7 +39,7 @@ class CharacterModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of a batch."""
+        """Return the mean cross-entropy of a batch."""
         length = tokens.shape[1]
         mask = torch.full((length, length), float("-inf"), device=tokens.device).triu(1)
         x = self.embed(tokens) + self.position.weight[:length]

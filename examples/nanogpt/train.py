@@ -1,8 +1,8 @@
-"""A loop in the shape of nanoGPT's: random batches of a mapped file, and the next one is drawn while a step runs.
+"""A loop like nanoGPT's: draws random batches from a mapped file, the next one while a step runs.
 
     torchrun --nproc-per-node 2 -m examples.nanogpt.train
 
-It saves nothing. `train_resumable.py` is the same loop with holdfast; docs/data.md shows the difference.
+This loop saves nothing. `train_resumable.py` is the same loop with holdfast; docs/data.md shows the difference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from examples.nanogpt.model import CharacterModel, prepare
 def train(
     options: argparse.Namespace, watch: Callable[[int, float, Tensor], Any] = lambda *_: None
 ) -> CharacterModel:
-    """The whole training. `watch` is told step, loss and the last batch of each step."""
+    """Train. `watch` gets step, loss and the last batch of each step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""The loop of `train.py` with holdfast: killed at any point, it resumes with the batch that was in hand.
+"""The loop of `train.py` with holdfast: killed at any point, it resumes with the batch already drawn.
 
     holdfast run --launcher torchrun -n 2 --store URL -- -m examples.nanogpt.train_resumable
 
@@ -25,7 +25,7 @@ from holdfast import Checkpointer, PerRank, ResumableDraw, RngState, init_torch_
 def train(
     options: argparse.Namespace, watch: Callable[[int, float, Tensor], Any] = lambda *_: None
 ) -> CharacterModel:
-    """The whole training. `watch` is told step, loss and the last batch of each step."""
+    """Train. `watch` gets step, loss and the last batch of each step."""
     torch.set_num_threads(1)
     rank, _ = init_torch_distributed("gloo")
     torch.manual_seed(1337 + rank)  # each rank has other batches and another dropout

@@ -1,1 +1,1 @@
-"""What claims to be a store, or a tier, passes one suite: every driver, on real servers and disks."""
+"""One suite for every store, tier and transport driver, on real servers and disks."""

@@ -1,4 +1,4 @@
-"""Every backend as the suite sees it: a store, and a look behind it at what lies around."""
+"""The backends under test: a store each, and a way to find its unfinished files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Backend(NamedTuple):
     """A backend under test.
 
     Attributes:
-        store: The store, as `open_store` gives it.
+        store: The store, opened by `open_store`.
         again: Opens the same run once more, as another process would.
-        leftovers: What lies around unfinished: temporary files, open uploads.
+        leftovers: Lists unfinished files: temporary ones, open uploads.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Backend(NamedTuple):
     ]
 )
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
-    """Each backend in turn, with an empty run."""
+    """Provide each backend in turn, with an empty run."""
     name = str(request.param)
     if name == "posix":
         url, leftovers = (

@@ -1,4 +1,4 @@
-"""S3 when answers get lost, come late or say no: the truth is what stands in the bucket, never the last answer."""
+"""S3 answers that get lost, come late or are errors: the bucket's content decides, never the last answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IMAGE = memoryview(os.urandom((5 << 20) + 99))
 
 
 class _Body:
-    """A body as botocore reads one from the network."""
+    """A response body in the form that botocore reads from the network."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -37,13 +37,13 @@ class _Body:
 
 
 def lose_answers(store: S3Store, operation: str, times: int) -> list[int]:
-    """Let the server do the operation, and lose its answer, `times` times. Returns a list that grows with each."""
+    """Let the server run the operation but lose its answer, `times` times. Return a list that grows with each loss."""
     lost: list[int] = []
 
     def lose(http_response: AWSResponse, **_: Any) -> None:
         if len(lost) < times:
             lost.append(1)
-            http_response.raw.close()  # a body that nobody reads
+            http_response.raw.close()  # the body is not read
             raise ReadTimeoutError(endpoint_url="the server")
 
     store.bucket.client.meta.events.register(f"after-call.s3.{operation}", lose)
@@ -51,7 +51,7 @@ def lose_answers(store: S3Store, operation: str, times: int) -> list[int]:
 
 
 def refuse(store: S3Store, operation: str, status: int, code: str, times: int) -> list[int]:
-    """Answer the operation with an error in the server's place, as often as `times`."""
+    """Answer the operation with an error instead of the server, `times` times."""
     refused: list[int] = []
 
     def answer(request: Any, **_: Any) -> AWSResponse | None:
@@ -92,7 +92,7 @@ def _upload(store: Store, write_id: str = "w1") -> Upload:
 
 
 def _around(bucket: str) -> list[str]:
-    """What a finished upload must not leave behind."""
+    """List open uploads and records, which a finished upload must not leave behind."""
     client = plain_client()
     keys = [item["Key"] for item in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
     uploads = [
@@ -122,9 +122,7 @@ def test_a_lost_answer_anywhere_changes_nothing(
     upload.publish()
     assert lost == [1]
     assert store.read("step-000000001.pt") == _IMAGE
-    if (
-        operation == "DeleteObject"
-    ):  # the record's removal is not insisted on: the next sweep takes it, if it is there
+    if operation == "DeleteObject":  # the record may stay: the next sweep removes it
         store.sweep()
     assert _around(place.bucket) == []
 
@@ -184,7 +182,7 @@ def test_a_lost_read_is_read_again(raw: S3Store, store: Store) -> None:
 
 
 def test_an_object_of_another_writer_is_never_taken_for_ours(raw: S3Store) -> None:
-    """Same name, same size, other write-id: our Complete fails, and a look by size alone would call it done."""
+    """Same name, same size, other write-id: our Complete fails, and a check of the size alone would report success."""
     _upload(raw, "theirs").publish()
     ours = _upload(raw, "ours")
     raw.bucket.client.abort_multipart_upload(
@@ -241,7 +239,7 @@ def test_a_permission_error_is_not_tried_again(raw: S3Store, store: Store) -> No
 def _resume(
     place: S3Place, upload: Upload, write_id: str = "w1", crc32s: dict[int, int] | None = None
 ) -> Upload:
-    """Take it up as the next process would."""
+    """Resume the upload as the next process would."""
     assert upload.token is not None
     return S3Store(place.bucket, "run").resume(
         "step-000000001.pt", BegunUpload(len(_IMAGE), upload.part_bytes, write_id, upload.token, crc32s or {})
@@ -271,7 +269,7 @@ def test_a_process_that_dies_between_complete_and_its_answer_has_published(
 def test_a_complete_that_lands_between_our_two_questions_is_seen(
     place: S3Place, raw: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HEAD says no, the dead process's Complete lands, ListParts knows no such upload: it is ours all the same."""
+    """HEAD finds nothing, the dead process's Complete lands, ListParts knows no upload: the object is still ours."""
     upload, list_parts = _upload(raw), S3Bucket.list_parts
 
     def late(self: S3Bucket, key: str, upload_id: str) -> Any:
@@ -341,9 +339,9 @@ def test_the_twin_that_a_lost_answer_left_goes_with_the_resumed_upload(
 def test_parts_are_listed_over_many_pages(
     place: S3Place, raw: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than 1,000 parts come in pages; a small page shows the same with few parts."""
+    """S3 lists more than 1,000 parts in pages; a small page size needs few parts."""
     monkeypatch.setattr("holdfast.store.s3_bucket._PARTS_PER_PAGE", 2)
-    image = memoryview(bytes(5 << 20))  # one buffer serves for every part
+    image = memoryview(bytes(5 << 20))  # every part comes from the same buffer
     nbytes = 4 * len(image) + 10
     upload = raw.begin("many.pt", nbytes=nbytes, chunk_bytes=_CHUNK_BYTES, write_id="w1")
     for index in (0, 1, 2, 3):
@@ -383,7 +381,7 @@ def test_a_part_with_another_size_at_the_server_is_sent_again(place: S3Place, ra
 
 
 def test_a_part_with_another_crc_at_the_server_is_sent_again(place: S3Place, raw: S3Store) -> None:
-    """AWS lists the CRC of every part; the servers of these tests do not, so their list gets it here."""
+    """AWS lists the CRC of every part; these tests' servers do not, so this test adds CRCs to their list."""
     upload = _upload(raw)
     crcs = [crc32(_IMAGE[: upload.part_bytes]), crc32(_IMAGE[upload.part_bytes :])]
     listing = S3Store(place.bucket, "run")
@@ -412,7 +410,7 @@ def test_a_part_with_another_crc_at_the_server_is_sent_again(place: S3Place, raw
 
 
 def test_an_object_that_stays_another_write_ends_in_begin_anew(raw: S3Store, store: Store) -> None:
-    """It is looked at again, for a server may be late; after that, waiting has no use."""
+    """The store looks again, as a server may be late, then gives up and asks for a new upload."""
     ours = _upload(store, "ours")
 
     def overwrite(**_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What every backend must do: one suite, each promise of `holdfast.store.base` at least once."""
+"""Rules for every store backend: one suite, with each promise of `holdfast.store.base` at least once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CHUNK_BYTES = 1 << 20
 
 
 def _image(nbytes: int, seed: int = 7) -> memoryview:
-    """Random bytes in page-aligned memory, as the ring's are."""
+    """Return random bytes in page-aligned memory, like the ring's."""
     memory = mmap.mmap(-1, -(-nbytes // 4096) * 4096)
     memory[:nbytes] = random.Random(seed).randbytes(nbytes)
     return memoryview(memory)[:nbytes]
 
 
 def _part_bytes(store: Store) -> int:
-    """Part size of small images on this backend."""
+    """Return the part size of small images on this backend."""
     upload = store.begin("probe.pt", nbytes=1, chunk_bytes=_CHUNK_BYTES, write_id="probe")
     upload.abort()
     return upload.part_bytes
@@ -114,7 +114,7 @@ def test_create_is_taken_by_the_first(backend: Backend) -> None:
 
 
 def test_create_has_at_most_one_winner_left_standing(backend: Backend) -> None:
-    """Not every server is atomic, but what stands there belongs to one who was told so."""
+    """Not every server is atomic, but the remaining object belongs to a writer that was told it won."""
     if backend.name == "swift":
         pytest.skip(
             "Swift's If-None-Match is not atomic: two may read themselves back in turn; the fencing watches for it"
@@ -197,7 +197,7 @@ def test_publishing_twice_is_publishing_once(backend: Backend) -> None:
 
 
 def test_publishing_where_a_file_stands_leaves_one_of_the_two_whole(backend: Backend) -> None:
-    """POSIX refuses it; others replace the file, as they have no way to tell."""
+    """POSIX refuses; other stores replace the file, as they cannot detect it."""
     older = b"older" * 1000
     backend.store.write("step-000000001.pt", older)
     image = _image(77)
@@ -296,7 +296,7 @@ def test_sweep_removes_what_is_unfinished_except_what_is_kept(backend: Backend) 
 
 
 def test_two_runs_side_by_side_do_not_see_each_other(backend: Backend) -> None:
-    """`run` must not take `run2` for its own, though its name begins alike."""
+    """`run` must not list files of `run2`, although the names share a prefix."""
     from holdfast.store import open_store
     from holdfast.store.retrying import Retrying
 
@@ -329,7 +329,7 @@ def _resume(
     token: str | None = None,
     crc32s: dict[int, int] | None = None,
 ) -> Upload:
-    """Take `upload` up as the next process would: with another store, by what it wrote down."""
+    """Resume `upload` as the next process would: through another store object, from the upload's record."""
     assert upload.token is not None
     return backend.again().resume(
         name,
@@ -352,7 +352,7 @@ def test_an_upload_goes_on_in_the_next_process(backend: Backend) -> None:
     assert backend.leftovers() == around
     second = _resume(backend, upload, len(image))
     assert (second.token, second.part_bytes, second.published) == (upload.token, upload.part_bytes, False)
-    # A file does not tell which parts it has.
+    # A file does not say which parts were written.
     assert second.written() == ({0, 1, 2, 3} if backend.name == "posix" else {1, 3})
     assert backend.store.list() == []
     _send_all(second, image, order=[0, 2])
@@ -436,7 +436,7 @@ def test_a_published_upload_is_resumed_as_such(backend: Backend) -> None:
 @pytest.mark.parametrize("end", ["swept", "aborted"])
 @pytest.mark.parametrize("older", [False, True])
 def test_an_upload_that_is_gone_is_missing(backend: Backend, end: str, older: bool) -> None:
-    """Also when an older file of the same size stands under the name."""
+    """Also if an older file of the same size has the name."""
     image = _image(_part_bytes(backend.store) + 1)
     if older:
         before = _begin(backend.store, "step-000000001.pt", len(image), "w0")
@@ -486,7 +486,7 @@ def test_the_token_of_another_upload_is_missing(backend: Backend) -> None:
 
 
 def test_a_part_of_another_size_does_not_count(backend: Backend) -> None:
-    """The caller says how large parts are; what the store has must agree."""
+    """The caller names the part size; parts of another size in the store do not count."""
     part = _part_bytes(backend.store)
     image, other_bytes = _image(3 * part), part + _CHUNK_BYTES
     upload = _begin(backend.store, "step-000000001.pt", len(image))

@@ -1,4 +1,4 @@
-"""What every tier must do: one suite, each rule of `trainer_side.tiers.tier` at least once."""
+"""Rules for every tier: one suite, with each rule of `trainer_side.tiers.tier` at least once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _specs(directory: Path) -> dict[str, str]:
 
 @dataclass
 class Rig:
-    """A tier's place, where any number of processes may open it."""
+    """A tier's location, which any number of processes may open."""
 
     spec: str
     run: str = RUN
@@ -49,14 +49,14 @@ class Rig:
         return tier
 
     def again(self, tier: Tier, layout: Layout, rank: int = 0, *, slots: int = 2) -> Tier:
-        """As another process finds it, when that one is dead."""
+        """Open the tier as the next process does after the first has died."""
         tier.close()
         return self.ready(layout, rank, slots=slots)
 
 
 @pytest.fixture(params=["memory", "pm", "pm-libpmem", "nvme", "file"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """Each tier in turn, with an empty run."""
+    """Provide each tier in turn, with an empty run."""
     kind = str(request.param)
     monkeypatch.delenv("PMEM_IS_PMEM_FORCE", raising=False)
     if kind == "pm-libpmem":
@@ -262,12 +262,12 @@ def test_a_process_that_is_told_nothing_keeps_the_step_that_was_complete(rig: Ri
 
 
 def test_a_found_step_that_is_not_whole_gives_way_to_the_newest_that_is(rig: Rig) -> None:
-    """Its seals are all there, and restore has met damage: its slot is the next one, the good one's is not."""
+    """The step has all its seals, but restore found damage: the next save reuses its slot, not the good step's."""
     made = image(ranks=1)
     tier = rig.ready(made.layout)
     save(tier, made, 0, 1, 1)
     save(tier, made, 0, 1, 2)
-    for attempt in (2, 3):  # the first process after it dies before a step of its own is sealed
+    for attempt in (2, 3):  # the first of these processes dies before it seals a step
         tier = rig.again(tier, made.layout)
         tier.complete(1, 1)
         tier.void(1, 2)
@@ -357,7 +357,9 @@ def test_any_part_of_a_slice_can_be_read(rig: Rig) -> None:
 
 
 def test_two_writers_of_one_rank_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_side.tiers.slot_tier._DYING_SECONDS_MAX", 0.1)  # the other one does not die
+    monkeypatch.setattr(
+        "trainer_side.tiers.slot_tier._DYING_SECONDS_MAX", 0.1
+    )  # the other process does not die
     made = image()
     tier = rig.ready(made.layout)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} .* rank 0"):

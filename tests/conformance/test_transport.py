@@ -1,4 +1,4 @@
-"""All transports between ranks and stager do the same, in real processes: over MPI, TCP, and TCP with TLS."""
+"""All transports between ranks and stager behave the same, in real processes: MPI, TCP, and TCP with TLS."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Real mpirun, real ranks, real servers: jobs/ are the training scripts that the tests start."""
+"""Tests with real mpirun, ranks and servers; jobs/ has the training scripts that they start."""

@@ -1,8 +1,8 @@
-"""A store slower than the checkpoints: steps are declined alike, training does not wait, and memory stays where it is.
+"""A store slower than the checkpoints: all ranks decline the same steps, training does not wait, memory stays flat.
 
-The ranks write down what each `save()` returned, their event logs what became of each step, and rank 0 the memory of
-all processes after each step. Resident sizes are the kernel's (`VmHWM`, `VmRSS`), so the ring counts in the stager and
-in the flusher, which both map it; growth is looked for in what is their own (`RssAnon`).
+The ranks record the result of each `save()`, their event logs the fate of each step, and rank 0 the memory of all
+processes after each step. Resident sizes are the kernel's (`VmHWM`, `VmRSS`), so the ring counts in both the stager and
+the flusher, which map it; growth is checked in private memory (`RssAnon`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SITE = REPOSITORY / "tests" / "support" / "throttled_site"
 
 
 class Pressed:
-    """One run of the job, and what it wrote."""
+    """One run of the job, and its records."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class Pressed:
         ]
 
     def fates(self, rank: int) -> tuple[set[int], set[int]]:
-        """The steps that were staged, and those that were not, as `rank` knows it."""
+        """Return the steps that were staged and those that were not, by `rank`'s records."""
         staged = {line["step"] for line in self.events("staged", rank=rank)}
         return staged, {line["step"] for line in self.events("declined", "failed", rank=rank)}
 
 
 def check_alike(run: Pressed, steps: int) -> int:
-    """Every rank has the same steps staged and the same ones declined, and its books say so. How many were staged."""
+    """Check that every rank has staged and declined the same steps and counted them; return the number staged."""
     staged, left_out = run.fates(0)
     assert staged
     assert not staged & left_out
@@ -152,14 +152,14 @@ def test_a_slow_store_declines_alike_and_memory_stays_flat(tmp_path: Path) -> No
 
 
 def check_flat(name: str, resident: list[int]) -> None:
-    """No growth from the 50th checkpoint to the 200th, beyond what comes and goes."""
+    """Check for no growth from the 50th checkpoint to the 200th, beyond fluctuation."""
     early, late = min(resident[40:70]), min(resident[-30:])
     print(f"{name}: {early / MIB:.1f} MiB after 50 saves, {late / MIB:.1f} MiB after {len(resident)}")
     assert late - early <= NOISE_BYTES, f"{name} grows: {[value // MIB for value in resident[::10]]} MiB"
 
 
 def test_ranks_of_unequal_speed_never_disagree(tmp_path: Path) -> None:
-    """They do not even meet: one declines while others have offered, long before or long after."""
+    """The ranks never meet: one declines while others have offered, long before or long after."""
     run = Pressed(tmp_path, "apart", 60, rate=40 * MIB, **SMALL)
     run.run()
     staged = check_alike(run, 60)
@@ -172,7 +172,7 @@ def test_ranks_of_unequal_speed_never_disagree(tmp_path: Path) -> None:
 
 
 def check_a_missed_wait_says_who_waited_for_whom(tmp_path: Path) -> None:
-    """The store takes nothing at all; then it does again."""
+    """The store accepts nothing for a while, then recovers."""
     stall = tmp_path / "stall"
     steps = 4
     run = Pressed(

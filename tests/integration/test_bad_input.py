@@ -1,4 +1,4 @@
-"""What is refused, and how: before training begins, by name and cause, and with nothing left behind."""
+"""Bad input is refused before training begins, with names and a cause, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def cluster_on(directory: Path, store: str, **env: str) -> Cluster:
 
 
 def said(cluster: Cluster, number: int) -> list[dict[str, Any]]:
-    """What each rank of a start wrote at its end."""
+    """Return the last record of each rank of a start."""
     return [json.loads((cluster.out(number) / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 def check_refused(cluster: Cluster, job: Job, number: int, error: str, words: tuple[str, ...]) -> None:
-    """The job failed; the scripts of all ranks and the log say why; no step was taken; the machine is clean."""
+    """The job failed; the scripts of all ranks and the log name the cause; no step ran; the machine is clean."""
     code = job.wait(SECONDS_MAX)
     output = job.output()
     assert code != 0, output
@@ -58,7 +58,7 @@ def check_refused(cluster: Cluster, job: Job, number: int, error: str, words: tu
 def refusal_of_the_stager(
     directory: Path, store: str, error: type[HoldfastError], words: tuple[str, ...], **env: str
 ) -> str:
-    """What it says as it ends, with the exit code of this error and nothing left; the ranks' part: test_story."""
+    """Return the stager's last output, after checking its exit code and leftovers; test_story checks the ranks."""
     line = [HOLDFAST, "stager", "--store", store, "--listen", "127.0.0.1:0", *SMALL]
     runtime = directory / "runtime"
     done = subprocess.run(
@@ -120,7 +120,7 @@ def check_a_rank_without_tiers(tmp_path: Path, *, stager: bool) -> None:
 
 
 def test_a_tier_that_one_rank_cannot_use_ends_the_first_save_of_all(tmp_path: Path) -> None:
-    """Somebody else writes rank 1's slices there."""
+    """Another process writes rank 1's slices into the tier."""
     store = str(tmp_path / "store")
     place = TierDirectory(tmp_path / "tier", store)
     place.make()
@@ -147,7 +147,7 @@ def check_a_second_stager_is_refused_and_the_first_goes_on(tmp_path: Path) -> No
 
 
 def check_a_second_stager(tmp_path: Path, *, beside: bool) -> None:
-    """A second job on the same store; beside: in the same runtime directory."""
+    """Start a second job on the same store; `beside`: in the same runtime directory."""
     cluster = cluster_on(tmp_path, str(tmp_path / "store"))
     with cluster.start(RANKS, "hold", "3") as first:
         runtime = cluster.runtime
@@ -178,7 +178,7 @@ def check_a_second_stager(tmp_path: Path, *, beside: bool) -> None:
 
 
 def is_of(pid: int, runtime: Path) -> bool:
-    """Whether a process runs and belongs to the machine that `runtime` stands for."""
+    """Whether a process runs and belongs to the simulated machine with this `runtime`."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return f"HOLDFAST_RUNTIME_DIR={runtime}".encode() in variables
 
@@ -198,7 +198,7 @@ def check_ranks_with_different_layouts(tmp_path: Path) -> None:
 
 
 def test_a_state_of_one_rank_that_weights_only_cannot_load_ends_the_job(tmp_path: Path) -> None:
-    """The other is not left waiting for it, and nothing is published."""
+    """The other rank does not hang, and nothing is published."""
     cluster = cluster_on(tmp_path, str(tmp_path / "store"))
     with cluster.start(RANKS, "numpy-rank-0", "2") as job:
         assert job.wait(SECONDS_MAX) != 0, job.output()
@@ -209,7 +209,7 @@ def test_a_state_of_one_rank_that_weights_only_cannot_load_ends_the_job(tmp_path
     assert "extra/history/2 is numpy.ndarray" in output
     assert other["taken"] == [0, 1], "checkpoints never stop a rank that trains"
     assert other["error"]["class"] == "NotDurable", "and its end says that it has none"
-    # Which of the two is said first depends on what comes first, the other's offer or the good-bye.
+    # The first message depends on whether the other rank's offer or its good-bye arrives first.
     assert re.search(r"step [01](:| is declined: no checkpoint can be whole:) rank 0 has left", output), (
         output
     )
@@ -218,7 +218,7 @@ def test_a_state_of_one_rank_that_weights_only_cannot_load_ends_the_job(tmp_path
 
 
 def test_rank_0_alone_calls_step(tmp_path: Path) -> None:
-    """As in `if rank == 0: checkpointer.step(step)`: it ends with the advice, and does not hang."""
+    """A script with `if rank == 0: checkpointer.step(step)` ends with advice instead of hanging."""
     stager = (*SMALL, "--offer-seconds-max", "2")
     cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=guarded.__file__, stager=stager)
     with cluster.start(RANKS, "rank-0-alone", "2") as job:
@@ -256,7 +256,7 @@ def flip(path: Path) -> None:
 
 
 def change_sum(path: Path) -> None:
-    """Valid JSON of the right form, of another file."""
+    """Replace a checksum in the manifest, which stays valid JSON but describes another file."""
     document = json.loads(path.read_text())
     document["chunk_crc32s"][0] ^= 1
     path.write_text(json.dumps(document))
@@ -293,7 +293,7 @@ def check_restore_passes_over_every_kind_of_damage_with_the_reason(tmp_path: Pat
     cluster.wait_for_flusher()
     newest = next(
         item for item in Catalog(open_store(str(store))).list() if item.step == 1
-    )  # of two attempts
+    )  # from two attempts
     assert newest.state == State.VERIFIED, "the step that was taken again is not a good one"
 
     for path in store.glob("*.pt"):

@@ -1,4 +1,4 @@
-"""nanoGPT's loop, in which a batch is drawn ahead of each checkpoint, is killed and goes on with that batch."""
+"""nanoGPT's loop, which draws a batch before each checkpoint, is killed, and resumes with that batch."""
 
 from __future__ import annotations
 

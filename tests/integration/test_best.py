@@ -1,4 +1,4 @@
-"""A real job whose best checkpoint is an early one: retention keeps it, and `restore(best=…)` brings it back."""
+"""A real job whose best checkpoint is an early one: retention keeps it, and `restore(best=…)` restores it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A thread of a rank dies by a bug, in real jobs: its cause is said, saves decline by its name, no wait outlives it.
+"""A bug kills a thread of a rank in real jobs: the cause is reported, saves decline and name the thread, no wait hangs.
 
-The bug is planted on rank 1 of 2; all else is real.
+The bug is planted on rank 1 of 2; everything else is real.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ AFTER = breaking.STEPS - breaking.BREAKS_AT
 
 
 def met(cluster: Cluster, *ranks: int) -> list[dict[str, Any]]:
-    """What the ranks met, by default both."""
+    """Return the errors that these ranks met, by default both."""
     out = cluster.out(cluster.started)
     return [json.loads((out / f"met-{rank}").read_text()) for rank in ranks or (0, 1)]
 
 
 def check_said(said: str, thread: str) -> None:
-    """Once, with the cause and where it was."""
+    """The error is reported once, with cause and location."""
     assert said.count(f"rank 1: the thread {thread}, which ") >= 1, said
     assert said.count("RuntimeError: a planted bug\n") >= 1
     assert "in bug\n" in said, "no traceback says where"
@@ -45,7 +45,7 @@ def make(tmp_path: Path, **env: str) -> Cluster:
     env = {
         "HOLDFAST_ON_NOT_DURABLE": "warn",
         **env,
-    }  # else the others may end first, by an error of their own
+    }  # otherwise the other rank may end first, with its own error
     return Cluster(tmp_path, str(tmp_path / "store"), env, script=breaking.__file__)
 
 
@@ -57,7 +57,7 @@ def test_a_broken_thread_is_named_with_a_stager(tmp_path: Path, how: str, thread
         said = job.output()
     assert code in {9, 11}, (
         said
-    )  # of who ends first: the one that died, or one whose last step is not durable
+    )  # the exit code of the first to end: the broken rank, or one whose last step is not durable
     check_said(said, thread)
     first, second = met(cluster)
     assert second["saved"][: breaking.BREAKS_AT] == [True] * breaking.BREAKS_AT
@@ -69,7 +69,7 @@ def test_a_broken_thread_is_named_with_a_stager(tmp_path: Path, how: str, thread
 
 
 def check_tiers(tmp_path: Path, how: str, thread: str) -> None:
-    """A thread of a rank that has tiers and no stager dies."""
+    """Kill a thread of a rank with tiers and without a stager."""
     env = {"HOLDFAST_TIERS": f"file:{tmp_path / 'tier'}", "HOLDFAST_STORE": str(tmp_path / "store")}
     cluster = make(tmp_path, **env, HOLDFAST_TIER_WRITERS="1", HOLDFAST_TIER_SECONDS_MAX="10")
     with cluster.start(2, how, stager=False) as job:
@@ -87,7 +87,7 @@ def test_over_tcp(tmp_path: Path) -> None:
 
 
 def check_tcp(tmp_path: Path, how: str, thread: str) -> None:
-    """A thread of a rank beside a standing stager dies."""
+    """Kill a thread of a rank with a standing stager."""
     cluster = make(tmp_path, HOLDFAST_CONNECTIONS="1")
     env = environment(tmp_path / "runtime-stager")
     (tmp_path / "store").mkdir()
@@ -117,7 +117,7 @@ def test_a_watch_that_dies_is_said_and_checkpoints_go_on(tmp_path: Path) -> None
     cluster.wait_for_flusher()
 
 
-# tests/soak/test_breaking.py has those that are not regular.
+# tests/soak/test_breaking.py has the rest.
 REGULAR = ("raise",)
 ENDS = {
     "raise": ("ValueError: the bug of the script", 1, [1]),
@@ -136,7 +136,7 @@ def test_an_exception_of_the_script_is_said_first_and_ends_the_block_although_no
 
 
 def check_exception(tmp_path: Path, how: str) -> None:
-    """The flusher stands still: `close()` would wait for it for ten minutes."""
+    """Stop the flusher: `close()` would wait ten minutes for it."""
     cluster = make(tmp_path)
     said_by, _, ranks = ENDS[how]
     with cluster.start(2, how, forked=True) as job:
@@ -187,7 +187,7 @@ with Checkpointer({"value": value}) as checkpointer:
 
 
 def test_ctrl_c_twice_ends_the_wait_and_says_which_step_is_durable(tmp_path: Path) -> None:
-    """The stager stands still, so the step on its way is not staged."""
+    """The stager is stopped, so the step in flight is not staged."""
     env = environment(tmp_path / "runtime")
     (tmp_path / "store").mkdir()
     with standing_stager(str(tmp_path / "store"), env, tmp_path / "stager.log") as stager:
@@ -205,7 +205,7 @@ def test_ctrl_c_twice_ends_the_wait_and_says_which_step_is_durable(tmp_path: Pat
             child.send_signal(signal.SIGINT)
             said = next(line for line in child.stderr if "KeyboardInterrupt" in line)
             assert "rank 0: KeyboardInterrupt (at <string>:" in said
-            time.sleep(0.5)  # so that what was written last is not what is interrupted
+            time.sleep(0.5)  # so that the interrupt does not hit the last write
             child.send_signal(signal.SIGINT)
             _, rest = child.communicate(timeout=SECONDS_MAX)
         finally:

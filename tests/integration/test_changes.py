@@ -1,6 +1,6 @@
-"""Whatever changes the state: a published file is the saved instant, bit for bit, or the step was withdrawn by name.
+"""Changes of the state during a copy: a published file equals the saved instant bit for bit, or the step is withdrawn.
 
-Two ranks, a stager, a flusher and files. Copies are slow, so that changes right after a save come into them.
+Two ranks, a stager, a flusher and files. Copies are slow, so that changes right after a save could enter them.
 tests/soak/test_changes.py has all trainings, and more saves.
 """
 
@@ -27,7 +27,7 @@ SAVES, RANKS = 8, 2
 
 
 class Outcome:
-    """What one job has published, withdrawn and said."""
+    """Published files, withdrawn steps and output of one job."""
 
     def __init__(self, tmp_path: Path, kind: str, saves: int, *arguments: str, **settings: str) -> None:
         store, out = tmp_path / "store", tmp_path / "out"
@@ -71,12 +71,12 @@ class Outcome:
         self.manifests = {item.step: item.manifest for item in reversed(items) if item.manifest is not None}
 
     def inside(self, step: int) -> list[bool]:
-        """By rank, whether its copy of this step was finished inside `save()`."""
+        """Return, by rank, whether the copy of this step was finished inside `save()`."""
         ranks = self.manifests[step].record["ranks"]
         return [ranks[str(rank)]["copied_inside"] for rank in range(RANKS)]
 
     def is_whole(self) -> None:
-        """Nothing torn is published; every rank has counted what was withdrawn, and its tensor was named."""
+        """No torn file is published; every rank has counted the withdrawn steps, and the changed tensor is named."""
         assert not self.torn
         for stats in self.stats:
             assert stats["causes"] == ({"torn": len(self.withdrawn)} if self.withdrawn else {})
@@ -97,7 +97,7 @@ def test_a_published_file_is_the_saved_instant(tmp_path: Path, kind: str) -> Non
 
 
 def test_a_copy_before_a_few_changed_bytes_were_found_is_doubtful(tmp_path: Path) -> None:
-    """They begin at step 5, in a tensor of which only one rank sends the part that changes. The other hears of it."""
+    """The changes begin at step 5, in a part of a tensor that only one rank sends. The other rank is told."""
     saves, drawn = 14, 10
     options = ["--from", "5", "--drawn", f"3,{drawn}"]
     outcome = Outcome(tmp_path, "RowsThroughData", saves, *options, HOLDFAST_COPY_INSIDE_MS_MAX="0")
@@ -105,12 +105,12 @@ def test_a_copy_before_a_few_changed_bytes_were_found_is_doubtful(tmp_path: Path
     doubtful = [step for step, manifest in outcome.manifests.items() if manifest.doubt]
     assert outcome.torn, "without a torn one nothing is shown"
     assert set(outcome.torn) <= set(doubtful)
-    # A rank may begin a save before it hears of it; then it doubts that one as well.
+    # A rank may begin a save before it is told; then it doubts that save, too.
     late = [step for step in range(drawn + 1, saves) if not all(outcome.inside(step))]
     assert doubtful == [*range(4, drawn), *late]
     assert outcome.inside(saves - 1) == [True] * RANKS, "every rank copies inside from then on"
     for step, manifest in outcome.manifests.items():
-        # Copies that are torn may differ between the ranks, and no sample shows later that the replicas do not.
+        # Torn copies may differ between ranks, and no later sample shows that the replicas do not.
         if manifest.drift:
             assert int(manifest.drift.partition("apart at step ")[2].partition(",")[0] or step) in doubtful
         has_caveat = step in doubtful or bool(manifest.drift)
@@ -124,7 +124,7 @@ def test_a_copy_before_a_few_changed_bytes_were_found_is_doubtful(tmp_path: Path
 
 
 def test_without_a_stager_the_council_tells_all_ranks_and_slices_are_marked(tmp_path: Path) -> None:
-    """The rank that sees it tells rank 0, and that one all; the slices on disk have the mark."""
+    """The rank that detects the change tells rank 0, which tells all; the slices on disk are marked."""
     out, store, disk = tmp_path / "out", tmp_path / "store", tmp_path / "disk"
     env = environment(
         tmp_path / "runtime",
@@ -134,7 +134,7 @@ def test_without_a_stager_the_council_tells_all_ranks_and_slices_are_marked(tmp_
         HOLDFAST_ON_FULL="wait",
         HOLDFAST_COPY_INSIDE_MS_MAX="0",
     )
-    # The comparison after save(10) is the last: nothing newer pushes what came before out of its slots.
+    # The comparison after save(10) is the last: no newer step replaces the earlier ones in their slots.
     command = [changing.__file__, str(out), "RowsThroughData", "11", "--from", "5", "--drawn", "3,10"]
     with Job(RANKS, command, None, env=env, log=tmp_path / "job.log") as job:
         job.succeed(240)
@@ -152,7 +152,7 @@ def test_without_a_stager_the_council_tells_all_ranks_and_slices_are_marked(tmp_
 
 
 def test_a_torn_step_is_kept_in_no_tier(tmp_path: Path) -> None:
-    """Without a stager: not on the machines' disks."""
+    """Without a stager, the machines' disks do not keep the step."""
     out = tmp_path / "out"
     env = environment(
         tmp_path / "runtime",
@@ -170,6 +170,6 @@ def test_a_torn_step_is_kept_in_no_tier(tmp_path: Path) -> None:
         stats = json.loads((out / f"stats-{rank}.json").read_text())
         assert stats["kept_step"] not in torn
         mine = said.count(f"rank {rank} gives up step")
-        # A step that the other rank has withdrawn first counts as void.
+        # A step that the other rank withdrew first counts as void.
         assert stats["failed"] == stats["causes"].get("torn", 0) <= mine <= sum(stats["causes"].values())
         assert stats["saved"] + sum(stats["causes"].values()) == SAVES

@@ -1,4 +1,4 @@
-"""SIGHUP, which a terminal sends that closes, is SIGTERM to stager, flusher, `holdfast run` and `holdfast rank`."""
+"""SIGHUP from a closing terminal acts like SIGTERM on stager, flusher, `holdfast run` and `holdfast rank`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`holdfast cluster up|status|down` against moto's EC2: from Terraform's outputs to the hostfile.
 
-moto gives machines at once, knows neither capacity nor quotas, forgets ClientTokens, and has one price for all; those
-are tested with tests/unit/holdfast/cluster.
+moto provides machines at once, has neither capacity limits nor quotas, forgets ClientTokens, and knows a single price;
+tests/unit/operator_side/cluster covers these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def endpoint() -> Iterator[str]:
 
 
 class Operator:
-    """A person with a Terraform output and the command."""
+    """An operator with a Terraform output and the command."""
 
     def __init__(self, directory: Path, endpoint: str, run_id: str) -> None:
         self.directory, self.run_id = directory, run_id

@@ -1,4 +1,4 @@
-"""Compiled steps as users compile them: by inductor, backward passes as well, in jobs that are killed and resumed."""
+"""Steps compiled by inductor, backward passes included, in jobs that are killed and resumed."""
 
 from __future__ import annotations
 

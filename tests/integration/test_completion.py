@@ -1,4 +1,4 @@
-"""Real shells complete `holdfast`, by the script that it prints for them."""
+"""Real shells complete `holdfast` commands, by the script that it prints for them."""
 
 from __future__ import annotations
 

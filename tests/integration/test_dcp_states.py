@@ -1,6 +1,6 @@
-"""What users of torch.distributed.checkpoint hand over: killed, resumed, and one file of whole tensors, bit for bit.
+"""State of torch.distributed.checkpoint's users: killed, resumed, and one file of whole tensors, bit for bit.
 
-Their objects give `get_state_dict()` with `StateDictOptions`, or say their part by `__create_chunk_list__()`.
+Their objects have `get_state_dict()` with `StateDictOptions`, or describe their part by `__create_chunk_list__()`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_states_of_dcp_are_killed_resumed_and_whole_in_the_file(tmp_path: Path) 
     cluster.wait_for_flusher()
     restored = json.loads((cluster.out(3) / "restored.json").read_text())
     assert restored == {"step": PAUSE_AT, "differ": []}
-    # Each file is what torch gathered in the resumed job, and what it gathered in the one that nobody killed.
+    # Each file equals the state that torch gathered in the resumed job, and in the uninterrupted one.
     files = compared()
     assert set(files) == {*range(STEPS)}
     assert all(set(_SAVED) <= {*paths} for paths in files.values())

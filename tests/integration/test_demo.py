@@ -1,4 +1,4 @@
-"""`make demo`, small: what a newcomer sees first must hold."""
+"""A small `make demo`, a newcomer's first contact, must pass."""
 
 from __future__ import annotations
 

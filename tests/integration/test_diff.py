@@ -1,4 +1,4 @@
-"""`holdfast diff` between a bucket and a directory: what is equal is not downloaded."""
+"""`holdfast diff` between a bucket and a directory: equal tensors are not downloaded."""
 
 from __future__ import annotations
 

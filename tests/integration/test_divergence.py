@@ -1,4 +1,4 @@
-"""Replicas that drift apart on real ranks are found, and named; those that do not are never reported."""
+"""Replicas that drift apart on real ranks are found and named; equal replicas are never reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 6
 
 
 class Outcome:
-    """What one run of the job left. Without a stager its ranks write slices to the store and to a local disk."""
+    """Files and output of one run. Without a stager its ranks write slices to the store and to a local disk."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Outcome:
             log=directory / "job.log",
         ) as job:
             job.succeed(180)
-            self.output = " ".join(job.output().split())  # the stager's log is broken into lines
+            self.output = " ".join(job.output().split())  # the stager wraps its log lines
         self.store = store
-        self.on_disk: dict[int, set[str]] = {}  # step → what its seals say of the replicas
+        self.on_disk: dict[int, set[str]] = {}  # step → the verdicts on replicas in its seals
         for kept in open_tier(f"file:{directory / 'disk'}", str(store)).kept():
             self.on_disk.setdefault(kept.seal.step, set()).add(str(kept.seal.save_record.replicas_digest))
         items = Catalog(open_store(str(store))).list()
@@ -132,7 +132,7 @@ def test_without_a_stager_refuse_keeps_nothing_of_it(tmp_path: Path) -> None:
     outcome.check_refused()
     whole = set(range(drifting.DRIFT_AT))
     assert not outcome.published
-    # A slot keeps its bytes until it is written again: the complete step is there, and restore prefers it.
+    # A slot keeps its bytes until the next write: the complete step is there, and restore prefers it.
     assert max(whole) in outcome.on_disk
-    # Of the refused step there are as many seals as ranks came to before they heard of it.
+    # The refused step has the seals of the ranks that finished before they were told.
     assert all(len(said) == 1 for step, said in outcome.on_disk.items() if step in whole)

@@ -1,4 +1,4 @@
-"""`holdfast doctor` as people run it: real mpirun, a rank really killed, a real S3 server, and nothing left."""
+"""`holdfast doctor` as users run it: real mpirun, a rank really killed, a real S3 server, and no leftovers."""
 
 from __future__ import annotations
 

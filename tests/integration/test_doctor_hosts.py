@@ -1,4 +1,4 @@
-"""`holdfast doctor --hostfile` on two hosts: one that answers, one that cannot call back, one that lets nobody in."""
+"""`holdfast doctor --hostfile` with hosts that answer, that cannot call back, and that refuse logins."""
 
 from __future__ import annotations
 

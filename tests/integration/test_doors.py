@@ -1,4 +1,4 @@
-"""What scripts hand over at the door of the API by mistake, in real processes: it is right, or refused at the call."""
+"""Mistaken arguments to the API, in real processes: each call does the right thing, or refuses at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP = "step: expected a whole number of at least 0 and at most 4611686018427387
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What one process said in each case, one after the other."""
+    """Run all cases in one process; return the output lines by case."""
     directory = tmp_path_factory.mktemp("doors")
     done = subprocess.run(
         [sys.executable, doors.__file__, str(directory), *doors.CASES],

@@ -1,4 +1,4 @@
-"""`holdfast drill` on real jobs: one whose bug only a restart shows, and what ends a drill at once."""
+"""`holdfast drill` on real jobs: bugs that only a restart reveals, and causes that end a drill at once."""
 
 from __future__ import annotations
 

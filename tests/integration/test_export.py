@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint does with an export, in a process without holdfast: seconds of imports alone."""
+"""torch.distributed.checkpoint loads an export in a process without holdfast; slow, as imports take seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real flusher process on a real directory, with real files of `torch.save`; the stager is played by hand."""
+"""A real flusher process on a real directory, with real files of `torch.save`, and a simulated stager."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_holds(path: Path, seed: int, *, rows: int = 400) -> None:
 
 
 def assert_loads_without_holdfast(path: Path, seed: int, *, rows: int = 400) -> None:
-    """In a process that has never heard of it."""
+    """Load the file in a process that cannot import holdfast."""
     code = (
         "import sys, torch; torch.manual_seed(int(sys.argv[2]));"
         "want = {f'layer.{n}': torch.randn(int(sys.argv[3]), 101) for n in range(4)};"
@@ -187,7 +187,7 @@ def test_a_staged_checkpoint_in_the_ring_survives_a_killed_flusher(
 ) -> None:
     first = start()
     stager = attach(first.directory)
-    first.freeze()  # it takes nothing out of the ring any more
+    first.freeze()  # this flusher takes nothing more out of the ring
     stager.save(image, 5)
     stager.begin(image, 6)
     stager.send(image, 6, [0])
@@ -196,7 +196,7 @@ def test_a_staged_checkpoint_in_the_ring_survives_a_killed_flusher(
     second = start("--linger")
     assert second.said["attempt"] == 2
     stager.close()
-    again = attach(second.directory)  # a new job: whoever sent step 6 does not come back
+    again = attach(second.directory)  # a new job: the ranks that sent step 6 are gone
     assert again.welcome["resumed"] is False
     assert again.attempt == 2
     again.save(image, 7)
@@ -214,7 +214,7 @@ def test_a_staged_checkpoint_in_the_ring_survives_a_killed_flusher(
 
 
 def replay(stager: StagerClient, known: StagerClient, image: Image, step: int, *, staged: bool) -> None:
-    """What a stager says to a flusher that has kept its ring."""
+    """Send the messages of a stager to a flusher that has kept its ring."""
     attempt = known.attempt
     stager.channel.send("begin", attempt=attempt, step=step, layout_digest=image.layout.digest)
     for slot in range(known.ring.ring_chunks):
@@ -255,9 +255,9 @@ def test_a_flusher_that_is_killed_anywhere_costs_no_staged_checkpoint_and_writes
     assert back.welcome["resumed"] is True
     assert back.attempt == 1
     replay(back, stager, image, 5, staged=True)
-    replay(back, stager, image, 5, staged=True)  # said twice is said once
+    replay(back, stager, image, 5, staged=True)  # a repeated message has no effect
     back.wait("durable", step=5)
-    back.save(image, 6)  # the ring works as before
+    back.save(image, 6)  # the ring still works
     back.finish()
     assert second.wait() == 0
     assert [message.kind for message in back.heard if message.kind in {"failed", "bad"}] == []
@@ -268,7 +268,7 @@ def test_a_flusher_that_is_killed_anywhere_costs_no_staged_checkpoint_and_writes
     assert not second.directory.exists()
     told = second.manifest(5)["record"]["flusher"]
     if point != "manifest_written":
-        parts = image.layout.chunks  # a part of a file is a chunk
+        parts = image.layout.chunks  # each part of a file is one chunk
         assert told.get("parts_resumed", 0) == recorded
         assert told.get("parts_written", 0) == parts - recorded
     stager.close()
@@ -287,7 +287,7 @@ def test_a_checkpoint_that_is_still_received_goes_on_with_the_next_flusher(
     second = start()
     back = attach(second.directory, attempt=1)
     assert back.welcome["resumed"] is True
-    assert back.ring.state(filling) is SlotState.FILLING  # its writer lives
+    assert back.ring.state(filling) is SlotState.FILLING  # its writer is alive
     replay(back, stager, image, 5, staged=False)
     data = image.chunk_bytes(4)
     back.ring.slot_memory(filling)[: len(data)] = data
@@ -309,7 +309,7 @@ def test_a_flush_that_ended_without_a_stager_is_told_to_the_next_one(
     stager = attach(first.directory)
     stager.save(image, 5)
     first.wait_killed()
-    stager.ring.remove_checkpoint(1, 5)  # as if it had come so far, and the message had not
+    stager.ring.remove_checkpoint(1, 5)  # as if the stager had died before it sent the message
     second = start()
     back = attach(second.directory, attempt=1)
     replay(back, stager, image, 5, staged=True)
@@ -353,7 +353,7 @@ def test_a_read_back_or_a_removal_that_was_cut_short_is_finished_by_the_next_flu
 
 
 def _kept_alone(flusher: FlusherProcess, stager: StagerClient, step: int) -> None:
-    """A step is verified, and there is the room of the one before: its name goes earlier, before two fsyncs."""
+    """Wait until a step is verified and the previous one is reduced to its room; its name goes two fsyncs earlier."""
     stager.wait("verified", step=step)
     wait_until(lambda: len(flusher.happened("pruned")) == step - 1, 30.0, "the one before was not removed")
 
@@ -366,7 +366,7 @@ def test_a_flusher_that_dies_with_the_room_of_an_old_checkpoint_costs_none(
         pytest.skip(f"{tmp_path} is not on ext4 or XFS: no room is used again there")
     first = start("--keep-last", "1", fault=f"flusher@{point}#2=kill")
     stager = attach(first.directory)
-    for step in range(1, 5):  # the second room is kept when 3 is verified, and taken by 4
+    for step in range(1, 5):  # step 3's verification keeps the second room, which step 4 takes
         stager.save(image_of(tmp_path, step), step)
         if point == "file_retired" and step == 3:
             break
@@ -399,7 +399,7 @@ def test_each_checkpoint_is_written_into_the_room_of_the_one_before(
             stager.save(image_of(tmp_path, step, rows=rows), step)
             _kept_alone(flusher, stager, step)
             path = flusher.store / f"step-{step:09d}.pt"
-            # A mark goes with the room, not with the name; a number of an inode that is gone is given again.
+            # The mark follows the room, not the name; the number of a deleted inode may be reused.
             marks = os.listxattr(path)
             rooms.append(os.getxattr(path, "user.step") if "user.step" in marks else None)
             os.setxattr(path, "user.step", str(step).encode())
@@ -422,7 +422,7 @@ def test_a_store_that_takes_nothing_keeps_the_ring_for_the_next_flusher(
     stager.save(image, 4)
     stager.wait("verified", step=4)
     blocked = first.store / "step-000000005.json"
-    blocked.mkdir()  # no manifest can be written there: not even root can rename a file over a directory
+    blocked.mkdir()  # blocks the manifest: not even root can rename a file over a directory
     stager.save(image, 5)
     until = time.monotonic() + 60
     while not first.happened("flush_held"):
@@ -519,7 +519,7 @@ def test_sigterm_publishes_what_is_staged_and_leaves_the_rest_to_the_next_flushe
 def test_an_aborted_step_gives_its_slots_back(start: Start, attach: Attach, image: Image) -> None:
     flusher = start()
     stager = attach(flusher.directory)
-    for step in range(6):  # together more chunks than the ring holds
+    for step in range(6):  # more chunks in total than the ring holds
         stager.begin(image, step)
         stager.send(image, step, range(5))
         stager.channel.send("abort", attempt=1, step=step, reason="rank 2 declined")
@@ -627,7 +627,7 @@ def test_the_journal_is_believed_when_messages_were_lost(start: Start, attach: A
     flusher = start(ring="2MiB")
     stager = attach(flusher.directory)
     stager.tells = set()
-    stager.save(image, 5)  # complete in the ring, and not a word of it said
+    stager.save(image, 5)  # complete in the ring, but without a message
     stager.tells = {"begin"}
     stager.save(image, 6)
     stager.close()

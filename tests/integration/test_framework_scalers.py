@@ -1,5 +1,5 @@
-"""What the modules for frameworks put into the state for a gradient scaler: the scaler itself, for which `save()` need
-not wait (tests/gpu/test_scaler.py)."""
+"""The modules for frameworks put the gradient scaler itself into the state, so that `save()` need not wait for its
+numbers (tests/gpu/test_scaler.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from trainer_side.state.tree import collect
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # what Lightning finds on this machine, such as `srun`
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning warns about this machine, such as about `srun`
 def test_lightning_gives_the_scaler_of_mixed_precision() -> None:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.precision import MixedPrecision
@@ -21,7 +21,7 @@ def test_lightning_gives_the_scaler_of_mixed_precision() -> None:
     from trainer_side.frameworks.lightning import HoldfastCallback, _state
 
     class Scaled(MixedPrecision):
-        """Whose state is its own affair."""
+        """A plugin with a `state_dict` of its own."""
 
         def state_dict(self) -> dict[str, Any]:
             return {"mine": 1}
@@ -53,7 +53,7 @@ def test_trainer_gives_the_scaler_of_fp16(
     lacking: list[str] = []
 
     class Recorder:
-        """Takes the state, and finds no checkpoint."""
+        """Replaces the `Checkpointer`: records the state, and finds no checkpoint."""
 
         def __init__(self, state: dict[str, Any], **_: Any) -> None:
             given.update(state)
@@ -65,7 +65,7 @@ def test_trainer_gives_the_scaler_of_fp16(
     monkeypatch.setattr(transformers, "Checkpointer", Recorder)
     trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     scaler = torch.amp.GradScaler("cpu") if scaled else None
-    trainer.accelerator.scaler = scaler  # Accelerate makes one on a device alone
+    trainer.accelerator.scaler = scaler  # Accelerate only makes one on a device
     more = {"scaler": torch.amp.GradScaler("cpu")} if own else {}
     assert transformers.HoldfastCallback(state=more).restore(trainer) is None
     assert given.get("scaler") is more.get("scaler", scaler)

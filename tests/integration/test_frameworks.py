@@ -14,16 +14,16 @@ from tests.support.job import REPOSITORY
 
 pytestmark = [pytest.mark.mpi]
 RANKS = 2
-# A step is two batches of 16 on 2 ranks: 24 steps are an epoch. An evaluation follows each save.
+# A step is two batches of 16 on 2 ranks: an epoch has 24 steps. An evaluation follows each save.
 STEPS, SAVES = ("--steps", "40", "--every", "5"), {4, 9, 14, 19, 24, 29, 34, 39}
-WAITS = {"HOLDFAST_ON_FULL": "wait"}  # no step is declined, however slow the machine is
-SECONDS_MAX = 400  # of a job: what a framework imports takes a while on a busy machine
+WAITS = {"HOLDFAST_ON_FULL": "wait"}  # so that no step is declined on a slow machine
+SECONDS_MAX = 400  # per job: a framework's imports are slow on a busy machine
 
 
 def trained(
     cluster: Cluster, pause_at: int, arguments: tuple[str, ...], *, saved: int = -1
 ) -> list[dict[int, Any]]:
-    """What each rank wrote of each step; with `pause_at` its ranks are killed there, step `saved` being durable."""
+    """Train; return each rank's records by step. With `pause_at`, kill the ranks there once `saved` is durable."""
     with cluster.start(RANKS, str(pause_at), *arguments) as job:
         if pause_at < 0:
             job.succeed(SECONDS_MAX)
@@ -42,7 +42,7 @@ def check_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
 def check_goes_on(
     tmp_path: Path, name: str, arguments: tuple[str, ...], saves: set[int], *, saved: int, pause_at: int
 ) -> None:
-    """Train through, train and kill, go on; compare losses, samples and the final state of each rank."""
+    """Train uninterrupted, train and kill, resume; compare losses, samples and the final state of each rank."""
     script = str(REPOSITORY / f"tests/integration/jobs/digits_{name}.py")
     through = Cluster(tmp_path / "through", str(tmp_path / "through/store"), WAITS, script=script)
     through.directory.mkdir()

@@ -1,4 +1,4 @@
-"""A state that changes its shape under way: planned again, one staging buffer at a time, no step half right."""
+"""A state that changes its shape during the run: planned again, one staging buffer at a time, no mixed step."""
 
 from __future__ import annotations
 

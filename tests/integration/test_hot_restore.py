@@ -1,4 +1,4 @@
-"""A job whose every process of MPI was killed goes on from what the stager's ring still has, over real MPI."""
+"""All MPI processes of a job are killed; the next job resumes from the stager's ring, over real MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that saved with torch.save moves to holdfast: imported, and a real job goes on from it."""
+"""A training that saved with torch.save moves to holdfast: its file is imported, and a real job resumes from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.mpi]
 
 
 def old_file(path: Path, *, steps: int) -> Path:
-    """What a script like tests/integration/jobs/train.py might have saved before it knew holdfast."""
+    """Write a file like that of tests/integration/jobs/train.py before it used holdfast."""
     torch.manual_seed(5)
     net = torch.nn.Sequential(
         torch.nn.Linear(train.FEATURES, 64),
@@ -33,7 +33,7 @@ def old_file(path: Path, *, steps: int) -> Path:
         torch.nn.Dropout(0.3),
         torch.nn.Linear(64, train.FEATURES),
     )
-    model = torch.nn.ModuleDict({"module": net})  # named as DistributedDataParallel names it
+    model = torch.nn.ModuleDict({"module": net})  # DistributedDataParallel's name
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
     sampler = ResumableSampler(train.SAMPLES, seed=3, rank=0, ranks=2)
@@ -50,7 +50,7 @@ def old_file(path: Path, *, steps: int) -> Path:
 
 
 def saved_under_fsdp(directory: Path, *, rows: int) -> Path:
-    """A folder that dcp.save has written on two ranks."""
+    """Make a folder by dcp.save on two ranks."""
     folder, truth = directory / "old", directory / "truth.pt"
     job = [
         sys.executable,
@@ -68,7 +68,7 @@ def saved_under_fsdp(directory: Path, *, rows: int) -> Path:
 
 
 def assert_imported(directory: Path, rows: int) -> None:
-    """That the run has what the ranks held, whole and bit for bit."""
+    """Assert that the run has the ranks' state, whole and bit for bit."""
     found = torch.load(directory / "run" / "step-000000007.pt", weights_only=True, mmap=True)
     for number in range(dcp_fsdp.LARGE):
         assert torch.equal(found["large"][str(number)], dcp_fsdp.large_tensor(number, rows)), number

@@ -1,4 +1,4 @@
-"""A second staging area takes the step that one declines, within its limit of memory; both are exact."""
+"""A second staging area accepts the step that a single one declines, within its memory limit; both are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast init`: a plain script with the printed lines in it is killed, and resumes bit for bit."""
+"""`holdfast init`: a plain script with the printed lines is killed, and resumes bit for bit."""
 
 from __future__ import annotations
 

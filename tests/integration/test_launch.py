@@ -1,4 +1,4 @@
-"""A killed mpirun's leavings, and the next one that gets its process id."""
+"""Leftovers of a killed mpirun, and the next one that gets its process id."""
 
 from __future__ import annotations
 

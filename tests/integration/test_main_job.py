@@ -1,4 +1,4 @@
-"""The main job taken up again: by fewer and by more ranks, and when its newest checkpoint is damaged."""
+"""The main job resumed by fewer and by more ranks, and with a damaged newest checkpoint."""
 
 from __future__ import annotations
 

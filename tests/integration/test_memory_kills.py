@@ -1,7 +1,7 @@
-"""A rank, the stager or the flusher that the kernel kills for memory under `holdfast run`: named as that.
+"""A rank, the stager or the flusher killed for memory under `holdfast run`: reported as that.
 
-The kernel's own killer chooses for itself, so the processes are real, and killed by SIGKILL, and the files of the
-control groups are ours, mounted for this one job: the counter goes up before the kill.
+The kernel's OOM killer cannot be aimed, so the test kills real processes by SIGKILL. The files of the control groups
+are the test's own, mounted for this job: their counter goes up before the kill.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ with Checkpointer({"value": torch.ones(8)}, every=1) as checkpointer:
 
 
 def counters(directory: Path) -> list[Path]:
-    """Files like those of this process's control groups, of either version."""
+    """Make files like those of this process's control groups, of either version."""
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)
@@ -75,7 +75,7 @@ def counters(directory: Path) -> list[Path]:
 
 
 def in_groups(directory: Path, *command: str) -> list[str]:
-    """The command, for which these are the files of the control groups."""
+    """Return a command that sees these files as those of its control groups."""
     script = f'mount --bind {directory} {_GROUPS} && exec "$@"'
     return ["unshare", "--mount", "sh", "-c", script, "sh", *command]
 

@@ -1,4 +1,4 @@
-"""How much memory a process grows by while it restores its parts of whole tensors, and while it exports a file."""
+"""Memory growth of a process that restores parts of whole tensors, and of one that exports a file."""
 
 from __future__ import annotations
 

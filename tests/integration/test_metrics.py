@@ -1,4 +1,4 @@
-"""The ports of `/metrics`; what it says of a job, test_watched_job has."""
+"""The ports of `/metrics`; test_watched_job checks the content for a job."""
 
 from __future__ import annotations
 

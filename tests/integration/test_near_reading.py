@@ -1,8 +1,8 @@
-"""Ranks that stand still while they read the stager's ring themselves, and what lies there when they wake.
+"""Ranks are stopped while they read the stager's ring themselves; the ring changes before they continue.
 
-reader: looks at the record of a slot ─► SIGSTOP                                    SIGCONT ─► copies, looks again
-others:                                    the slot is filled again, or the ring is
-                                           removed and made again, by another job
+reader: reads the record of a slot ─► SIGSTOP                                       SIGCONT ─► copies, reads it again
+others:                                    another job refills the slot, or removes
+                                           the ring and creates a new one
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _made(directory: Path, data: bytes) -> Ring:
 
 
 def _left_alone(ring: Ring) -> None:
-    """Nothing happens."""
+    """Change nothing."""
 
 
 def _given_to_another_step(ring: Ring) -> None:
@@ -101,7 +101,7 @@ def test_a_reader_that_stood_still_gives_right_bytes_or_none(
 
 
 def test_a_ring_that_was_made_anew_is_another_one(tmp_path: Path) -> None:
-    """A reader that had the old one open reads on in that, which nobody fills any more; none finds the new one."""
+    """A reader with the old ring open keeps reading that one, which is no longer filled, and never sees the new one."""
     with _made(tmp_path / "run", BYTES) as ring, _standing_reader(ring) as reader:
         place = _place(ring)
         Ring.remove(ring.directory)
@@ -129,7 +129,7 @@ def _place(ring: Ring) -> bytes:
 
 @contextlib.contextmanager
 def _standing_reader(ring: Ring) -> Iterator[subprocess.Popen[str]]:
-    """A process that has seen the record of the slot, and stands still."""
+    """Run a process that has read the slot's record, and is stopped."""
     reader = subprocess.Popen(
         [sys.executable, "-c", READER, _place(ring).decode()],
         env={**os.environ, VARIABLE: "rank:1@ring_seen=stop", "PYTHONPATH": str(REPOSITORY)},
@@ -160,7 +160,7 @@ RING = "the stager's ring"
 
 
 class RingMachine:
-    """The machine with the ring: jobs come and go, its flusher stays."""
+    """The machine with the ring: jobs come and go, the flusher stays."""
 
     def __init__(self, root: Path, *, tcp: bool) -> None:
         self.runtime, self.markers, self._tcp = root / "machine", root / "markers", tcp
@@ -169,7 +169,7 @@ class RingMachine:
         self.stagers: list[StandingProcess] = []
 
     def start(self, *words: str, fault: str = "") -> Job:
-        """A job; over TCP with a stager of its own."""
+        """Start a job, over TCP with a stager of its own."""
         env = {FIRED_VARIABLE: str(self.markers), **({VARIABLE: fault} if fault else {})}
         if not self._tcp:
             return self.cluster.start(RANKS, *words, runtime=self.runtime, env=env)
@@ -180,7 +180,7 @@ class RingMachine:
         return self.cluster.start(RANKS, *words, runtime=self.runtime, env=env, stager=False, rewrite=rewrite)
 
     def save(self, *steps: str) -> None:
-        """A job that ends when the last of these is durable."""
+        """Run a job that ends when the last of these steps is durable."""
         with self.start("save", "durable", *steps) as job:
             number = self.cluster.started
             job.wait(200)
@@ -228,7 +228,7 @@ def test_a_rank_that_stood_still_while_another_job_filled_the_ring_restores_what
 
 
 def restores_after_another_job_filled_the_ring(machine: RingMachine) -> None:
-    """The stager is killed meanwhile, so that there may be another job: what the rank lacks, it has from the store."""
+    """The stager is killed meanwhile, so that another job can start: the rank reads missing bytes from the store."""
     machine.save("3")
     fault = "rank:1@ring_seen#9"
     with machine.start("restore", fault=f"{fault}=stop") as job:

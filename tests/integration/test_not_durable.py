@@ -1,4 +1,4 @@
-"""Jobs that end by themselves while their newest checkpoint is not durable: mpirun alone, and under holdfast."""
+"""Jobs that end by themselves before their newest checkpoint is durable: mpirun alone, and under holdfast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices in a real job: a metadata server for each rank, mpirun, a stager or none, a flusher; kills are SIGKILL."""
+"""Notices in a real job: a metadata server for each rank, mpirun, an optional stager, a flusher; kills are SIGKILL."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Spot:
         return int((self.cluster.out(1) / f"pid-{rank}").read_text())
 
     def train_until(self, job: Job, step: int) -> None:
-        """Rank 0 has done that step."""
+        """Wait until rank 0 has done that step."""
         path = self.cluster.out(1) / "losses-0"
 
         def there() -> bool:
@@ -71,7 +71,7 @@ class Spot:
         return self.events(name)[0]
 
     def steps(self) -> list[int]:
-        """What is in the store."""
+        """Return the steps in the store."""
         return sorted(item.step for item in Catalog(open_store(self.cluster.store)).list())
 
 
@@ -83,7 +83,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[int], Spot]]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training, never told anything."""
+    """Run the same training without notices."""
     directory = tmp_path_factory.mktemp("reference")
     cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
     with cluster.start(2, str(STEPS), str(NEVER), forked=True) as job:
@@ -92,7 +92,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_resumes(spot: Spot, reference: Path, saved: int) -> None:
-    """A fresh cluster that nobody disturbs goes on from `saved`, bit for bit."""
+    """An undisturbed fresh cluster resumes from `saved`, bit for bit."""
     assert spot.steps() == [saved]
     for server in spot.servers:
         server.action = None
@@ -111,7 +111,7 @@ def check_a_rank_that_is_told_and_then_killed_loses_nothing_before_its_step(
         spot.servers[1].interrupt(120)
         staged = spot.wait_for(job, "emergency_staged")
         saved = staged["saved_step"]
-        spot.train_until(job, saved + 5)  # it goes on until it is killed
+        spot.train_until(job, saved + 5)  # trains on until the kill
         os.kill(spot.pid(1), signal.SIGKILL)
         job.wait(60)
         said = job.output()
@@ -144,7 +144,7 @@ def check_a_notice_that_comes_too_late_is_said_and_breaks_nothing(
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory in shared memory."""
+    """Provide a directory in shared memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-") as directory:
         yield Path(directory)
 
@@ -156,7 +156,7 @@ def test_without_a_stager_the_ranks_save_one_step_among_themselves(
 
 
 def check_saved_among_themselves(spot: Spot, reference: Path, tier: str, told: int) -> None:
-    """A cloud's notice to the rank that decides nothing; SIGTERM to the one that does. Then all of them are killed."""
+    """Send a cloud's notice to the rank that does not lead, SIGTERM to the leader; then kill all ranks."""
     spot.env |= {
         "HOLDFAST_TIERS": tier,
         "HOLDFAST_STORE": spot.cluster.store,
@@ -197,7 +197,7 @@ def test_a_metadata_server_that_hangs_disturbs_nothing(make: Callable[[int], Spo
         said = job.output()
     spot.cluster.wait_for_flusher()
     assert all(server.asked[AWS_TOKEN] >= 2 and not server.asked[AWS_ACTION] for server in spot.servers)
-    assert said.count("the watch cannot ask aws") == 2  # once by each rank, however often in vain
+    assert said.count("the watch cannot ask aws") == 2  # once per rank, however often the request fails
     assert spot.steps() == [59, 119, 179, 239]
     assert spot.events("notice") == spot.events("declined") == []
     for rank in range(2):

@@ -1,6 +1,6 @@
-"""SIGTERM to every process of a job, as Slurm and pods send it: loaders' workers die first, and the loader raises.
+"""SIGTERM to every process of a job, as from Slurm and pods: loaders' workers die first, and the loader raises.
 
-The training loop is left by that exception, and the last finished step is saved by all ranks, or it is said why not.
+That exception leaves the training loop; all ranks save the last finished step, or report why not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAST = grouped.STANDS_AT - 1
 
 
 class Place:
-    """A cluster under one launcher."""
+    """A cluster with one kind of launcher."""
 
     def __init__(self, directory: Path, launcher: str, address: str) -> None:
         env = {"HOLDFAST_WATCH": "sigterm", "HOLDFAST_EVENTS": str(directory / "events")}
@@ -45,7 +45,7 @@ class Place:
         return self.cluster.start(2, how, stager=False, rewrite=by_torchrun(2))
 
     def end_all(self, job: Job) -> None:
-        """SIGTERM to each rank and all that it has started, once both stand still."""
+        """Send SIGTERM to each rank and all its children, once both ranks pause."""
         out = self.cluster.out(self.cluster.started)
         marks = [out / f"standing-{rank}" for rank in range(2)]
         wait_until(lambda: all(mark.exists() for mark in marks), SECONDS_MAX, job.output)
@@ -72,7 +72,7 @@ def place(directory: Path, launcher: str) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The end of each rank of a run that nobody told."""
+    """Return the final state of each rank of a run without a notice."""
     with place(tmp_path_factory.mktemp("plain"), "mpirun") as here:
         with here.cluster.start(2, "plain", forked=True) as job:
             job.succeed(SECONDS_MAX)
@@ -87,7 +87,7 @@ def test_the_last_finished_step_is_saved_with_the_sampler_and_random_numbers_of_
 
 
 def saves_the_last_finished_step(tmp_path: Path, plain: list[dict[str, Any]], launcher: str) -> None:
-    """A notice, and then an exception out of the loop; what is resumed ends as the run that nobody told."""
+    """Send a notice that makes the loop raise; the resumed run must end like the one without a notice."""
     safe = "kept in local tiers" if launcher == "tiers" else "staged"
     with place(tmp_path, launcher) as here:
         with here.start("early") as job:

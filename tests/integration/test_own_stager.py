@@ -1,6 +1,6 @@
-"""The main job with a stager of its own: alone, under torchrun and mpirun; ranks, job and stager killed; refused.
+"""The main job with a stager of its own: alone, under torchrun and mpirun; ranks, job and stager killed; refusals.
 
-The reference that the resumed runs are compared with was made under mpirun, with a stager in its line.
+The reference for the resumed runs was made under mpirun, with a stager in the job.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RING = "the stager's ring"
 
 
 class Place:
-    """One machine, on which jobs of one run start a stager themselves."""
+    """One machine, on which jobs of one run start their own stagers."""
 
     def __init__(self, directory: Path, launcher: str = "torchrun") -> None:
         self.directory, self.launcher, self.ranks = directory, launcher, 1 if launcher == "alone" else RANKS
@@ -69,7 +69,7 @@ class Place:
         )
 
     def wait_for_pause(self, job: Job, number: int = 1) -> None:
-        """Until all ranks stand still, and step SAVED is in the store."""
+        """Wait until all ranks pause, and step SAVED is in the store."""
         out = self.cluster.out(number)
 
         def ready() -> bool:
@@ -88,11 +88,11 @@ class Place:
         return int((self.cluster.out(1) / f"pid-{rank}").read_text())
 
     def stagers(self) -> list[int]:
-        """The processes of stagers here."""
+        """Return the pids of the stagers on this machine."""
         return [process.pid for process in processes(self.runtime) if "--own" in process.cmdline()]
 
     def wait_until_empty(self) -> None:
-        """Until stager and flusher have ended by themselves, and the ring is gone."""
+        """Wait until stager and flusher have ended by themselves, and the ring is gone."""
         wait_until(lambda: not list(self.runtime.glob("*")), 120, lambda: f"left: {processes(self.runtime)}")
         wait_until(lambda: not processes(self.runtime), 60, lambda: f"left: {processes(self.runtime)}")
 
@@ -113,7 +113,7 @@ class Place:
 
 
 def processes(runtime: Path) -> list[psutil.Process]:
-    """The stagers and flushers with this runtime directory."""
+    """Return the stagers and flushers with this runtime directory."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):

@@ -1,4 +1,4 @@
-"""`every="auto"` in a real job: a store that becomes slow and quick again, mpirun, a stager, a flusher."""
+"""`every="auto"` in a real job: a store that becomes slow and fast again, mpirun, a stager, a flusher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SITE = REPOSITORY / "tests" / "support" / "throttled_site"
 
 
 class Paced:
-    """A job that trains until it is told to stop, and what its processes write down meanwhile."""
+    """A job that trains until stopped, and its processes' records."""
 
     def __init__(self, directory: Path, **settings: str) -> None:
         self.slow, self.events_path = directory / "slow", directory / "events.jsonl"
@@ -54,7 +54,7 @@ class Paced:
         ]
 
     def wait_for(self, job: Job, count: int, *, longer: bool, than: int) -> dict[str, Any]:
-        """The first interval after the first `count` that is longer or shorter than that."""
+        """Wait for an interval, after the first `count`, that is longer or shorter than `than`; return it."""
 
         def found() -> list[dict[str, Any]]:
             assert job.process.poll() is None, job.output()
@@ -75,18 +75,18 @@ class Paced:
         wait_until(there, WAIT_SECONDS_MAX, job.output)
 
     def interval_of(self, job: Job) -> dict[str, Any]:
-        """The first interval that this job was brought to."""
+        """Wait for this job's first new interval, and return it."""
         count = len(self.events("interval"))
         return self.wait_for(job, count, longer=True, than=0)
 
     def costs(self) -> Cost:
-        """As the newest job has measured them."""
+        """Return the costs measured by the newest job."""
         said = self.events("profile")[-1]
         names = ("iteration_seconds", "stall_seconds", "staged_seconds", "durable_seconds")
         return Cost(*(said[name] for name in names))
 
     def kill(self, job: Job) -> None:
-        """SIGKILL every rank by its own pid; nothing is left but the store."""
+        """Send SIGKILL to every rank; only the store is left."""
         for rank in range(RANKS):
             path = self.cluster.out(self.cluster.started) / f"pid-{rank}"
             os.kill(int(path.read_text()), signal.SIGKILL)
@@ -99,7 +99,7 @@ class Paced:
         return job.output()
 
     def tried(self, rank: int) -> list[int]:
-        """The steps at which this rank saved, or was to."""
+        """Return the steps at which this rank saved, or tried to."""
         return sorted({line["step"] for line in self.events("save", "declined", rank=rank)})
 
 

@@ -1,4 +1,4 @@
-"""The live page and the report in a real browser: no page is broader than a phone, every chart is drawn."""
+"""The live page and the report in a real browser: no page is wider than a phone, every chart is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real jobs are killed and resumed, and the first step of each says whether it went on as before.
+"""Real jobs are killed and resumed; the first step of each reports whether training continued as before.
 
 first run, killed after step 5 ─┬─► resumed by as many ranks, killed after step 7, a checkpoint
                                 │       └─► resumed: not proven, as no step had followed

@@ -1,4 +1,4 @@
-"""A real job without a stager is killed, and its tiers alone prove how it resumes.
+"""A real job without a stager is killed, and its tiers alone prove the resume.
 
 first run, killed after step 5; step 3 is in memory and on a disk ─┬─► resumed: verified
                                                                     ├─► resumed with shuffled batches: exit code 12

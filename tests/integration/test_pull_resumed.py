@@ -1,4 +1,4 @@
-"""`holdfast pull` killed in the middle goes on where it was: what has come is checked, and not asked for again."""
+"""A killed `holdfast pull` resumes: received bytes are checked, and not requested again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast rank` around each rank inside torchrun, with a stager that stands alone: killed, restarted, judged."""
+"""`holdfast rank` around each rank inside torchrun, with a standing stager: killed, restarted, exit codes judged."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WrappedJob:
     """torchrun without a --rdzv-id, and a wrapper around each of its two ranks.
 
     Args:
-        directory: For logs and what the ranks write.
-        stager: Their stager.
+        directory: Folder for logs and the ranks' files.
+        stager: The ranks' stager.
     """
 
     def __init__(self, directory: Path, stager: StandingProcess) -> None:
@@ -72,7 +72,7 @@ class WrappedJob:
             process.wait()
 
     def until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        """Until all ranks stand by in the middle of the run; those of the next start will not."""
+        """Wait until all ranks pause in mid-run; those of the next start will not pause."""
 
         def ready() -> bool:
             assert process.poll() is None, self.output()
@@ -88,7 +88,7 @@ class WrappedJob:
         return self._log.read_text(errors="replace")
 
     def launches(self) -> list[str]:
-        """What each start that has joined the stager was called."""
+        """Return the name of each launch that has joined the stager."""
         return re.findall(r"a job of 2 ranks joins \((.+)\)", self.stager.output())
 
     def check_resumed(self) -> None:
@@ -127,7 +127,7 @@ def test_the_wrapper_around_torchrun_passes_on_what_the_one_around_the_rank_has_
 
 
 def check_a_bug(job: WrappedJob) -> None:
-    """The code is its own, or that of the survivor that ended first."""
+    """The exit code is that of the bug, or of the survivor if that ended first."""
     (job.out / "bug").touch()
     with job.start(HOLDFAST, "rank", "--") as process:
         assert process.wait(SECONDS_MAX) in {1, AGAIN}, job.output()

@@ -1,4 +1,4 @@
-"""A running job whose stager ends, or is cut off: it goes on with the one that answers there next.
+"""A running job's stager ends, or is cut off: the job continues with the next one at that address.
 
 torchrun is there where it restarts the ranks.
 """

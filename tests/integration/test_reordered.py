@@ -1,4 +1,4 @@
-"""A real job goes on with parameters and groups of its optimizer in another order: each keeps moments and settings."""
+"""A real job resumes with reordered parameters and groups: each keeps its moments and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore from local tiers over real MPI, after every rank was killed: nearest first, and the rest from the others."""
+"""Restore from local tiers over real MPI after a kill of every rank: the nearest first, the rest from other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.mpi]
 
 
 class Cluster:
-    """Machines whose processes die and whose disks stay."""
+    """Machines whose processes die, and whose disks survive."""
 
     def __init__(self, root: Path) -> None:
         self.run, self.tiers, self.root = root / "run", root / "tiers", root
@@ -38,7 +38,7 @@ class Cluster:
         )
 
     def save(self, ranks: int, *steps: int) -> None:
-        """The steps but the last are complete; then every rank dies."""
+        """Save these steps, all complete but the last; then every rank dies."""
         words = map(str, (self.run, self.tiers, self.root, *steps))
         done = self.launch(ranks, "save", *words, ulfm=False)
         assert done.returncode not in (0, 1), (done.stdout, done.stderr)

@@ -1,5 +1,5 @@
-"""A run whose loader has workers and prefetch is killed at random, twice, and goes on, at last with other ranks: each
-sample is trained on exactly once per epoch, by the steps that count.
+"""A run whose loader has workers and prefetch is killed twice at random, and resumes, in the end with other ranks: the
+steps that count train on each sample exactly once per epoch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tests.support.cluster import Cluster, losses
 from trainer_side import ResumableSampler
 
 pytestmark = [pytest.mark.mpi]
-EVERY, SAMPLES, BATCH = 5, 53, 3  # an epoch is no whole number of batches, neither of 2 ranks nor of 1
+EVERY, SAMPLES, BATCH = 5, 53, 3  # an epoch is not a whole number of batches, with 2 ranks or 1
 STEPS, LAST_STEPS = (
     30,
     40,
-)  # of an attempt, at most; the last one ends a fourth epoch, however early the kills are
+)  # most steps of an attempt; the last one completes a fourth epoch even after early kills
 
 _Lines = dict[int, list[Any]]
 
 
 def attempt(cluster: Cluster, ranks: int, *, steps: int, dies_at: int = -1) -> _Lines:
-    """What its ranks wrote, by step; of step `dies_at` there is nothing."""
+    """Run an attempt; return the ranks' records by step, without step `dies_at`."""
     arguments = map(str, (steps, EVERY, SAMPLES, BATCH, dies_at))
     with cluster.start(ranks, *arguments, runtime=cluster.directory / "runtime") as job:
         assert (job.wait(120) == 0) == (dies_at < 0), job.output()
@@ -40,7 +40,7 @@ def attempt(cluster: Cluster, ranks: int, *, steps: int, dies_at: int = -1) -> _
 def test_each_sample_is_trained_on_once_per_epoch(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=data.__file__, forked=True)
     kills, first = [], 0
-    for _ in range(2):  # not just behind a save, so that there is something to do again
+    for _ in range(2):  # not right after a save, so that some steps are redone
         kills.append(
             random.choice([step for step in range(first + EVERY, first + STEPS) if step % EVERY > 1])
         )

@@ -1,4 +1,4 @@
-"""A real job is rewound: it trains to the bits as before up to the batches that are left out, then without them."""
+"""A rewound job in real processes: trains bit for bit as before up to the skipped batches, then without them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.integration.jobs import data
 from tests.support.cluster import Cluster, losses
 
 pytestmark = [pytest.mark.mpi]
-RANKS, EVERY, SAMPLES, BATCH = 2, 5, 53, 3  # 20 steps go on into a third epoch
+RANKS, EVERY, SAMPLES, BATCH = 2, 5, 53, 3  # 20 steps reach a third epoch
 
 
 def trained(cluster: Cluster, steps: int) -> list[dict[int, Any]]:
-    """What each rank has trained on, by step."""
+    """Train; return each rank's samples by step."""
     arguments = map(str, (steps, EVERY, SAMPLES, BATCH, -1))
     with cluster.start(RANKS, *arguments, runtime=cluster.directory / "runtime") as job:
         job.succeed(120)
@@ -43,7 +43,7 @@ def test_a_job_goes_on_from_an_older_step_without_the_batches_of_a_spike(tmp_pat
         samples = [branch[rank][step]["samples"] for step in range(7, 12)]
         assert samples == [spiked[rank][step]["samples"] for step in range(10, 15)]
         assert branch[rank][7]["loss"] != spiked[rank][10]["loss"], "the weights have not seen 7 to 9"
-        # The restart goes on in the branch, and leaves nothing out once more.
+        # The restart continues in the branch, and skips nothing a second time.
         assert sorted(later[rank]) == list(range(10, 16))
         assert [later[rank][step] for step in (10, 11)] == [branch[rank][step] for step in (10, 11)]
         samples = [later[rank][step]["samples"] for step in range(12, 16)]

@@ -1,4 +1,4 @@
-"""A ring whose size nobody has set grows when the first checkpoint comes, and no death on the way costs anything."""
+"""A ring without a configured size grows with the first checkpoint, and a death during the growth loses nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fill(stager: StagerClient, image: Image, step: int, chunk: int, slot: int) -
 
 
 def note(stager: StagerClient) -> str:
-    """What the flusher says when it has done; all that it has said before is of no use."""
+    """Wait for the flusher's note at the end of the growth, and return it."""
     deadline = time.monotonic() + 60
     while True:
         said: list[str] = [message.fields["note"] for message in stager.heard if message.kind == "grown"]
@@ -126,7 +126,7 @@ def test_slots_of_which_no_stager_was_told_are_those_of_the_next_flusher(start: 
     first.wait_killed()
     assert not [message for message in stager.heard if message.kind == "grown"]
     assert stager.ring.see_added() == range(AT_FIRST, GROWN)
-    fill(stager, image, 5, 0, GROWN - 1)  # nobody hears of it, but the journal
+    fill(stager, image, 5, 0, GROWN - 1)  # recorded only in the journal
     second = start()
     back = StagerClient(second.directory, attempt=1)
     assert back.welcome["ring_chunks"] == GROWN

@@ -1,4 +1,4 @@
-"""`holdfast run` on real jobs: killed and started again by itself, stopped by a bug, ended by a signal."""
+"""`holdfast run` on real jobs: killed and restarted automatically, stopped by a bug, ended by a signal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = [
 
 
 class Run:
-    """One `holdfast run` as a process of its own; nothing of it outlives the test."""
+    """One `holdfast run` in a separate process; all its processes end with the test."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.folder = directory, directory / "store"
@@ -73,7 +73,7 @@ class Run:
             )
 
     def main_job(self, **more: Any) -> None:
-        """The job that is compared to the last bit."""
+        """Start the main job, whose results are compared bit for bit."""
         self.start(
             supervised.__file__, str(self.directory / "out"), str(STEPS), str(EVERY), str(PAUSE_AT), **more
         )
@@ -92,7 +92,7 @@ class Run:
             pytest.fail(f"it did not end; it said:\n{self.said()}\n{self.status()}")
 
     def pause(self, level: str = "durable", *, ranks: int = 2) -> None:
-        """Until every rank of the first attempt stands still, with a step that is `durable`, or `staged`."""
+        """Wait until every rank of the first attempt pauses, with a step that is `durable`, or `staged`."""
 
         def ready() -> bool:
             assert self.process is not None
@@ -104,13 +104,13 @@ class Run:
         wait_until(ready, SECONDS_MAX, "the job did not come to its pause")
 
     def flusher(self) -> psutil.Process:
-        """The one of this run, as soon as there is one with a ring."""
+        """Wait for this run's flusher to have a ring; return its process."""
         directory = runtime_directory(self.store, self.runtime)
         wait_until((directory / "flusher.sock").exists, SECONDS_MAX, "no flusher")
         return psutil.Process(int((directory / "flusher.pid").read_text()))
 
     def restored_from(self) -> list[tuple[int, set[str]]]:
-        """Step and sources of each rank's restore."""
+        """Return step and sources of each rank's restore."""
         said = [line for line in read_events(self.logs / "events.jsonl") if line["event"] == "restore"]
         return [(line["step"], set(line["sources"])) for line in said]
 
@@ -118,7 +118,7 @@ class Run:
         return int((self.cluster.out(1) / f"pid-{rank}").read_text())
 
     def job(self, wanted: Callable[[list[str]], bool]) -> list[int]:
-        """Processes of the job with such a command line."""
+        """Return the pids of the job's processes with a matching command line."""
         assert self.process is not None
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child.pid for child in children if wanted(child.cmdline())]
@@ -137,7 +137,7 @@ class Run:
         return found
 
     def assert_nothing_left(self) -> None:
-        """No process, no ring, no segment of MPI, no upload."""
+        """Assert that no process, ring, MPI segment or upload is left."""
         # The flusher gives its directory back just before it ends.
         wait_until(lambda: not self.living(), SECONDS_MAX, lambda: f"still there: {self.living()}")
         assert not runtime_directory(self.store, self.runtime).exists()

@@ -30,7 +30,7 @@ SECONDS_MAX = 240.0
 
 
 class TorchrunOfRun:
-    """One `holdfast run --launcher torchrun`; nothing of it outlives the test."""
+    """One `holdfast run --launcher torchrun`; all its processes end with the test."""
 
     def __init__(self, directory: Path) -> None:
         self.store, self.runtime, self.out = (
@@ -56,7 +56,7 @@ class TorchrunOfRun:
         return self._said.read_text(errors="replace")
 
     def until_ready(self) -> None:
-        """Until all ranks stand by in the middle of the run."""
+        """Wait until all ranks pause in mid-run."""
 
         def ready() -> bool:
             assert self.process is not None
@@ -73,7 +73,7 @@ class TorchrunOfRun:
             pytest.fail(f"it did not end; it said:\n{self.said()}")
 
     def stager(self) -> int | None:
-        """Its process id."""
+        """Return the stager's process id."""
         assert self.process is not None
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
@@ -98,7 +98,7 @@ class TorchrunOfRun:
         return found
 
     def roles(self) -> set[str]:
-        """The processes that still run: `stager`, `flusher`, or the command line of anything else."""
+        """Return the processes that still run: `stager`, `flusher`, or another one's command line."""
         found = set()
         for pid in self.living():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -1,4 +1,4 @@
-"""The tests' own house: a hung test harms nobody else, how they were started does not matter, and a budget is kept."""
+"""The test suite itself: a hung test harms no other, any way to start the tests works, and a budget is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file from several stagers that stand alone, on a directory and on S3: whole, the same bytes, and after kills."""
+"""One file from several standing stagers, on a directory and on S3: complete, with equal bytes, also after kills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS_SAVED = range(EVERY - 1, STEPS, EVERY)
 
 
 class Several:
-    """Stagers with a share each, and jobs that name them all."""
+    """Stagers with a share each, and jobs that use all of them."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Several:
         self.cluster = Cluster(directory, store, self.env, script=train.__file__)
 
     def start(self, *arguments: str, **env: str) -> Job:
-        """A job under torchrun."""
+        """Start a job under torchrun."""
         return self.cluster.start(RANKS, *arguments, stager=False, rewrite=by_torchrun(RANKS), env=env)
 
     def stop(self) -> None:
-        """Until all that is staged is in the store."""
+        """Stop the stagers once all staged checkpoints are in the store."""
         for stager in self.stagers:
             assert stager.stop() in {0, PeerLost.exit_code}, stager.output()
 
@@ -66,15 +66,15 @@ class Several:
         return "\n".join(stager.output() for stager in self.stagers)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """What the ranks have noted of this kind."""
+        """Return the ranks' events of this kind."""
         return [line for line in read_events(self.directory / "events") if line["event"] == kind]
 
     def of_step(self, step: int, *kinds: str) -> list[dict[str, Any]]:
-        """The same, of one step and several kinds."""
+        """Return the ranks' events of one step and several kinds."""
         return [line for kind in kinds for line in self.events(kind) if line["step"] == step]
 
     def wait_for_pause(self, job: Job, store: Path) -> None:
-        """Until all ranks stand still, and step SAVED is in the store."""
+        """Wait until all ranks pause, and step SAVED is in the store."""
 
         def ready() -> bool:
             assert job.process.poll() is None, job.output()
@@ -95,8 +95,9 @@ def several(
     faults: Mapping[int, str] | None = None,
     **more: str,
 ) -> Iterator[Several]:
-    """Several stagers of one run on this machine; nothing of them outlives the block. `faults`: by the index
-    of the stager that has it, and its flusher. `more` is for the jobs.
+    """Run several stagers of one run on this machine during the block.
+
+    `faults`: by index, for a stager and its flusher. `more`: settings of the jobs.
     """
     directory.mkdir(exist_ok=True)
     key = new_key()
@@ -131,7 +132,7 @@ def _names(place: S3Place) -> list[str]:
 
 
 def _fetched(place: S3Place, directory: Path) -> list[Path]:
-    """The checkpoints of the bucket, as files."""
+    """Return the bucket's checkpoints, as files."""
     directory.mkdir()
     client, found = plain_client(), []
     try:
@@ -170,7 +171,7 @@ def test_two_stagers_write_the_file_that_one_writes(tmp_path: Path) -> None:
 
 
 def test_two_stagers_write_one_object_to_s3(tmp_path: Path, swift_s3: S3Place) -> None:
-    # A part of an upload to S3 has 5 MiB or more, so an image of less has one share.
+    # An S3 upload's part has at least 5 MiB, so a smaller image has one share.
     settings = ("--ring-bytes", "16MiB")
     with several(tmp_path / "scene", swift_s3.url(), 2, settings, TRAIN_WIDTH="40000") as scene:
         with scene.start(*RUN) as job:
@@ -205,7 +206,7 @@ def test_a_stager_that_dies_in_the_middle_of_its_share_costs_that_step_and_is_sa
 ) -> None:
     store = tmp_path / "store"
     store.mkdir()
-    fault = {killed: "stager@chunk_received#5=kill"}  # of the second checkpoint
+    fault = {killed: "stager@chunk_received#5=kill"}  # in the second checkpoint
     with several(tmp_path / "scene", str(store), 2, faults=fault) as scene:
         arguments = (str(MANY), str(EVERY))
         with scene.start(*arguments, TRAIN_STEP_SECONDS="0.05", HOLDFAST_ON_NOT_DURABLE="warn") as job:

@@ -56,7 +56,7 @@ for file in sorted(store.glob("step-*.pt")):
 
 
 class Meshes(Cluster):
-    """Jobs on one store, each with ranks and a mesh of its own."""
+    """Jobs on one store, each with its own ranks and mesh."""
 
     def __init__(self, directory: Path) -> None:
         env = {"HOLDFAST_ON_FULL": "wait"}
@@ -67,7 +67,7 @@ class Meshes(Cluster):
         self.truths.mkdir()
 
     def train(self, case: str, ranks: int, steps: int) -> dict[str, Any] | None:
-        """Train up to `steps`, from where the run stands; what a restored job has found."""
+        """Train up to `steps` from the newest checkpoint; return a restored job's report."""
         with self.start(ranks, case, str(steps), str(self.truths)) as job:
             job.succeed(SECONDS_MAX)
         self.wait_for_flusher()
@@ -75,7 +75,7 @@ class Meshes(Cluster):
         return json.loads(found.read_text()) if found.exists() else None
 
     def placements(self, step: int, paths: Collection[str]) -> dict[str, str]:
-        """How some tensors of a checkpoint were split, as `holdfast inspect` shows it."""
+        """Return the placements of some tensors of a checkpoint, as `holdfast inspect` shows them."""
         manifest = Catalog(open_store(self.store)).get(step=step)
         return {
             tensor.path: "" if tensor.split is None else manifest.splits[tensor.split].told()
@@ -92,7 +92,7 @@ class Meshes(Cluster):
         return path
 
     def compare(self) -> list[str]:
-        """Names of the files, all of which a plain process finds equal to the truth."""
+        """Compare all files with the truth in a process without holdfast; return their names."""
         command = [
             sys.executable,
             "-c",

@@ -1,4 +1,4 @@
-"""Three real flushers write one checkpoint, on a directory and on a real S3 server; the stagers are played by hand."""
+"""Three real flushers write one checkpoint, on a directory and on a real S3 server; the stagers are simulated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRITERS = 3
 
 
 class Machines:
-    """A flusher and a stager for each share, as if each pair were on a machine of its own."""
+    """A flusher and a simulated stager for each share, as if each pair had its own machine."""
 
     def __init__(self, place: Path, url: str, image: Image, start: Callable[..., FlusherProcess]) -> None:
         self.place, self.url, self.image, self._start = place, url, image, start
@@ -59,7 +59,7 @@ class Machines:
         return StagerClient(directory, seed=index, attempt=attempt, share=number, lead_attempt=lead_attempt)
 
     def replace(self, index: int) -> None:
-        """The flusher of a share has died, and its stager starts the next one."""
+        """Replace the dead flusher of a share, as its stager would."""
         self.flushers[index].wait_killed()
         attempt = self.stagers[index].attempt
         self.stagers[index].close()
@@ -85,7 +85,7 @@ class Machines:
         return [flusher.wait() for flusher in self.flushers]
 
     def names(self) -> list[str]:
-        """All objects of the run but the claims."""
+        """Return the names of all objects of the run except claims."""
         return [info.name for info in open_store(self.flushers[0].url).list() if "/writer-" not in info.name]
 
 

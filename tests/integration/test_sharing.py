@@ -1,4 +1,4 @@
-"""Restore over real MPI: pieces of all sizes, on another number of ranks than saved them."""
+"""Restore over real MPI: pieces of all sizes, on a different number of ranks than saved them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """State that is split among ranks is saved whole, or refused by name on every rank before its first byte.
 
-DTensors and `Split` say where they belong. All else that is split is refused; what its message advises is saved.
+DTensors and `Split` say where they belong. Every other split is refused; state changed as the message advises is saved.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.mpi]
 _JOB = Path(__file__).with_name("jobs") / "split.py"  # not imported: torch's own modules for it warn
 RANKS = 2
 SECONDS_MAX = 400
-# Far below the minute that a rank waits for one that says nothing.
+# Far below the minute that a rank waits for a silent one.
 REFUSAL_SECONDS_MAX = 30
 
-# kind → what the message must say
+# kind → words of the message
 REFUSED = {
     "fsdp1": ("model is an FSDP1 module", "Use fully_shard (FSDP2)"),
     "fsdp1_orig": ("model is an FSDP1 module", "Use fully_shard (FSDP2)"),
@@ -46,12 +46,12 @@ REFUSED = {
 
 
 class Outcome:
-    """What one job left."""
+    """Results of one job."""
 
     def __init__(self, directory: Path, *arguments: str, stager: bool) -> None:
         store = directory / "store"
         env = {} if stager else {"HOLDFAST_STAGER": "own", "HOLDFAST_STORE": str(store)}
-        env["HOLDFAST_ON_DIVERGENCE"] = "off"  # a proof is not a matter of taste
+        env["HOLDFAST_ON_DIVERGENCE"] = "off"  # a proof of a split must not depend on this setting
         cluster = Cluster(
             directory,
             str(store),
@@ -95,7 +95,7 @@ def test_refused_saves_leave_nothing_in_the_store(outcome: Outcome) -> None:
 
 
 def test_state_as_the_messages_advise_is_saved_whole(outcome: Outcome) -> None:
-    """And what differs by nature is named, once, and saved as rank 0 has it."""
+    """State that differs by nature is named once, and saved from rank 0."""
     assert [said["advised"].get("saved") for said in outcome.said] == [True, True], outcome.said
     assert (
         outcome.output.count(

@@ -1,4 +1,4 @@
-"""One rank alone changes its tensors, or how they are split: it is named at that save, on all ranks."""
+"""One rank alone changes its tensors, or their split: all ranks name it at that save."""
 
 from __future__ import annotations
 

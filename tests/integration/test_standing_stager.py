@@ -1,6 +1,6 @@
-"""The main job with a stager that stands alone: torchrun's workers or the whole job killed, told, over TLS.
+"""The main job with a standing stager: kills of torchrun's workers or of the whole job, notices, TLS.
 
-The reference that the resumed runs are compared with was made under mpirun.
+The reference for the resumed runs was made under mpirun.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_a_new_torchrun_joins_the_running_stager_and_goes_on_from_its_ring(
 ) -> None:
     with scene.start([*RUN, str(PAUSE_AT)], torchrun=True) as job:
         scene.wait_for_pause(job)
-        job.kill()  # torchrun, and with it all its workers
+        job.kill()  # torchrun with all its workers
         for rank in range(RANKS):
             wait_until(lambda rank=rank: not _lives(scene.pid(rank)), 60, "a worker lives on")  # type: ignore[misc]
     with scene.start(RUN, torchrun=True) as job:
@@ -59,9 +59,9 @@ def test_a_new_torchrun_joins_the_running_stager_and_goes_on_from_its_ring(
     restores = scene.restores()
     assert [event["step"] for event in restores] == [SAVED] * RANKS
     assert all(set(event["sources"]) == {RING} for event in restores), restores
-    # Each rank has read all of it in the shared memory.
+    # Each rank has read the whole checkpoint from shared memory.
     assert all(event["bytes_read"] == event["image_bytes"] for event in restores), restores
-    # Told to stop, it leaves nothing behind that is not in the store.
+    # At its end the stager has written everything to the store.
     assert scene.stager.stop() == 0, scene.stager.output()
     files = sorted((scene.directory / "store").glob("step-*.pt"))
     assert files[-1].name.startswith(f"step-{NEWEST:09d}")
@@ -153,7 +153,7 @@ def _page(port: int) -> str:
 
 
 def _as_nobody(address: str, key: bytes | None) -> str:
-    """What a process of another user hears that asks this stager to be admitted."""
+    """Return the stager's answer to a process of another user that asks to join."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""`holdfast status` beside a real flusher, as JSON and in plain text; beside a whole job it is in test_watched_job."""
+"""`holdfast status` with a real flusher, as JSON and in plain text; test_watched_job has a whole job."""
 
 from __future__ import annotations
 

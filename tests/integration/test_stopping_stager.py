@@ -1,4 +1,4 @@
-"""A standing stager is told to stop under a job: it declines each later step by that name, and keeps what is staged."""
+"""A standing stager gets SIGTERM under a job: it declines later steps with that cause, and keeps staged ones."""
 
 from __future__ import annotations
 

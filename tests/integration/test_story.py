@@ -1,4 +1,4 @@
-"""What the user of a job is told when something is wrong: one true sentence, once, at once, and an exit code."""
+"""Errors as the user of a job sees them: one correct sentence, once, at once, and an exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cluster_on(directory: Path, store: Path, **env: str) -> Cluster:
 
 
 def check_said_once(output: str, error: str, *words: str) -> None:
-    """One message, from one rank, without a traceback."""
+    """The output has one message, from one rank, without a traceback."""
     said = [line for line in output.splitlines() if error in line]
     assert len(said) == 1, output
     assert said[0].startswith(f"holdfast: rank 0: {error}: "), output
@@ -55,7 +55,7 @@ def test_an_exception_that_is_not_holdfasts_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_a_script_that_never_restores_puts_nothing_over_the_checkpoints_of_its_run(tmp_path: Path) -> None:
-    """Refused at its first save on all ranks, unless it says fresh=True; then attempts order the steps."""
+    """The first save is refused on all ranks, unless the script passes fresh=True; then attempts order the steps."""
     store = tmp_path / "store"
     cluster = cluster_on(tmp_path, store)
     with cluster.start(RANKS, "plain", "2", forked=True) as job:
@@ -85,7 +85,7 @@ def test_a_script_that_never_restores_puts_nothing_over_the_checkpoints_of_its_r
 
 
 def test_a_store_on_a_file_system_that_is_not_mounted(tmp_path: Path) -> None:
-    """Refused by the stager, and by `holdfast run` before it starts anything; --create makes it all the same."""
+    """The stager refuses, and `holdfast run` before it starts anything; --create makes the folder anyway."""
     store = tmp_path / "nfs" / "team" / "run"
     env = environment(tmp_path / "runtime")
     stager = [HOLDFAST, "stager", "--store", str(store), "--listen", "127.0.0.1:0"]

@@ -1,4 +1,4 @@
-"""Our modules never come from the folder that a job is started in, whatever lies there."""
+"""Our modules never come from the folder in which a job is started, whatever files it has."""
 
 from __future__ import annotations
 

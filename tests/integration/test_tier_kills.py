@@ -1,4 +1,4 @@
-"""A process that writes into a tier is killed (SIGKILL) at every point of a slot's life; what was complete is there."""
+"""A process that writes into a tier is killed at every point of a slot's life; complete steps survive."""
 
 from __future__ import annotations
 

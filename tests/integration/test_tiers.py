@@ -30,7 +30,7 @@ SMALL_ALONE = {"HOLDFAST_CHUNK_BYTES": "65536"}
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory in shared memory."""
+    """Provide a directory in shared memory."""
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="holdfast-test-"))
     yield directory
     shutil.rmtree(directory)
@@ -38,7 +38,7 @@ def memory() -> Iterator[Path]:
 
 @pytest.fixture
 def cluster(tmp_path: Path, memory: Path) -> Cluster:
-    """Its machine has a tier in memory and one on disk."""
+    """Provide a cluster with a tier in memory and one on disk."""
     disk = tmp_path / "disk"
     disk.mkdir()
     env = {
@@ -52,12 +52,12 @@ def cluster(tmp_path: Path, memory: Path) -> Cluster:
 
 
 def events(cluster: Cluster, kind: str) -> list[dict[str, Any]]:
-    """All events of a kind, of all ranks and starts."""
+    """Return all events of a kind, of all ranks and starts."""
     return [line for line in read_events(cluster.directory / "events") if line["event"] == kind]
 
 
 def wait_for_pause(cluster: Cluster, job: Job, *, kept: int) -> None:
-    """Until all ranks stand still, and know that step `kept` is complete in both tiers."""
+    """Wait until all ranks pause, and know that step `kept` is complete in both tiers."""
 
     def ready() -> bool:
         assert job.process.poll() is None, job.output()
@@ -74,7 +74,7 @@ def kill_all_ranks(cluster: Cluster) -> None:
 
 
 def check_resumed_from(cluster: Cluster, tier: str, step: int) -> None:
-    """Every rank has restored this step, and read bytes from tiers of this kind and from nowhere else."""
+    """Every rank has restored this step, reading only from tiers of this kind."""
     found = events(cluster, "restore")
     assert [event["step"] for event in found] == [step] * RANKS
     for event in found:
@@ -83,7 +83,7 @@ def check_resumed_from(cluster: Cluster, tier: str, step: int) -> None:
 
 
 def check_kept_once(cluster: Cluster, saves: int) -> None:
-    """Each save lies once in each tier of each rank, and costs hardly more bytes than it has."""
+    """Each save is written once to each tier of each rank, with hardly more bytes than it has."""
     kept = events(cluster, "kept")
     assert len(kept) == saves * RANKS * 2, [(event["step"], event["tier"]) for event in kept]
     for event in kept:
@@ -101,7 +101,7 @@ def test_without_a_stager_a_killed_run_resumes_from_its_disk_when_its_memory_is_
 def check_refused_without_the_slices_of_a_rank(
     cluster: Cluster, tiers: list[Path], env: dict[str, str]
 ) -> None:
-    """They are moved away, and back."""
+    """Move a rank's slices away, check the refusal, and move them back."""
     lost = {
         path: cluster.directory / f"away-{n}"
         for n, tier in enumerate(tiers)
@@ -126,7 +126,7 @@ def check_refused_without_the_slices_of_a_rank(
 
 
 def check_resumed_alone(cluster: Cluster, reference: Path, memory: Path, *, lost: bool) -> None:
-    """Killed without a stager, and resumed; lost: the machine's memory is."""
+    """Kill a run without a stager, and resume it; `lost`: the machine's memory is lost, too."""
     alone = {"HOLDFAST_STORE": cluster.store, **SMALL_ALONE}
     with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone, forked=True) as job:
         wait_for_pause(cluster, job, kept=SAVED)
@@ -161,7 +161,7 @@ def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, re
 
 
 def stager_of(runtime: Path) -> int:
-    """The pid of the stager that runs on this machine."""
+    """Return the pid of this machine's stager."""
     for process in psutil.process_iter():
         try:
             mine = process.environ().get("HOLDFAST_RUNTIME_DIR") == str(runtime)

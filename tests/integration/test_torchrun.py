@@ -1,6 +1,6 @@
-"""The main job under torchrun, with local tiers and without a stager: killed, restarted, told of a preemption, refused.
+"""The main job under torchrun with local tiers and without a stager: killed, restarted, preempted, refused.
 
-The reference that the resumed runs are compared with was made under mpirun.
+The reference for the resumed runs was made under mpirun.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pid(cluster: Cluster, rank: int) -> int:
 
 
 def wait_for_pause(cluster: Cluster, job: Job) -> None:
-    """Until all ranks stand still, and know that step SAVED is complete."""
+    """Wait until all ranks pause, and know that step SAVED is complete."""
 
     def ready() -> bool:
         assert job.process.poll() is None, job.output()

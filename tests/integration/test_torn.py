@@ -1,7 +1,7 @@
-"""No published checkpoint mixes two steps, however fast training goes on; and the gate is what prevents it.
+"""No published checkpoint mixes two steps at any speed of training; the gate prevents it.
 
-More of them: `TORN_SAVES=1000 pytest tests/integration/test_torn.py`.
-The fingerprints of the replicas are of the same instant as the copy: a torn one would be a false alarm.
+For more saves: `TORN_SAVES=1000 pytest tests/integration/test_torn.py`.
+The fingerprints of replicas are of the same instant as the copy: a torn fingerprint would raise a false alarm.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _run(
 
 
 def _alarms(events: list[dict[str, Any]]) -> list[int]:
-    """Steps at which replicas were said to differ."""
+    """Return the steps at which replicas were reported to differ."""
     return [line["step"] for line in events if line["event"] == "divergence"]
 
 
@@ -63,7 +63,7 @@ def test_no_checkpoint_mixes_two_steps_that_are_updated_layer_by_layer(tmp_path:
 
 
 def check_layers(tmp_path: Path, *split: str) -> None:
-    """With three staging areas: the next copy begins while the ones before are still being sent."""
+    """Use three staging areas: the next copy begins while earlier ones are still being sent."""
     files, events = _run(tmp_path, SAVES_IN_LAYERS, "--layers", *split, areas=3)
     assert len(files) >= SAVES_IN_LAYERS
     assert not _alarms(events), "a false alarm: the ranks held the same"
@@ -89,12 +89,12 @@ def check_layers(tmp_path: Path, *split: str) -> None:
 
 
 class OneRankEdits:
-    """A job of which one rank alone changes a few rows by hand; what each rank held at each save is known.
+    """A job in which one rank alone changes a few rows by hand, with a record of each rank's state at each save.
 
     Attributes:
-        torn: Published steps of which a value is that of no rank at its save.
-        edited: Values of files, in all, that only the editing rank held.
-        doubtful, verified: Published steps with the mark; those that were read back and count as good.
+        torn: Published steps with a value that no rank held at the save.
+        edited: Number of values in all files that only the editing rank held.
+        doubtful, verified: Published steps marked as doubtful; steps that were read back and count as good.
     """
 
     def __init__(self, tmp_path: Path, kind: str, *options: str, **settings: str) -> None:

@@ -1,4 +1,4 @@
-"""A real flusher sends its spans to a real receiver, and ends whether or not somebody takes them."""
+"""A real flusher sends its spans to a real receiver, and ends even if the receiver is gone."""
 
 from __future__ import annotations
 

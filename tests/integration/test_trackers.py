@@ -1,4 +1,4 @@
-"""The runs of W&B, TensorBoard and MLflow, in their offline modes, over a job that is killed and resumed.
+"""Runs of W&B, TensorBoard and MLflow, in offline mode, across a job that is killed and resumed.
 
 Killed with SIGKILL after step 37, resumed from step 29: one run in each, with each step once, and marks.
 """

@@ -1,4 +1,4 @@
-"""The transfer by itself, with real mpirun, stager and flusher: synthetic images in, the same bytes in the store."""
+"""The transfer alone, with real mpirun, stager and flusher: synthetic images in, the same bytes in the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS_MAX = 120.0
 
 
 class Ran:
-    """A job that has ended: what each rank said, and what is in the store."""
+    """A finished job: each rank's report, and the content of the store."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Ran:
         return {int(path.stem.removeprefix("step-")): path for path in self.store.glob("step-*.pt")}
 
     def assert_files(self, steps: set[int]) -> None:
-        """Exactly these steps are in the store, each bit for bit the image that the ranks sent, CRCs filled in."""
+        """The store has exactly these steps, each bit for bit the image that the ranks sent, with CRCs."""
         assert set(self.files()) == steps, self.output
         plan = transfer.layout(IMAGE_BYTES, CHUNK_BYTES, self.ranks)
         for step, path in self.files().items():
             assert path.read_bytes() == transfer.image(plan, step, patched=True), f"step {step}"
 
     def assert_nothing_left(self) -> None:
-        """No process of the job lives, and the ring is gone."""
+        """Assert that no process of the job lives, and the ring is gone."""
         deadline = time.monotonic() + 60
         while (orphans := self.orphans()) and time.monotonic() < deadline:
             time.sleep(0.1)

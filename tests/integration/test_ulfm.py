@@ -1,6 +1,6 @@
-"""A rank that dies, or stands still, in the middle of a checkpoint: what the stager notices, gives up, and keeps.
+"""A rank dies or stops in mid-checkpoint: the stager notices, fails that checkpoint, and keeps the others.
 
-step 0, 1 staged ── step 2: rank 1 has sent some frames ── killed  ─► rank_lost, step 2 given up, the rest durable
+step 0, 1 staged ── step 2: rank 1 has sent some frames ── killed  ─► rank_lost, step 2 failed, the rest durable
                                                         └─ stopped ─► rank_silent … continued ─► rank_back, step 4, 5
 """
 
@@ -35,7 +35,7 @@ SECONDS_MAX = 120.0
 
 
 class UlfmJob:
-    """Two ranks that send images, a stager and a flusher that stays; a fault strikes rank 1 in mid-step 2."""
+    """Two ranks that send images, a stager and a flusher that outlives them; a fault hits rank 1 in step 2."""
 
     def __init__(
         self, tmp_path: Path, scenario: str, *, steps: int, action: str, settings: tuple[str, ...]
@@ -61,7 +61,7 @@ class UlfmJob:
         self.job = Job(2, trainer, stager, env=env, log=tmp_path / "log")
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """What the stager wrote to the event log."""
+        """Return the stager's events with this name."""
         lines = read_events(self.path / "events")
         return [line for line in lines if line["event"] == name and line["role"] == "stager"]
 
@@ -74,7 +74,7 @@ class UlfmJob:
         return self.events(event)[0]
 
     def struck(self) -> Path:
-        """The fault's own mark: its time is the time of the blow, it holds the pid."""
+        """Return the fault's mark, which holds the pid and whose mtime is the time of the fault."""
         return self.fired / self.fault
 
     def steps(self, rank: int) -> dict[int, str]:
@@ -82,18 +82,18 @@ class UlfmJob:
         return {int(step): how["state"] for step, how in said["steps"].items()}
 
     def good(self, rank: int) -> set[int]:
-        """Steps that were at least staged."""
+        """Return the steps that were at least staged."""
         return {step for step, state in self.steps(rank).items() if state in {"staged", "durable"}}
 
     def assert_files(self, steps: set[int]) -> None:
-        """Exactly these are in the store, bit for bit what the ranks sent."""
+        """The store has exactly these steps, bit for bit as the ranks sent them."""
         files = {int(path.stem.removeprefix("step-")): path for path in self.store.glob("step-*.pt")}
         assert set(files) == steps == {int(path.stem[5:]) for path in self.store.glob("step-*.json")}
         for step, path in files.items():
             assert path.read_bytes() == transfer.image(self.plan, step, patched=True), f"step {step}"
 
     def assert_ring_empty(self) -> None:
-        """The flusher is still there, so the ring is: every slot is free, and it speaks of no checkpoint."""
+        """The flusher still holds the ring: every slot is free, and no checkpoint is recorded."""
         with Ring.attach(runtime_directory(str(self.store), self.runtime)) as ring:
             assert {record.state for record in ring.records()} == {SlotState.FREE}
             assert ring.checkpoint_names() == []
@@ -103,7 +103,7 @@ class UlfmJob:
 def run(
     tmp_path: Path, scenario: str, *, steps: int, action: str, settings: tuple[str, ...] = ()
 ) -> Iterator[UlfmJob]:
-    """Start one; afterwards end its flusher, and see that nothing is left."""
+    """Start a job; at the end stop its flusher, and check that nothing is left."""
     ran = UlfmJob(tmp_path, scenario, steps=steps, action=action, settings=settings)
     with ran.job:
         yield ran

@@ -1,9 +1,9 @@
 """The host of all ranks vanishes in mid-checkpoint: no reset, no goodbye, only silence, seen from both ends.
 
-step 3 staged ── step 7: rank 0 stands after some frames ── the wire is cut ── rank 0 goes on
-  stager:   both ranks silent by deadline, step 7 given up by name, step 3 durable
-  trainers: the stager silent by deadline, said once and loudly, trained on to the end
-then a fresh job on the same store goes on from step 3, bit for bit
+step 3 staged ── step 7: rank 0 stops after some frames ── the wire is cut ── rank 0 continues
+  stager:   declares both ranks silent at the deadline, fails step 7 by name, makes step 3 durable
+  trainers: declare the stager silent at the deadline, report that once, train to the end
+then a fresh job on the same store resumes from step 3, bit for bit
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 
 class Story:
-    """One job over two hosts, what its processes wrote, and an uninterrupted run to compare with."""
+    """One job over two hosts, its processes' records, and an uninterrupted run to compare with."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.events = tmp_path / "events"
@@ -72,11 +72,11 @@ class Story:
         return [line for line in read_events(self.events) if line["event"] == event and line["role"] == role]
 
     def struck(self) -> Path:
-        """The fault's own mark, with the pid of the rank that stands."""
+        """Return the fault's mark, with the pid of the stopped rank."""
         return self.fired / FAULT
 
     def assert_trained_on(self, number: int) -> None:
-        """Start `number` took every step, with the very numbers of the uninterrupted run."""
+        """Start `number` ran every step, with exactly the losses of the uninterrupted run."""
         for rank in range(2):
             out = self.cluster.out(number)
             assert losses(out / f"losses-{rank}") == losses(self.reference / f"losses-{rank}")
@@ -130,7 +130,7 @@ def test_a_host_that_vanishes_is_noticed_by_deadline_from_both_ends(tmp_path: Pa
 
 
 def _ranks(hosts: TwoHosts) -> list[str]:
-    """Training processes over there."""
+    """Return the training processes on the other host."""
     found = []
     for pid in hosts.pids():
         try:

@@ -1,6 +1,6 @@
-"""One small job with everybody watching: `/metrics`, traces, `holdfast status` in a terminal, as JSON and as a page.
+"""One small job watched in every way: `/metrics`, traces, `holdfast status` in a terminal, as JSON and as a page.
 
-train ─► two checkpoints verified, ranks stand still: scraped, asked ─► ranks are killed ─► all has ended: asked again
+train ─► two checkpoints verified, ranks pause: scrape, query ─► kill the ranks ─► all processes end: query again
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ COLUMNS, LINES = 80, 50
 
 
 def scrape(port: int) -> dict[str, Metric]:
-    # No proxy of the environment: it is this machine that is asked.
+    # Ignore proxies in the environment: requests go to this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
@@ -77,10 +77,10 @@ def value(families: dict[str, Metric], sample: str, **labels: str) -> float:
 
 
 class Terminal:
-    """A real terminal of 80 columns in which a command runs; what it showed last stays, and its exit code."""
+    """A real terminal of 80 columns that runs a command, and keeps its last screen and exit code."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        # Python's readline sets LINES and COLUMNS for the children of the process that runs the tests.
+        # Python's readline in the test process sets LINES and COLUMNS for its children.
         ours = {name: value for name, value in env.items() if name not in ("LINES", "COLUMNS")}
         self._env = {**ours, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
         self._server = ("tmux", "-L", f"holdfast-{os.getpid()}", "-f", "/dev/null")
@@ -93,18 +93,18 @@ class Terminal:
         ).stdout
 
     def screen(self) -> str:
-        """What is to be seen."""
+        """Return the visible text."""
         return self._tmux("capture-pane", "-p")
 
     def wait_for(self, pattern: str) -> None:
-        """Until it is to be seen."""
+        """Wait until the pattern is visible."""
         deadline = time.monotonic() + SECONDS_MAX
         while not re.search(pattern, self.screen()):
             assert time.monotonic() < deadline, f"{pattern} is not to be seen:\n{self.screen()}"
             time.sleep(0.1)
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Press Ctrl-C."""
         self._tmux("send-keys", "C-c")
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Terminal:
 
 
 class NoTerminal:
-    """Where there is no tmux: nothing is to be seen, and nobody waits for it."""
+    """Replaces `Terminal` without tmux: shows nothing, waits for nothing."""
 
     def screen(self) -> str:
         return ""
@@ -125,7 +125,7 @@ class NoTerminal:
 
 
 class Browser:
-    """`holdfast status --web`, and a browser that asks it."""
+    """`holdfast status --web`, and an HTTP client."""
 
     def __init__(self, env: dict[str, str], *arguments: str) -> None:
         command = [HOLDFAST, "status", "--web", "--port", "0", *arguments]
@@ -140,7 +140,7 @@ class Browser:
             return str(answer.read().decode())
 
     def close(self) -> int:
-        """The exit code after Ctrl-C."""
+        """Press Ctrl-C; return the exit code."""
         self._server.send_signal(signal.SIGINT)
         try:
             self._server.communicate(timeout=SECONDS_MAX)
@@ -150,7 +150,7 @@ class Browser:
 
 
 def browse(env: dict[str, str], *arguments: str) -> list[str]:
-    """The ssh line, the page, its JSON document, its main part, and the exit code after Ctrl-C."""
+    """Return the ssh line, the page, its JSON document, its main part, and the exit code after Ctrl-C."""
     browser = Browser(env, *arguments)
     try:
         seen = [browser.ssh, *(browser.get(name) for name in ("", "status.json", "main"))]
@@ -161,7 +161,7 @@ def browse(env: dict[str, str], *arguments: str) -> list[str]:
 
 @dataclass
 class Watched:
-    """What was seen of the job: while its ranks stood still, and after all had ended."""
+    """Observations of the job: while its ranks paused, and after all processes had ended."""
 
     store: str
     lines: list[dict[str, Any]]
@@ -180,7 +180,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watching(env: dict[str, str]) -> Iterator[Terminal | NoTerminal]:
-    """`holdfast status` in a terminal, where tmux is installed."""
+    """Run `holdfast status` in a terminal, if tmux is installed."""
     if shutil.which("tmux") is None:
         yield NoTerminal()
         return
@@ -225,12 +225,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                 live.wait_for("2 ranks: 1 here, 1 lost")
                 live.wait_for("rank_lost: rank 1")
                 os.kill(pids[0], signal.SIGKILL)
-                live.wait_for("no stager; no flusher")  # all was durable: they had nothing more to do
+                live.wait_for("no stager; no flusher")  # all checkpoints were durable, so both had ended
                 live.wait_for("no training job")
                 live.wait_for(rf"newest verified +{SAVED} ")
                 live.interrupt()
                 live.wait_for("ended with 0")
-                live.wait_for(rf"newest verified +{SAVED} ")  # the last picture stays
+                live.wait_for(rf"newest verified +{SAVED} ")  # the last screen stays
                 screen = live.screen()
         cluster.wait_for_flusher()
         run_after = document(runtime, store)
@@ -325,7 +325,7 @@ def test_stager_and_flusher_yield_and_training_yields_to_none(watched: Watched) 
 
 
 def test_the_terminal_keeps_its_last_picture(watched: Watched) -> None:
-    """Up to it the fixture waited for what must be seen while ranks are killed."""
+    """The fixture has waited for the screens before this one, while the ranks were killed."""
     if not watched.screen:
         pytest.skip("no tmux here")
     assert re.search(rf"newest verified +{SAVED} ", watched.screen)

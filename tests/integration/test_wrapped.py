@@ -1,4 +1,4 @@
-"""A real job is resumed twice, each time with its model in other wrappers: every bit comes back."""
+"""A real job is resumed twice, with its model in other wrappers each time: every bit comes back."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the pages say is there and works: files, names, commands, links, figures."""
+"""The documentation is true: files, names, commands, links and figures in it exist and work."""

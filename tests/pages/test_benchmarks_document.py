@@ -1,4 +1,4 @@
-"""Pictures, tables and verdicts are arithmetic over the JSON: the same input gives the same bytes."""
+"""Pictures, tables and verdicts are computed from the JSON alone: the same input gives the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_committed_pictures_and_page_are_those_of_the_committed_figures(tmp_path
     )
     for name, (measured, _, _) in drawing.PICTURES.items():
         shown = results.read(measured)
-        if shown is not None and pinned:  # another matplotlib draws other bytes
+        if shown is not None and pinned:  # other versions of matplotlib draw other bytes
             committed = drawing.FOLDER / f"{name}.svg"
             assert drawing.draw(name, shown, tmp_path).read_bytes() == committed.read_bytes(), (
                 "run `make figures`"

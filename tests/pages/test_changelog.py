@@ -1,4 +1,4 @@
-"""Fragments of changelog.d/ are one sentence each, and a release puts them into CHANGELOG.md."""
+"""Fragments of changelog.d/ are one sentence each, and a release merges them into CHANGELOG.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The diff in docs/data.md is the difference between the two loops of examples/nanogpt/."""
+"""The diff in docs/data.md equals the difference between the two loops of examples/nanogpt/."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.pages.test_documents import blocks, text
 
 
 def changes(plain: str, resumable: str) -> list[str]:
-    """The lines of `train` that are in one of them only, without indentation, which `with` changes."""
+    """Return the lines that only one of the two `train`s has, ignoring indentation, which `with` changes."""
     first, second = (
         [
             line.strip()

@@ -1,4 +1,4 @@
-"""Every command in every page is one that its program takes; tests/soak/test_tutorial.py types the tutorial."""
+"""Every command in every page is accepted by its program; tests/soak/test_tutorial.py runs the tutorial."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 
 @pytest.fixture(autouse=True)
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In a directory of the reader's own."""
+    """Change to a new directory, as a reader would."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def with_files(text: str) -> str:
-    """The same command; what may be a file beside it is there."""
+    """Return the command, after creating each word that may be a file in this directory."""
     for word in text.split():
         if _PLAIN_NAME.fullmatch(word):
             Path(word).touch()

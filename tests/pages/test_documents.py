@@ -1,4 +1,4 @@
-"""What pages and docstrings name is there: files, tests, headings, settings, snippets; commands: test_doc_commands."""
+"""Names in pages and docstrings exist: files, tests, headings, settings, snippets. Commands: test_doc_commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-# Files that a run, torch or a user makes: named in the pages, and not in the tree.
+# Files that a run, torch or a user makes: named in the pages, but not in the tree.
 MADE = {
     "archive/",
     "data.pkl",
@@ -34,7 +34,7 @@ MADE = {
     ".wheels/",
     "NAME.json",
 }
-OPTIONAL = {"torchdata"}  # packages that users may have, and this environment need not
+OPTIONAL = {"torchdata"}  # packages that users may have, but this environment may lack
 FILE = re.compile(r"\.?[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|sh|toml|yml|md|tf|c|json|pkl))")
 VARIABLES_BESIDE_SETTINGS = {
     "HOLDFAST_DOLLARS_PER_HOUR",
@@ -51,7 +51,7 @@ VARIABLES_BESIDE_SETTINGS = {
 
 @functools.cache
 def files() -> frozenset[str]:
-    """The tree's files: what git tracks and what it would; all of a tree that is not a checkout."""
+    """Return the files that git tracks or would track; all files if the tree is not a checkout."""
     git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\n")
     found = {name for name in listed if name and (ROOT / name).exists()}
@@ -81,7 +81,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def spans(page: str) -> Iterator[str]:
-    """Words in code type, outside blocks."""
+    """Yield the text of inline code, outside blocks."""
     for span in re.findall(
         r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
     ):
@@ -89,7 +89,7 @@ def spans(page: str) -> Iterator[str]:
 
 
 def is_there(name: str, page: str) -> bool:
-    """By its path, by its path below some folder, or seen from the page."""
+    """Whether a file exists by its path, by its path below some folder, or relative to the page."""
     known = folders() if name.endswith("/") else files()
     beside = str(Path(page).parent / name) + ("/" if name.endswith("/") else "")
     return name in known or beside in known or any(one.endswith("/" + name) for one in known)
@@ -110,7 +110,7 @@ def test_links_lead_to_something() -> None:
 
 @functools.cache
 def headings(page: Path) -> set[str]:
-    """As links name them."""
+    """Return the anchors of a page's headings."""
     lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
@@ -176,7 +176,7 @@ def test_snippets_of_python_have_names_that_exist() -> None:
 
 
 def not_importable(block: str) -> Iterator[str]:
-    """The lines that import a name that is not there, but for packages that this environment need not have."""
+    """Yield the import lines that fail, except those of packages that this environment may lack."""
     tree: Any = ast.parse(block)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

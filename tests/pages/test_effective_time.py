@@ -1,4 +1,4 @@
-"""The shares of a killed run's time, measured and predicted: each is all of the time, and the kills are in it."""
+"""The shares of a killed run's time, measured and predicted: they add up to the whole time and include the kills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_measured_shares_add_up_to_the_whole_time() -> None:
 
 
 def test_the_prediction_of_one_kill_is_the_whole_time_without_the_first_launch(tmp_path: Path) -> None:
-    # Trains from second 5 on; every 10 iterations take 1.5 s. Killed after 20.2 s: save 13 began after 19 s.
+    # Trains from second 5; 10 iterations take 1.5 s. Killed after 20.2 s; save 13 began after 19 s.
     trace = written([20.2], 5.0, 40.0, tmp_path / "trace.csv")
     found = predicted(_PROFILE, "torch.save+fsync", 10, trace)
     assert sum(found.values()) == pytest.approx(1.0)

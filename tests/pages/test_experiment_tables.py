@@ -1,4 +1,4 @@
-"""Tables and verdicts of experiments, from documents whose truth is known."""
+"""Tables and verdicts of experiments, from documents with known results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 
 from benchmarks import papers
 from benchmarks.behind import behind
-from benchmarks.experiments import interference, models, stager_size, table, tiered
+from benchmarks.experiments import epochs, interference, models, stager_size, table, tiered
+from benchmarks.experiments.makespan import utilisation
+from benchmarks.grid import Grid
 
 
 def _verdict(experiment: str, place: str, document: dict[str, Any]) -> tuple[str, str]:
@@ -25,7 +27,7 @@ def _interfered(adaptive: float, static: float) -> dict[str, Any]:
             "iteration_seconds": [9.0, *[scale * seconds] * 4],
             "saved": [] if name == "nothing saved" else [0, 3],
         }
-        for number, scale in enumerate((1.0, 2.0))  # a slower round is beside its own plain run
+        for number, scale in enumerate((1.0, 2.0))  # each round is compared with its own plain run
         for name, seconds in of.items()
     ]
     return {"runs": runs, "left": 1 / 3, "write_seconds": 0.5, "iteration_seconds": 0.05}
@@ -143,3 +145,72 @@ def test_a_peer_that_keeps_in_memory_has_no_time_until_durable() -> None:
     assert rows["gemini-like"][2:4] == ("1.000 (1.000–1.000)", "")
     assert "gemini-like" not in behind(document)
     assert "durable: 2.000 s against torch.save+fsync 1.000 s" in behind(document)
+
+
+def _epochs(once: float, often: float) -> dict[str, Any]:
+    """Make a document from the seconds of holdfast's iterations by interval; without saves they take 0.1 s."""
+
+    def run(peer: str, every: int, seconds: float) -> dict[str, Any]:
+        took = {"makespan_seconds": 10 * seconds, "durable_seconds": 10 * seconds}
+        return {"peer": peer, "round": 0, "every": every, "iterations": 10, "saves": 2, **took}
+
+    runs = [run("none", every, 0.1) for every in (epochs.OFTEN, epochs.EPOCH)]
+    runs += [run("holdfast", epochs.EPOCH, once), run("holdfast", epochs.OFTEN, often)]
+    runs += [run(peer, epochs.EPOCH, 0.2) for peer in ("torch.save+fsync", "mlc-base")]
+    saves = [
+        {"peer": "holdfast", "staged_seconds": 0.2, "done_seconds": 0.5},
+        {"peer": "torch.save+fsync", "done_seconds": 1.0},
+        {"peer": "mlc-base", "staged_seconds": 2.0, "done_seconds": 3.0},
+    ]
+    sized = {"iteration_seconds": 0.1, "image_bytes": 10**9}
+    return {"experiment": "epochs", "runs": runs, "saves": saves, **sized}
+
+
+@pytest.mark.parametrize(
+    ("once", "often", "of_acute", "of_checkfreq"),
+    [
+        (0.1005, 0.1008, "beaten", "reproduced"),
+        (0.1005, 0.103, "reproduced", "reproduced"),
+        (0.1005, 0.104, "reproduced", "not reproduced"),
+        (0.102, 0.104, "not reproduced", "not reproduced"),
+    ],
+)
+def test_often_is_held_against_once_an_epoch(
+    once: float, often: float, of_acute: str, of_checkfreq: str
+) -> None:
+    document = _epochs(once, often)
+    assert _verdict("epochs", "fig. 7, once an epoch", document)[0] == of_acute
+    verdict, text = _verdict("epochs", "abstract, recovery", document)
+    assert verdict == of_checkfreq
+    assert "a kill loses 0.45 (" in text  # half of 5 iterations, plus the time until staged
+    assert "loses 6.00 (" in text  # half of 100, plus the time until durable
+    assert behind(document) == ""
+    (grid,) = epochs.grids(document)
+    assert [row[0] for row in grid.rows] == [
+        *(f"{peer}, once an epoch" for peer in ("holdfast", "torch.save+fsync", "mlc-base")),
+        "holdfast, every 5",
+    ]
+    assert utilisation(document["runs"], "holdfast", epochs.OFTEN, 0.1).median == pytest.approx(0.1 / often)
+    assert utilisation(document["runs"], "none", None, 0.1).median == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("eight", "verdict"), [(2.2, "reproduced"), (1.8, "not reproduced")])
+def test_contention_is_that_ranks_beyond_the_stagers_link_are_no_faster(eight: float, verdict: str) -> None:
+    cells = [
+        {"ranks": ranks, "wide_as": 4, "image_bytes": 10, "rounds": [{"staged_seconds": seconds}]}
+        for ranks, seconds in ((8, eight), (1, 8.0), (4, 2.0))
+    ]
+    wider = {"ranks": 8, "wide_as": 8, "image_bytes": 10, "rounds": [{"staged_seconds": 1.0}]}
+    found, text = _verdict("shards", "V-E", {"cells": [*cells, wider]})
+    assert found == verdict
+    assert text.endswith(f": 8 ranks {eight / 2:.2f}")
+
+
+def test_results_that_fall_short_are_named_first_below_the_table() -> None:
+    rows = tuple(
+        (name, "claim", verdict)
+        for name, verdict in (("A, fig. 1", "in part"), ("B", "beaten"), ("C", "not reproduced"))
+    )
+    said = papers.shortfalls(Grid("", ("result", "what it says", "here"), rows))
+    assert said == "**Not reproduced:** C. **Reproduced in part:** A, fig. 1."
+    assert papers.shortfalls(Grid("", ("result", "what it says", "here"), rows[1:2])) == ""

@@ -1,4 +1,4 @@
-"""The snippets of the frameworks' guides do what the examples do, which tests/integration/test_frameworks.py runs."""
+"""The snippets of the frameworks' guides make the calls of the examples that integration/test_frameworks.py runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.pages.test_documents import blocks, text
 
 
 def calls(tree: ast.AST) -> dict[str, set[str]]:
-    """What is called, by the last part of its name, and with which keywords."""
+    """Return the calls of a snippet: last part of the function's name → keywords."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -19,7 +19,7 @@ def calls(tree: ast.AST) -> dict[str, set[str]]:
     return found
 
 
-# In a snippet for the reader's convenience, and not in the example: settings of the framework or of the loader.
+# In a snippet for the reader's convenience, but not in the example: settings of the framework or loader.
 ELSEWHERE = {"DataLoader": {"num_workers"}, "Trainer": {"max_epochs"}}
 BY_THE_READER = {"loss_of", "build"}
 

@@ -1,4 +1,4 @@
-"""The model behind the goodput page: published figures come out of their profile, and parts of a time are all of it."""
+"""The model behind the goodput page: it reproduces published figures from their profile, and its shares add up to 1."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from benchmarks.experiments.goodput import PUBLISHED, effective
 from operator_side.simulate.profiles import load_profile, measured_profile
 from tests.pages.test_simulated_makespan import simulated
 
-# Iterations per second by interval, as PCcheck's artifact has them (fig8_vgg16.csv).
+# Iterations per second by interval, from PCcheck's artifact (fig8_vgg16.csv).
 THROUGHPUTS = {
     "CheckFreq": {10: 2.938627628113705, 25: 7.042363043171207, 50: 12.18658951925483},
     "GPM": {10: 6.651017406282624, 25: 10.387977578704326, 50: 12.998492611136836},
     "PCcheck": {10: 6.3503108341382175, 25: 14.2728865888275, 50: 15.52581113138962},
 }
-# Three intervals are fitted by a stall and a write.
+# A stall and a write time fit three intervals.
 TOLERANCE = 0.05
 
 

@@ -1,4 +1,4 @@
-"""docs/gpu.md says what the committed JSON of each run says, misses included."""
+"""docs/gpu.md agrees with the committed JSON of each run, missed targets included."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The dashboard and the alarms ask for metrics that exist, with labels and values that they have; and each alarm is
-explained to whoever is woken by it.
+"""The dashboard and the alarms query metrics, labels and values that exist; each alarm has an explanation for the
+operator.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from holdfast.telemetry.metrics import Metrics, RingChunks, StoreRetries
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "infra/grafana/dashboards/holdfast.json"
 PROMETHEUS = ROOT / "infra/prometheus"
-FROM_PROMETHEUS = {"job", "instance"}  # labels that it gives to all that it scrapes
+FROM_PROMETHEUS = {"job", "instance"}  # labels that Prometheus adds to every sample
 VARIABLE = "$run"  # the dashboard's choice of runs
 
-Query = tuple[str, str]  # where it stands, and what it asks
+Query = tuple[str, str]  # place, query
 
 
 class Selected(NamedTuple):
-    """A metric as a query names it."""
+    """A metric with its label matchers in a query."""
 
     name: str
     matchers: list[Any]
@@ -60,7 +60,7 @@ def queries() -> list[Query]:
 
 
 def selectors(expression: Any) -> Iterator[Selected]:
-    """Every metric that a parsed query names."""
+    """Yield every metric that a parsed query names."""
     match expression:
         case promql.VectorSelector():
             yield Selected(expression.name or "", list(expression.matchers.matchers))
@@ -80,7 +80,7 @@ def selectors(expression: Any) -> Iterator[Selected]:
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    """Name of each sample → labels of those that stager and flusher show once something has happened."""
+    """Return name → labels of the samples that stager and flusher expose after each kind of event."""
     stager, flusher = Metrics("stager", "s3://bucket/run"), Metrics("flusher", "s3://bucket/run")
     stager.hear("staged", {"image_bytes": 1, "pgt1_seconds": 1.0}, 1)
     stager.hear("declined", {"reason": "busy: …"}, 2)
@@ -98,7 +98,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 def missing(query: str, exposed: dict[str, list[dict[str, str]]]) -> list[str]:
-    """What a query asks for that nobody shows."""
+    """List the metrics, labels and values of a query that no process exposes."""
     found = []
     for selected in selectors(promql.parse(query)):
         if selected.name not in exposed:

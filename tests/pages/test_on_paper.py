@@ -1,4 +1,4 @@
-"""docs/scaling.md has what operator_side/simulate/scale.py computes, and nothing typed by hand."""
+"""The figures of docs/scaling.md are those that operator_side/simulate/scale.py computes."""
 
 from __future__ import annotations
 

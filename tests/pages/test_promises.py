@@ -1,4 +1,4 @@
-"""A test that `make check` runs stands behind each promise of docs/reliability.md; others have their target named."""
+"""Each promise of docs/reliability.md names a test that `make check` runs, or another make target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MATRIX = "tests/chaos/regular/test_matrix.py"
 
 
 class Promise(NamedTuple):
-    """A row of the table: what must be true, the tests that are named, and the targets beside `make check`."""
+    """A row of the table: the promise, its tests, and the targets other than `make check`."""
 
     what: str
     tests: tuple[str, ...]
@@ -24,7 +24,7 @@ class Promise(NamedTuple):
 
 
 def selected() -> list[str]:
-    """What `make check` gives to pytest."""
+    """Return the arguments that `make check` passes to pytest."""
     line = "print: ; @echo $(TEST_FOLDERS) $(REST_FOLDERS) $(MORE_FOLDERS)"
     done = subprocess.run(
         ["make", "--no-print-directory", f"--eval={line}", "print"],
@@ -37,7 +37,7 @@ def selected() -> list[str]:
 
 
 def promises(page: str) -> Iterator[Promise]:
-    """The rows of the table under "Failures and promised results"."""
+    """Yield the rows of the table under "Failures and promised results"."""
     table = page.partition("## Failures")[2].partition("\n## ")[0]
     for line in table.splitlines():
         if not line.startswith("| ") or line.startswith("| failure |"):
@@ -54,7 +54,7 @@ def is_in(name: str, folders: list[str]) -> bool:
 
 
 def complaints(page: str, folders: list[str]) -> list[str]:
-    """What is promised and not shown by `make check`."""
+    """List the promises that `make check` does not test."""
     wrong = []
     for promise in promises(page):
         elsewhere = [name for name in promise.tests if not is_in(name, folders)]

@@ -1,4 +1,4 @@
-"""From what flushers note and jobs measure to the table and the verdicts of several stagers, with made-up figures."""
+"""The table and verdicts of several stagers, from made-up requests of flushers and measurements of jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def request(at: float, what: str, name: str = "", pid: int = LEAD) -> Request:
 
 
 OF_TWO = [
-    request(1, "write", f"{SHARES}.seal-1"),  # of an earlier checkpoint, as it were
+    request(1, "write", f"{SHARES}.seal-1"),  # as if of an earlier checkpoint
     request(2, "write_part"),
     request(3, "create", f"{SHARES}.seal-1"),
     request(3.1, "write_part", pid=MEMBER),
@@ -30,7 +30,7 @@ OF_TWO = [
     request(6, "read", f"{SHARES}.seal-2"),
     request(6.1, "read", MANIFEST, MEMBER),
     request(6.2, "read", f"{SHARES}.seal-3"),
-    request(7.2, "write", ".holdfast/writer-000001.json"),  # a beat
+    request(7.2, "write", ".holdfast/writer-000001.json"),  # a heartbeat
     request(8, "resume"),
     request(9, "publish"),
     request(10, "create", MANIFEST),

@@ -1,4 +1,4 @@
-"""The shortest interval of made-up peers, of which the true one is known."""
+"""The shortest interval of simulated peers, whose true one is known."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from benchmarks.shortest_interval import ShortestInterval, next_interval, shorte
 
 ITERATION_SECONDS, WRITE_SECONDS = 0.2, 3.4
 OVERHEAD_MAX = 0.05
-# Iterations at which the overhead is 5 %. A write of 3.4 s holds a synchronous peer each time, and an asynchronous one
-# until the disk has done what was begun before: two in flight hide only that the first one is not done.
+# Iterations at which the overhead is 5 %. A write of 3.4 s stalls a synchronous peer each time, and an asynchronous one
+# until earlier writes are done: two in flight only delay the first stall.
 TRUE = {"synchronous": 340, "one in flight": 17, "two in flight": 17, "for nothing": 1}
 IN_FLIGHT = {"one in flight": 1, "two in flight": 2}
 
 
 class MadeUp:
-    """Trainings on a clock of their own, in the place of a cluster."""
+    """Replaces a cluster by trainings on a simulated clock."""
 
     def __init__(self) -> None:
         self.clock = 0.0
         self.trained: list[tuple[str, int]] = []
 
     def progress(self, text: str) -> None:
-        """Says nothing."""
+        """Ignore messages."""
 
     def save(self, peer: str, *, compute_seconds: float) -> dict[str, float]:
-        """As `Cluster.save`."""
+        """Save like `Cluster.save`."""
         self.clock += compute_seconds
         return {"done_seconds": 0.0 if peer == "for nothing" else WRITE_SECONDS}
 
     def train(
         self, peer: str, *, iterations: int, every: int, compute: str, compute_seconds: float
     ) -> dict[str, Any]:
-        """As `Cluster.train`: one disk, which writes a checkpoint after the other."""
+        """Train like `Cluster.train`, with one disk that writes one checkpoint at a time."""
         assert compute == "device"
         begun, ends, lasted = self.clock, list[float](), list[float]()
         for iteration in range(iterations):
@@ -64,7 +64,7 @@ class MadeUp:
 def measured(
     peer: str, *, search_end: float = math.inf, rounds_end: float = math.inf
 ) -> tuple[Series, MadeUp]:
-    """A peer's own series, as the experiment makes it."""
+    """Return a series with one peer, run as in the experiment."""
     cluster = MadeUp()
     part = Part({peer: {2: 16, 10: 4}}, rounds_end=rounds_end, search_end=search_end)
     series = Series(cast("Cluster", cluster), ITERATION_SECONDS, lambda: cluster.clock)
@@ -92,7 +92,7 @@ def test_the_interval_is_between_the_two_measured_ones_around_the_true_one(peer:
 
 @pytest.mark.parametrize("peer", ["synchronous", "one in flight", "two in flight"])
 def test_no_interval_is_computed_beyond_the_longest_that_was_measured(peer: str) -> None:
-    """The cost at every 10, carried on, says 340, 140 and 140."""
+    """Extrapolating the cost at every 10 would give 340, 140 and 140."""
     found = shortest(measured(peer, search_end=0.0)[0].runs, peer)
     assert (found, found.text()) == (ShortestInterval(10, None), "not reached at 10")
 
@@ -105,7 +105,7 @@ def test_an_asynchronous_peer_is_measured_twice_more_until_its_interval_is_known
 
 @pytest.mark.parametrize(("every", "iterations"), [(2, 17), (10, 17), (15, 17), (20, 20)])
 def test_the_overhead_contains_what_two_buffers_hide_for_a_while(every: int, iterations: int) -> None:
-    """A write takes 17 iterations, so no interval that goes on takes fewer."""
+    """A write takes 17 iterations, so no shorter interval can be sustained."""
     series, _ = measured("two in flight")
     overhead = overheads(series.runs, "two in flight", every)
     assert overhead is not None

@@ -1,4 +1,4 @@
-"""`holdfast simulate`, with the profile of one run, against what the trainings of that run took."""
+"""`holdfast simulate` with the profile of one run, against the measured times of that run's trainings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from operator_side.simulate.strategy import SECOND_US, microseconds
 from operator_side.simulate.trace_windows import Column, stack
 from tests.pages.test_shortest_interval import ITERATION_SECONDS, WRITE_SECONDS, MadeUp
 
-# The replay knows a stall, a write and how many are in flight; contention on two cores is not in it.
+# The replay models a stall, a write and the number in flight, but no contention on two cores.
 TOLERANCE = 0.25
 WINDOW_SECONDS = 5000
 
 
 def simulated(profile: TrainingProfile, peer: str, every: int) -> float:
-    """Seconds of an iteration where no machine is lost."""
+    """Return the simulated seconds of an iteration without lost machines."""
     none = np.zeros(0, dtype=np.int64)
     windows = stack([Column(1, none, none, none, none)], WINDOW_SECONDS * SECOND_US)
     job = TrainingJob(1, 1, microseconds(profile.iteration_seconds), 0)
@@ -33,7 +33,7 @@ def simulated(profile: TrainingProfile, peer: str, every: int) -> float:
 
 
 def misfits(document: dict[str, Any], profile: TrainingProfile) -> dict[tuple[str, int], float]:
-    """By peer and interval, simulated over measured, where that is beyond the tolerance."""
+    """Return simulated / measured by peer and interval, where the ratio exceeds the tolerance."""
     found = {}
     runs = document["runs"]
     for peer, every in sorted(
@@ -56,7 +56,7 @@ def test_the_default_profile_fits_the_trainings_of_its_own_run() -> None:
 
 @pytest.fixture
 def made_up(tmp_path: Path) -> dict[str, Any]:
-    """A run of peers that are known, written as the experiment writes it."""
+    """Return a run of simulated peers, in the form that the experiment writes."""
     cluster = MadeUp()
     peers = ("synchronous", "one in flight", "two in flight", "for nothing")
     part = Part({peer: {2: 16, 3: 10, 10: 4} for peer in peers}, rounds_end=1e6, search_end=1e6)

@@ -1,4 +1,4 @@
-"""The documentation as a site: made without a warning, nothing of it on another host, and links that lead somewhere."""
+"""The documentation builds as a site without warnings, loads nothing from other hosts, and has no broken links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IN_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?\s*((?:https?:)?//[^\"')\s]+)
 
 
 class Seen(NamedTuple):
-    """What is in a page of the site."""
+    """Contents of a page of the site."""
 
     links: set[str]
     loaded: set[str]
@@ -66,7 +66,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(site: Path) -> dict[str, Seen]:
-    """Each page by its path; that of what is missing is left out: it may be shown at any address."""
+    """Return each page by its path, except the 404 page, which may appear at any address."""
     found = {}
     for path in site.rglob("*.html"):
         if path.name == "404.html":
@@ -92,7 +92,7 @@ def test_the_site_loads_nothing_from_another_host(site: Path, seen: dict[str, Se
 
 
 def test_no_page_has_what_makes_the_scripts_of_the_theme_ask_another_host(site: Path) -> None:
-    """They fetch mermaid where a page draws with it, and count stars where the navigation has a repository."""
+    """The theme's scripts fetch mermaid for pages that use it, and count stars if the navigation has a repository."""
     scripts = "".join(path.read_text(encoding="utf-8") for path in (site / "assets/javascripts").glob("*.js"))
     named = set(re.findall(r"[\"'`]https://([\w.-]+)/", scripts))
     assert "unpkg.com" in named, "the pattern finds too little"

@@ -1,4 +1,4 @@
-"""docs/stability.md and docs/api/ name exactly what is public, with the versions that the source has."""
+"""docs/stability.md and docs/api/ list exactly the public names, with the source's versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def page() -> str:
 
 
 def rows(page: str, heading: str) -> Iterator[list[str]]:
-    """Cells of the first table below a heading, without code marks."""
+    """Yield the cells of the first table below a heading, without code marks."""
     below = page.partition(f"# {heading}\n")[2].partition("\n#")[0]
     table = re.findall(r"(?:^\|.*\n)+", below, re.MULTILINE)[0]
     for line in table.splitlines()[2:]:
@@ -48,7 +48,7 @@ def rows(page: str, heading: str) -> Iterator[list[str]]:
 
 
 def public() -> dict[str, set[str]]:
-    """Module to names. The frameworks are read, not imported: each would bring another one."""
+    """Return module → names. Modules for frameworks are parsed, as an import would load the framework."""
     found = {"trainer_side": set(trainer_side.__all__), "holdfast.errors": set(errors.__all__)}
     for path in FRAMEWORKS.glob("*.py"):
         if path.stem not in INTERNAL:
@@ -57,7 +57,7 @@ def public() -> dict[str, set[str]]:
 
 
 def exported(path: Path) -> set[str]:
-    """What a module's `__all__` says."""
+    """Return the names in a module's `__all__`, without importing it."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         match node:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):

@@ -1,4 +1,4 @@
-"""How many stagers an interval needs is arithmetic over constants: made up here, measured in docs/scaling.md."""
+"""The number of stagers for an interval, computed from constants: made up here, measured in docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from benchmarks.stagers_by_interval import StagerLimits, checkpoint_seconds, stagers_by_interval
 
 GIB = float(1 << 30)
-# A card of 10 GiB/s, a thread of 4 GiB/s that receives for half of its time, connections of together 8 GiB/s.
+# A card of 10 GiB/s, a thread of 4 GiB/s that receives half of the time, connections of 8 GiB/s in total.
 ONE = StagerLimits(10 * GIB, 0.125 / GIB, 2.0**-11, float(1 << 22), 128, GIB / 16)
 IMAGE = 400 * GIB
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md keeps up with the source: each error has its section, each message quoted is still said."""
+"""docs/troubleshooting.md keeps up with the source: each error has a section, each quoted message still exists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.pages.test_documents import ROOT, files, headings, text
 
 PAGE = "docs/troubleshooting.md"
 PACKAGES = ("holdfast/", "trainer_side/", "stager/", "flusher/", "operator_side/")
-# Said by others: mpirun and EC2. What the operating system says of an errno is taken from there.
+# Messages of mpirun and EC2. `os.strerror` gives those of the operating system.
 OF_OTHERS = {
     "All nodes which are allocated for this job are already filled",
     "The PMIx server's listener thread failed to start",
@@ -62,19 +62,19 @@ def test_a_section_says_its_class_and_exit_code() -> None:
 
 
 def quoted() -> Iterator[str]:
-    """The messages that the page quotes: in bold, as code. One word is a name."""
+    """Yield the messages that the page quotes, in bold and as code. A single word is a name."""
     for bold in re.findall(r"\*\*(.+?)\*\*", text(PAGE), re.DOTALL):
         yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+\s[^`]+)`", bold))
 
 
 def pieces(message: str) -> list[str]:
-    """What is always the same in it."""
+    """Return the constant pieces of a message."""
     return [piece for part in message.split("…") if len(piece := part.strip()) >= _LETTERS_MIN]
 
 
 @functools.cache
 def said() -> str:
-    """Each string of the source that is no docstring, with `VALUE` for what is put in; and what the system says."""
+    """Return all strings of the source but docstrings, with `VALUE` for inserted values; and the system's messages."""
     found = [*OF_OTHERS, *map(os.strerror, errno.errorcode)]
     for name in sorted(files()):
         if name.startswith(PACKAGES) and name.endswith(".py"):
@@ -83,7 +83,7 @@ def said() -> str:
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """The strings of a module; implicit concatenation is one string to Python, too."""
+    """Yield the strings of a module; an implicit concatenation is one string."""
     skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

@@ -1,1 +1,1 @@
-"""A byte flipped anywhere (flips.py): ring, wire, file, manifest, journal, slice. Each flip is found."""
+"""Flips bytes (flips.py) in ring, wire, file, manifest, journal and slice: each flip is detected."""

@@ -1,4 +1,4 @@
-"""Flips: which byte, how it changes, and a tally of what was seen, so that no test passes for having flipped nothing.
+"""Byte flips: the byte and its change, with a tally of outcomes, so that no test passes without flipping anything.
 
 for flip in flips("manifest", nbytes, COUNT):       the same ones in every run
     damaged = flip.applied(data)
@@ -18,22 +18,22 @@ COUNT = 1000
 
 
 class Flip(NamedTuple):
-    """One byte that changes: half of them by one bit, half by any bits."""
+    """A change of one byte: half of the flips change one bit, half any bits."""
 
     offset: int
     mask: int
 
     def applied(self, data: bytes) -> bytes:
-        """`data` with the flip."""
+        """Return `data` with the flip."""
         return data[: self.offset] + bytes([data[self.offset] ^ self.mask]) + data[self.offset + 1 :]
 
     def apply(self, memory: memoryview | bytearray) -> None:
-        """Flip in place; the same again takes it back."""
+        """Flip in place; a second call undoes the flip."""
         memory[self.offset] ^= self.mask
 
 
 def flips(seed: str, nbytes: int, count: int = COUNT) -> Iterator[Flip]:
-    """`count` flips of `nbytes` bytes. Every byte is hit once before any is hit again, as far as the count goes."""
+    """Yield `count` flips of `nbytes` bytes. No byte is flipped again before every byte was flipped."""
     chance = random.Random(seed)
     order: list[int] = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""A byte of a claim flips: nobody takes what it then says for true. Its owner stops, by name; others pass over it."""
+"""A byte of a claim flips: no process trusts the damaged claim. The owner stops with a named error; others skip it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_flip_is_seen_by_owner_and_successor(caplog: pytest.LogCaptureFixt
             owner.check()
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="holdfast.claim"):
-            # This very process is the living owner: only what cannot be read is passed over.
+            # This process is the living owner, so only unreadable claims are skipped.
             successor = Lease.take(store, sleep=_no_sleep, identity=Identity.of_this_process())
         assert successor.attempt == 2
         assert "writer-000001.json: damaged claim" in caplog.text

@@ -1,4 +1,4 @@
-"""A byte flips on the wire: in a control message, or in a payload that a SENT message has stated the CRC of."""
+"""A byte flips on the wire: in a control message, or in a payload whose CRC is in a SENT message."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_flip_in_a_control_message_is_refused(name: str) -> None:
 
 
 def test_every_flip_in_a_payload_names_rank_and_chunk() -> None:
-    """Sent by several ranks into the slots of a ring; the flusher compares with what each SENT message stated."""
+    """Several ranks send into the slots of a ring; the flusher compares with the CRC in each SENT message."""
     image = made_up(5, entries=12, chunk_bytes=4096, ranks=3, entry_bytes_max=5000)
     layout, index = image.layout, LayoutIndex(image.layout)
     payloads = [
@@ -70,7 +70,7 @@ def test_every_flip_in_a_payload_names_rank_and_chunk() -> None:
         sources = tuple(Source(other, sent[chunk, other].flags) for other in layout.senders(chunk))
         key = CheckpointId(1, 2)
         if _hit_is_a_crc_field(memory, image.chunk_bytes(chunk), index, chunk):
-            # These bytes travel as zeros and are written by the flusher: what arrives in them is never looked at.
+            # These bytes travel as zeros, and the flusher overwrites them without reading them.
             verify_chunk(memoryview(memory), index, chunk, sources, key=key)
             assert memory == image.chunk_bytes(chunk), "a CRC field is not zeroed before it is summed"
             harmless += 1

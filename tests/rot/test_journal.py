@@ -1,8 +1,7 @@
 """A byte flips beside the ring: journal header, slot records, checkpoint files, layouts.
 
-A reader gets a named error of ours, or exactly what was written. A state word has no CRC of its own, because
-it is one aligned store: a flip there makes a slot look FREE (its chunk is then missing, and missed), look FILLING, or
-be no state at all.
+A reader gets one of our named errors, or exactly the written value. A state word has no CRC of its own, because it is
+one aligned store: a flip there makes a slot look FREE (its missing chunk is noticed) or FILLING, or is invalid.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _PAIRS_AT = 64
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A ring with one staged checkpoint, one slot FILLING, others FREE that held something before."""
+    """Make a ring with one staged checkpoint, one slot FILLING, and FREE slots that were used before."""
     path = tmp_path / "ring"
     with Ring.create(path, chunk_bytes=CHUNK_BYTES, ring_chunks=SLOTS, attempt=7) as ring:
         digest = ring.put_layout(IMAGE.layout)
@@ -57,7 +56,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def _used(slot: SlotRecord) -> set[int]:
-    """The bytes of a record that its state makes valid, the state itself left out."""
+    """Return the bytes of a record that are valid in its state, without the state itself."""
     used: set[int] = set()
     if slot.state is not SlotState.FREE:
         used |= set(_PLACE)
@@ -75,9 +74,9 @@ def test_every_flip_in_the_header_is_refused(directory: Path) -> None:
             Ring.attach(directory)
     for flip in flips("rest of the header", HEADER_BYTES - _HEADER_CHECKED_BYTES, 100):
         journal.write_bytes(Flip(_HEADER_CHECKED_BYTES + flip.offset, flip.mask).applied(whole))
-        with Ring.attach(directory) as ring:  # zeros that nothing reads
+        with Ring.attach(directory) as ring:  # zeros that no code reads
             assert ring.attempt == 7
-    # Both versions are read in one way, so one in the place of the other does no harm.
+    # Both versions are read in the same way, so swapping them does no harm.
     journal.write_bytes(Flip(8, 1 ^ 2).applied(whole))
     with Ring.attach(directory) as ring:
         assert ring.attempt == 7
@@ -121,7 +120,7 @@ def test_every_flip_in_a_record_is_an_error_or_changes_nothing(directory: Path, 
 
 
 def _read(ring: Ring, slot: int) -> tuple[SlotRecord | None, str]:
-    """A record, or why it cannot be read."""
+    """Return a record, or the reason why it cannot be read."""
     try:
         return ring.record(slot), ""
     except ProtocolError as error:
@@ -129,7 +128,7 @@ def _read(ring: Ring, slot: int) -> tuple[SlotRecord | None, str]:
 
 
 def _check_other_state(ring: Ring, truth: SlotRecord, found: SlotRecord) -> None:
-    """The flip made another valid state. A chunk that is no longer FULL is missed: its checkpoint is not whole."""
+    """Check a flip to another valid state. If a chunk is no longer FULL, its checkpoint is reported as incomplete."""
     assert found.state is not truth.state
     taken = Taken()
     if truth.state is SlotState.FULL:
@@ -138,7 +137,7 @@ def _check_other_state(ring: Ring, truth: SlotRecord, found: SlotRecord) -> None
             "the pipeline misses it and says so"
         )
     elif found.state is SlotState.FULL:
-        # It held that once; the chunk is what the record says, or its CRC will not hold. It is of no known checkpoint.
+        # A former content: the chunk matches the record, or its CRC will fail. No known checkpoint includes it.
         assert found.step == 11
         take_up(cast(Engine, taken), ring)
         assert ring.state(found.slot) is SlotState.FREE
@@ -146,7 +145,7 @@ def _check_other_state(ring: Ring, truth: SlotRecord, found: SlotRecord) -> None
 
 
 class Taken:
-    """Stands where the engine does, and notes what it is given."""
+    """Replaces the engine, and records its input."""
 
     def __init__(self) -> None:
         self.chunks: set[int] = set()
@@ -236,7 +235,7 @@ def test_every_flip_in_a_layout_is_refused_or_changes_nothing(directory: Path) -
             except ProtocolError:
                 seen["refused"] += 1
             else:
-                # The same document, packed in another way (the level that a zlib header notes, say).
+                # The same document, compressed differently (a zlib header records its level, for example).
                 assert found == IMAGE.layout
                 seen["the same layout"] += 1
     assert seen.total() == COUNT

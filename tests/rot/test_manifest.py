@@ -1,4 +1,4 @@
-"""A byte of a manifest flips: it is damage, by name, and restore takes the step before."""
+"""A byte of a manifest flips: readers report damage and the file's name, and restore takes the previous step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_cut_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_manifest_under_another_ones_name_is_not_used(tmp_path: Path) -> None:
-    """Not a flip of its bytes but of its place: a directory that was repaired, a copy under a wrong name."""
+    """Instead of its bytes, its place is wrong: after a directory repair, or a copy under a wrong name."""
     for step in (3, 4):
         publish(tmp_path, step, {"weight": _values(step)})
     (tmp_path / "step-000000004.json").write_bytes((tmp_path / "step-000000003.json").read_bytes())

@@ -1,4 +1,4 @@
-"""A bit flips in the ring of a real flusher process: that checkpoint is given up by name, and the next one is fine."""
+"""A bit flips in the ring of a real flusher process: that checkpoint is dropped by name, and the next one is fine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_flip_while_the_flusher_holds_the_chunk(flusher: FlusherProcess, tmp_p
         for step, flip in enumerate(flips("process", entry.nbytes, ROUNDS), start=2):
             stager.begin(image, step)
             stager.wait("began", step=step)
-            flusher.freeze()  # from here to SIGCONT it can neither read a message nor a byte of the ring
+            flusher.freeze()  # until SIGCONT the flusher can read neither messages nor the ring
             stager.send(image, step, range(image.layout.chunks))
             stager.staged(image, step)
             chunk, offset = divmod(entry.offset + flip.offset, CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""A byte flips in the record of a flush: what it damages is not believed, and nothing else is."""
+"""A byte flips in the record of a flush: the damaged lines are ignored, and no part counts that was not written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_progress_comes_back_as_it_was_written(path: Path) -> None:
 
 
 def test_every_flip_takes_away_and_changes_nothing(path: Path) -> None:
-    """From the line that is hit on, the record is not believed: those parts count as not written."""
+    """The record is ignored from the damaged line on: those parts count as not written."""
     whole = path.read_bytes()
     order = list(PARTS)
     seen: Counter[int] = Counter()

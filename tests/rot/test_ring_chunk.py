@@ -1,4 +1,4 @@
-"""A byte of a chunk flips in the ring, after the stager marked it FULL: it never reaches a checkpoint that exists.
+"""A byte of a chunk flips in the ring, after the stager marked it FULL: it never reaches a published checkpoint.
 
 mark_full ──flip──► verify ─► patch ─► write ──flip──► publish ─► read back
                       └ DamageError: nothing published        └ the manifest says `bad`
@@ -62,7 +62,7 @@ class _Heard(FlushListener):
 
 
 class _Rig:
-    """A real ring and a real engine with its threads, writing to a store in memory."""
+    """A real ring and a real engine with its threads, which writes to a store in memory."""
 
     def __init__(self, directory: Path) -> None:
         self.store = MemoryStore()
@@ -81,7 +81,7 @@ class _Rig:
         )
 
     def save(self, image: Image, step: int, flip: Flip | None) -> None:
-        """A whole checkpoint in the ring, one byte of it flipped, handed over, and all that follows from it."""
+        """Put a checkpoint into the ring, flip one byte, pass it to the engine, and wait for the result."""
         self.ring.put_layout(image.layout)
         slots = {}
         for chunk in range(image.layout.chunks):
@@ -137,7 +137,7 @@ def test_no_flip_before_verify_is_ever_published(rig: _Rig, tmp_path: Path) -> N
         key, name = CheckpointId(1, step), f"step-{step:09d}.pt"
         chunk, offset = divmod(flip.offset, CHUNK_BYTES)
         if any(first <= offset < first + nbytes for first, nbytes in index.fields[chunk].extents()):
-            # The four bytes of a CRC field: zeroed before anything is summed, and written by the flusher itself.
+            # The four bytes of a CRC field: zeroed before the CRC is computed, and written by the flusher itself.
             assert rig.store.objects.pop(name) == IMAGE.final
             del rig.store.objects[manifest_name(name)]
             harmless += 1
@@ -168,7 +168,7 @@ def test_no_flip_before_verify_is_ever_published(rig: _Rig, tmp_path: Path) -> N
 
 
 def test_a_flip_on_the_way_to_the_store_is_found_by_reading_back(rig: _Rig, tmp_path: Path) -> None:
-    """After the check in the ring: in a write buffer, on the network, in the store's memory."""
+    """The flip comes after the check in the ring: in a write buffer, on the network, in the store's memory."""
     torch.save({"weight": torch.arange(900.0), "bias": torch.arange(9.0)}, tmp_path / "real.pt")
     image = from_torch_file(tmp_path / "real.pt", chunk_bytes=CHUNK_BYTES, ranks=2)
     rig.save(image, 1, None)
@@ -177,7 +177,7 @@ def test_a_flip_on_the_way_to_the_store_is_found_by_reading_back(rig: _Rig, tmp_
     pending: list[Flip] = []
 
     def flipping(name: str, data: bytes) -> bool:
-        """When the manifest comes, the file is there and has not been read back."""
+        """Flip when the manifest is written: the file exists by then, but has not been read back."""
         file = name.removesuffix(".json") + ".pt"
         if pending and file in rig.store.objects and name.startswith("step-"):
             rig.store.objects[file] = pending.pop().applied(rig.store.objects[file])

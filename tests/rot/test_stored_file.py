@@ -1,7 +1,7 @@
-"""A byte of a stored file flips: restore takes the step before and names both, `verify` names exactly the tensors.
+"""A byte of a stored file flips: restore takes the previous step and names both, `verify` names exactly the tensors.
 
-Every byte of the file lies under a chunk's CRC: zip headers, the pickle, its padding, tensor bytes, descriptors, the
-central directory. No flip is harmless here: all must be seen.
+A chunk's CRC covers every byte of the file: zip headers, the pickle, its padding, tensor bytes, descriptors, the
+central directory. Therefore every flip must be detected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OLDER, NEWER = 7, 8
 
 
 def _tree(seed: int) -> dict[str, Any]:
-    """Tensors of less and of more than a chunk, tied ones, several dtypes, and plain values."""
+    """Return tensors smaller and larger than a chunk, tied ones, several dtypes, and plain values."""
     made = torch.Generator().manual_seed(seed)
     weight = torch.randn(40, 64, generator=made)
     blob = torch.frombuffer(
@@ -57,7 +57,7 @@ def _tree(seed: int) -> dict[str, Any]:
 
 
 class _Holder:
-    """An object of the state that keeps what it is given."""
+    """An object of the state that keeps the restored value."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self.tree = tree
@@ -101,7 +101,7 @@ def _expected(seed: int) -> dict[str, Any]:
 
 
 class _Run:
-    """Two checkpoints on disk, of which the newer one gets flips."""
+    """Two checkpoints on disk; flips go to the newer one."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -114,7 +114,7 @@ class _Run:
         self.path.write_bytes(flip.applied(self.whole))
 
     def region(self, offset: int) -> str:
-        """What a byte of the newer file is, from the manifest alone."""
+        """Return the kind of a byte in the newer file, from the manifest alone."""
         entries = self.newer.entries
         found = bisect.bisect_right([entry.offset for entry in entries], offset) - 1
         if found < 0:
@@ -150,7 +150,7 @@ def test_verify_names_exactly_the_tensors_that_were_hit(run: _Run) -> None:
     store = PosixStore(run.root)
     assert verify_file(store, run.newer).ok
     hit: Counter[str] = Counter()
-    # Random over the whole file, then as many in tensor bytes alone.
+    # Random flips over the whole file, then as many in tensor bytes only.
     tensor_offsets = [
         offset
         for entry in run.newer.entries
@@ -206,7 +206,7 @@ def test_restore_takes_the_step_before_and_names_both(run: _Run, caplog: pytest.
 
 
 def test_every_byte_that_is_no_tensor_is_seen_by_restore(run: _Run) -> None:
-    """Head and directory are parsed before their chunks are checked: the likeliest place for a wrong turn."""
+    """Head and directory are parsed before their chunks are checked, so damage there could mislead the reader."""
     offsets = [n for n in range(len(run.whole)) if run.region(n) != "tensor"]
     for flip in flips("structure", len(offsets)):
         _restore_past(run, Flip(offsets[flip.offset], flip.mask), 1)

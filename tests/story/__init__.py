@@ -1,1 +1,1 @@
-"""One real job for each store: killed, resumed, and compared bit for bit with the run that nobody killed."""
+"""One real job for each store: killed, resumed, and compared bit for bit with an uninterrupted run."""

@@ -1,4 +1,4 @@
-"""The main job on real parts: trained, killed, started again as a fresh cluster that knows only the store's URL."""
+"""The main job in real processes: trained, killed, and resumed by a fresh cluster that knows only the store's URL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def local(tmp_path: Path) -> Cluster:
 
 
 def check_files(store: Path) -> None:
-    """Every published file opens without holdfast; nothing partial is to be seen."""
+    """Every published file opens without holdfast; no partial file is visible."""
     files = sorted(store.glob("*.pt"))
     assert files
     proofs = {proof_name(path.name) for path in files}  # of the steps that a job has lived to take
@@ -44,7 +44,7 @@ def test_a_killed_run_continues_bit_for_bit(local: Cluster, reference: Path) -> 
 
 
 def check_killed_and_continued(local: Cluster, reference: Path, *, ulfm: bool) -> None:
-    """Kill all ranks in the middle, start again, compare with the run that nobody killed."""
+    """Kill all ranks in mid-run, restart, compare with the uninterrupted run."""
     with local.start(2, *RUN, str(PAUSE_AT), ulfm=ulfm) as job:
         kill_ranks(local, job, 2, 1, saved=SAVED)
         job.wait(60)

@@ -31,7 +31,7 @@ IMAGE_BYTES_MIN = 20 << 20  # larger than the ring, and at least four parts
 
 
 class Finished(NamedTuple):
-    """An uninterrupted run."""
+    """A finished, uninterrupted run."""
 
     place: S3Place
     out: Path
@@ -39,7 +39,7 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="module")
 def uninterrupted(moto_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """The run that is never killed, on moto: the reference for the killed one, and itself under test."""
+    """Run without a kill, on moto: the reference for the killed run, and a test of its own."""
     env = s3_environment(moto_endpoint, "testing", "testing")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
@@ -58,13 +58,13 @@ def _cluster(directory: Path, place: S3Place) -> Cluster:
 
 
 def published(place: S3Place) -> list[CatalogItem]:
-    """What the run's catalogue lists."""
+    """Return the items of the run's catalog."""
     with contextlib.closing(cast(Retrying, open_store(place.url("team/run")))) as store:
         return list(Catalog(store).list())
 
 
 def check_bucket(place: S3Place, steps: set[int]) -> list[CatalogItem]:
-    """In the bucket: these steps, whole, each with its manifest, and the claims. Nothing else, nothing open."""
+    """The bucket has exactly these complete steps, each with its manifest, and the claims; no upload is open."""
     items = published(place)
     assert {item.step for item in items} == steps
     client = plain_client()
@@ -99,7 +99,7 @@ def check_bucket(place: S3Place, steps: set[int]) -> list[CatalogItem]:
 
 
 def pull_all(place: S3Place, steps: set[int], destination: Path) -> list[Path]:
-    """`holdfast pull` of every step."""
+    """Run `holdfast pull` for every step."""
     destination.mkdir()
     pulled = []
     for step in sorted(steps):
@@ -113,7 +113,7 @@ def pull_all(place: S3Place, steps: set[int], destination: Path) -> list[Path]:
 def test_a_killed_run_continues_bit_for_bit_from_swift(
     uninterrupted: Finished, swift_s3: S3Place, tmp_path: Path
 ) -> None:
-    """The ranks are killed right after they saved: that checkpoint is either whole in the store or not there."""
+    """The ranks are killed right after a save: that checkpoint is either complete in the store or absent."""
     cluster = _cluster(tmp_path, swift_s3)
     with cluster.start(2, *RUN, str(KILLED_AT)) as job:
         kill_ranks(cluster, job, 2, 1, saved=SAVED)

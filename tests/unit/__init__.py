@@ -1,1 +1,1 @@
-"""Mirrors the source, file by file: no network, no MPI, one process."""
+"""Unit tests, in folders that mirror the source: no network, no MPI, one process."""

@@ -1,4 +1,4 @@
-"""Every peer writes the whole state, and one that does not is caught: otherwise it would win every table."""
+"""Every peer writes the whole state; one that does not is detected, as it would win every table."""
 
 from __future__ import annotations
 

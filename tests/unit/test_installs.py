@@ -1,4 +1,4 @@
-"""Nothing here installs holdfast by its bare name: on the package index that would be a stranger's package."""
+"""No file installs holdfast by its bare name: on the package index that would be a stranger's package."""
 
 from __future__ import annotations
 

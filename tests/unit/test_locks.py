@@ -1,4 +1,4 @@
-"""requirements.lock and requirements-mpi.lock: whole, with hashes, from no index in particular."""
+"""requirements.lock and requirements-mpi.lock: complete, with hashes, without a fixed index."""
 
 from __future__ import annotations
 

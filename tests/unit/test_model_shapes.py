@@ -1,4 +1,4 @@
-"""The shapes are the models': as many parameters as published, and all of them are in a checkpoint."""
+"""The shapes are the models': the published number of parameters, all of them in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another way to checkpoint, killed and started again: it resumes from a complete save, whatever the kill left."""
+"""Another way to checkpoint, killed and restarted: resumes from a complete save, whatever files the kill left."""
 
 from __future__ import annotations
 

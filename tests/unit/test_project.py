@@ -1,4 +1,4 @@
-"""The project's frame: Makefile, pages, compose file, licence and CI say the same thing, and say what is there."""
+"""The project's frame: Makefile, pages, compose file, licence and CI agree with each other and with the tree."""
 
 from __future__ import annotations
 

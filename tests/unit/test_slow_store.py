@@ -1,4 +1,4 @@
-"""A store that another job shares takes its bytes at the rest of the rate; the whole rate comes back."""
+"""A store shared with another job runs at the rest of its rate; later the full rate is back."""
 
 from __future__ import annotations
 

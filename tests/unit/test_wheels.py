@@ -1,4 +1,4 @@
-"""A wheel of this source works in environments that have what its metadata asks for, and nothing else."""
+"""A wheel of this source works in an environment with only the packages that its metadata requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two ends of a transport between ranks and stager, each a process of its own, in the same scenes over each.
+"""The two ends of a transport between ranks and stager, in separate processes, with the same scenes for each transport.
 
     mpirun -n 2 python -m tests.conformance.jobs.transport mpi rank : -n 1 python -m … mpi stager
     python -m … tcp stager PORT-FILE          python -m … tcp rank PORT-FILE RANK
@@ -33,7 +33,7 @@ _SIZES = (0, 1, 100, 65_535, 65_536, 1_000_000, 9_000_000)
 
 
 def pattern(rank: int, seed: int, nbytes: int) -> bytes:
-    """Bytes that tell whose they are, and where each belongs."""
+    """Return bytes that depend on rank, seed and position."""
     return bytes((rank * 101 + seed * 31 + place * 7) % 251 for place in range(min(nbytes, 2510))) * (
         nbytes // 2510 + 1
     )
@@ -47,7 +47,7 @@ def _frame(kind: Kind, step: int, body: bytes = b"", arg: int = 0) -> bytes:
 
 
 class StagerEnd:
-    """Polls the port, and keeps what comes until a scene asks for it."""
+    """Polls the port, and queues messages and losses until a scene takes them."""
 
     def __init__(self, port: TrainersPort) -> None:
         self.port = port
@@ -55,14 +55,14 @@ class StagerEnd:
         self.lost: list[tuple[int, str]] = []
 
     def turn(self) -> None:
-        """Look once at everything that has come."""
+        """Poll the port once, and queue all events."""
         seen = self.port.poll()
         for rank, message in seen.messages:
             self.messages[rank].append(wire.decode(message))
         self.lost += seen.lost
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Turn until the condition holds."""
+        """Poll until the condition holds."""
         deadline = time.monotonic() + _SECONDS_MAX
         while not condition():
             if time.monotonic() > deadline:
@@ -71,14 +71,14 @@ class StagerEnd:
             time.sleep(0.0005)
 
     def take(self, rank: int, kind: Kind) -> wire.Frame:
-        """The next message of this rank, which must be of this kind."""
+        """Return the rank's next message, which must be of this kind."""
         self.until(lambda: bool(self.messages[rank]), f"{kind.name} of rank {rank}")
         frame = self.messages[rank].pop(0)
         assert frame.kind is kind, f"rank {rank} sent {frame.kind.name}, expected {kind.name}"
         return frame
 
     def receive(self, rank: int, slot: int) -> int:
-        """Wait for a payload; how many bytes have come."""
+        """Wait for a payload; return the number of bytes received."""
         found: list[int] = []
 
         def look() -> bool:
@@ -92,7 +92,7 @@ class StagerEnd:
 
 
 def _messages_stager(end: StagerEnd) -> None:
-    """Messages of all sizes, both ways, in order; thousands at once; each exactly once."""
+    """Messages of all sizes arrive both ways, in order and exactly once, thousands at a time."""
     for rank in range(RANKS):
         for step, nbytes in enumerate(_SIZES):
             frame = end.take(rank, Kind.DONE)
@@ -128,7 +128,7 @@ _PIECES: tuple[tuple[Extent, ...], ...] = (
 
 
 def _payloads_stager(end: StagerEnd) -> None:
-    """Payloads of both ranks at once, whole and scattered: each byte in its place, and no other one is touched."""
+    """Concurrent payloads of both ranks, contiguous and scattered, put each byte in its place and touch no other."""
     slots = [bytearray(b"\xff" * SLOT_BYTES) for _ in range(RANKS * len(_PIECES))]
     for number, pieces in enumerate(_PIECES):
         for rank in range(RANKS):
@@ -160,7 +160,7 @@ def _payloads_rank(port: RankEnd) -> None:
 
 
 def _withdrawn_stager(end: StagerEnd) -> None:
-    """A withdrawn place takes nothing, and the same slot takes the next payload of its rank."""
+    """A cancelled receive takes no bytes, and its slot takes the rank's next payload."""
     memory = bytearray(SLOT_BYTES)
     end.port.post(0, 3, memoryview(memory), (Extent(0, 1000),))
     end.port.cancel(0, 3)
@@ -177,7 +177,7 @@ def _withdrawn_rank(port: RankEnd) -> None:
 
 
 def _short_stager(end: StagerEnd) -> None:
-    """A payload that is too short is told with the size that came."""
+    """A payload that is too short is reported with the received size."""
     end.port.post(1, 2, memoryview(bytearray(SLOT_BYTES)), (Extent(0, 5000),))
     end.port.send(1, _frame(Kind.CREDIT, 2, arg=2))
     assert end.receive(1, 2) == 4000
@@ -189,12 +189,12 @@ def _short_rank(port: RankEnd) -> None:
 
 
 def _death_stager(end: StagerEnd) -> None:
-    """A rank that leaves is not lost; one that dies is, once, and what it had said before is heard."""
+    """A rank that leaves is not lost; one that dies is lost once, after its earlier messages are delivered."""
     end.port.send(1, _frame(Kind.FAILED, 9))
     assert end.take(1, Kind.DECLINE).step == 9
     end.until(lambda: bool(end.lost), "rank 1 to be lost")
     assert [rank for rank, _ in end.lost] == [1], end.lost
-    end.port.send(1, _frame(Kind.FAILED, 10))  # to a lost rank: nothing
+    end.port.send(1, _frame(Kind.FAILED, 10))  # to a lost rank: must do nothing
     end.port.send(0, _frame(Kind.FAILED, 10))
     end.take(0, Kind.BYE)
     end.port.left(0)
@@ -210,7 +210,7 @@ def _death_rank(port: RankEnd) -> None:
         port.take(Kind.FAILED)
         port.port.send(_frame(Kind.DECLINE, 9))
         deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline:  # so that it has left this process
+        while time.monotonic() < deadline:  # until the message has left this process
             port.port.poll()
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -222,14 +222,14 @@ def _death_rank(port: RankEnd) -> None:
 
 
 class RankEnd:
-    """Polls the port, and keeps what comes until a scene asks for it."""
+    """Polls the port, and queues messages until a scene takes them."""
 
     def __init__(self, port: StagerPort, rank: int) -> None:
         self.port, self.rank = port, rank
         self._messages: list[wire.Frame] = []
 
     def take(self, kind: Kind) -> wire.Frame:
-        """The stager's next message, which must be of this kind."""
+        """Return the stager's next message, which must be of this kind."""
         deadline = time.monotonic() + _SECONDS_MAX
         while not self._messages:
             assert time.monotonic() < deadline, f"rank {self.rank} waits for {kind.name}"
@@ -240,7 +240,7 @@ class RankEnd:
         return frame
 
     def send_payload(self, payload: bytes, slot: int, sizes: Sequence[int]) -> None:
-        """Send it, and wait until its memory may change."""
+        """Send a payload, and wait until its memory may change."""
         handle = self.port.send_payload(memoryview(payload), slot, sizes)
         deadline = time.monotonic() + _SECONDS_MAX
         while not self.port.sent(handle):
@@ -254,11 +254,11 @@ SCENES: dict[str, tuple[Callable[[StagerEnd], None], Callable[[RankEnd], None]]]
     "payloads": (_payloads_stager, _payloads_rank),
     "withdrawn": (_withdrawn_stager, _withdrawn_rank),
     "short": (_short_stager, _short_rank),
-    "death": (_death_stager, _death_rank),  # the last one
+    "death": (_death_stager, _death_rank),  # must come last: a rank dies
 }
 
 
-# -- how each transport begins ---------------------------------------------------------------------------------------
+# -- setup of each transport ---------------------------------------------------------------------------------------
 
 _KEY = b"k" * 32
 _INCARNATION = b"i" * 16
@@ -326,7 +326,7 @@ def _rank_over_tcp(port_file: Path, rank: int, *, with_tls: bool) -> RankEnd:
 
 
 def main() -> None:
-    """See the module."""
+    """Run one end of one transport."""
     transport, role, *rest = sys.argv[1:]
     if role == "stager":
         end = StagerEnd(
@@ -337,7 +337,7 @@ def main() -> None:
         for name, (stager, _) in SCENES.items():
             stager(end)
             print(f"held {name}", flush=True)
-        os._exit(0)  # a rank is dead: MPI_Finalize would wait for it
+        os._exit(0)  # MPI_Finalize would wait for the dead rank
     rank = (
         _rank_over_mpi()
         if transport == "mpi"
@@ -345,9 +345,7 @@ def main() -> None:
     )
     for _, of_rank in SCENES.values():
         of_rank(rank)
-    if (
-        transport == "mpi"
-    ):  # a process of an MPI job that ends before the others is dead to them, whatever it said
+    if transport == "mpi":  # in an MPI job, a process that ends before the others counts as dead
         time.sleep(_STAYS_SECONDS)
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""Trains past its best step, or goes back to it.
+"""Trains past its best step, or returns to it.
 
-`python best.py OUT LOSS… [--best METRIC]`. Each LOSS is a step, evaluated and saved; the ranks say different ones. With
---best the ranks first restore the best. OUT gets, per rank, the step to run first and the digest of the model then, and
+`python best.py OUT LOSS… [--best METRIC]`. Each LOSS is a step, evaluated and saved; the ranks report different ones.
+With --best the ranks first restore the best. OUT gets, per rank, the first step, the digest of the model before it, and
 the digest after each step.
 """
 
@@ -22,7 +22,7 @@ DURABLE_SECONDS_MAX = 60.0
 
 
 def digest(model: torch.nn.Module) -> str:
-    """SHA-256 of all bits of the parameters."""
+    """Return the SHA-256 of all bits of the parameters."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         found.update(parameter.detach().numpy().tobytes())

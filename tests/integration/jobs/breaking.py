@@ -1,9 +1,8 @@
-"""Two ranks, of which one breaks: `python breaking.py OUT HOW`; what each rank met goes to OUT/met-RANK as JSON.
+"""Two ranks, one of which breaks: `python breaking.py OUT HOW`; each rank's errors go to OUT/met-RANK as JSON.
 
-HOW: a thread that dies on rank 1 (`copy`, `link`, `lane`, `council`, `watch`, `payloads`, `reconnect`): a bug
-is planted in it after the first checkpoints. Or how the script itself ends: `raise` on rank 1, which the others wait
-for; `all`; `exit`, by `sys.exit(3)`; `done`, by `sys.exit(0)`; `stop`, by Ctrl-C; `generator`: the loop is a generator
-that is closed.
+HOW: a thread of rank 1 (`copy`, `link`, `lane`, `council`, `watch`, `payloads`, `reconnect`) that gets a bug after the
+first checkpoints. Or how the script ends: `raise` on rank 1, while the others wait for it; `all`; `exit`, by
+`sys.exit(3)`; `done`, by `sys.exit(0)`; `stop`, by Ctrl-C; `generator`: the loop is a generator that is closed.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def plant(how: str, checkpointer: Checkpointer) -> None:
 
 
 def meet(checkpointer: Checkpointer, step: int) -> None:
-    """Until the step is safe, or known not to be."""
+    """Wait until the step is safe, or has failed."""
     deadline = time.monotonic() + MEET_SECONDS_MAX
     while time.monotonic() < deadline and max(checkpointer.staged_step, checkpointer.kept_step) < step:
         if checkpointer.stats.declined + checkpointer.stats.failed or checkpointer.stats.skipped:
@@ -82,7 +81,7 @@ def train(checkpointer: Checkpointer, value: torch.Tensor, how: str, saved: list
 
 
 def stop_the_flusher(checkpointer: Checkpointer) -> None:
-    """From now on nothing becomes durable; the steps before are."""
+    """Stop the flusher once earlier steps are durable; later ones cannot be."""
     while checkpointer.durable_step < BREAKS_AT - 1:
         time.sleep(0.01)
     torch.distributed.barrier()

@@ -1,11 +1,10 @@
-"""A training job whose state is changed in one of the ways of tests/support/changes.py, and saved after every update.
+"""A training job that changes its state in one of the ways of tests/support/changes.py, and saves after every update.
 
-`python changing.py OUT TRAINING SAVES [OPTION …]`, of which `--from STEP` and `--drawn STEP,STEP`. Writes to OUT what
-was there at each save: `STEP.json`, the CRC-32 of each tensor by its path; and how each rank counted: `stats-
-RANK.json`. `--blind`: nothing is detected, nothing waits. `--trusting`: nothing waits, so that detection stands
-alone. `--from`: the first step that changes a few bytes. `--drawn`: the saves after which the whole state is
-compared, beside those before anything is proven. `--only`: one rank alone changes a few bytes, and each writes
-`truth-STEP-RANK.pt`, its own state at each save.
+`python changing.py OUT TRAINING SAVES [OPTION …]`. Writes the state at each save to OUT: `STEP.json` has the CRC-32 of
+each tensor by path, `stats-RANK.json` a rank's counters. Options: `--blind`: no detection, no waits. `--trusting`: no
+waits, to test detection alone. `--from STEP`: the first step that changes a few bytes. `--drawn STEP,STEP`: saves after
+which the whole state is compared, in addition to those before the hooks are proven. `--only`: only one rank changes a
+few bytes, and each writes its own state at each save to `truth-STEP-RANK.pt`.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ BATCH_SECONDS = 0.002
 
 
 def sums(tree: Any) -> dict[str, int]:
-    """CRC-32 of each tensor of a state, by its path."""
+    """Return the CRC-32 of each tensor of a state, by path."""
     found = tensor_paths(tree)
     return {named.path: crc32(named.tensor.detach().contiguous().numpy().tobytes()) for named in found}
 
 
 def kinds() -> dict[str, type[changes.Training]]:
-    """All trainings, by name."""
+    """Return all trainings, by name."""
     every = (*changes.WAITING, *changes.TEARING, *changes.FEW_BYTES, *changes.OF_ALL)
     return {kind.__name__: kind for kind in every} | changes.PACKAGES
 

@@ -1,9 +1,8 @@
-"""A job under `holdfast rank` whose ranks end in a way that is asked for: `python coded.py OUT HOW [OPTION]…`.
+"""A job under `holdfast rank` whose ranks end as requested: `python coded.py OUT HOW [OPTION]…`.
 
-HOW: `done`; `raise`, on rank 1; `leave` at a notice, as a script does that is told to stop; `pause`, so that rank 1 can
-be killed (with CODED_KILLS in the environment it kills itself); `early`, the same before the first checkpoint. Rank 0
-meets the loss of rank 1 in a collective call. Each wrapper's exit code goes to OUT/code-RANK. The options are those of
-the wrapper.
+HOW: `done`; `raise`, on rank 1; `leave`, at a notice; `pause`, so that rank 1 can be killed (with CODED_KILLS in the
+environment it kills itself); `early`, the same before the first checkpoint. Rank 0 notices the loss of rank 1 in a
+collective call. Each wrapper's exit code goes to OUT/code-RANK. The options are the wrapper's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PAUSE_SECONDS_MAX = 240.0
 
 
 def main() -> None:
-    import torch  # which the process around `holdfast rank` does without
+    import torch  # only here: the process around `holdfast rank` does not need torch
 
     from trainer_side import Checkpointer, init_torch_distributed
 

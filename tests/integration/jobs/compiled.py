@@ -1,6 +1,6 @@
 """A DDP training whose step is compiled whole, `checkpointer.step` included: `compiled.py OUT STEPS BACKEND [PAUSE]`.
 
-At PAUSE steps it waits until a checkpoint is complete, says so, and stands still until it is killed.
+After PAUSE steps the job waits until a checkpoint is complete, reports that, and waits for the kill.
 """
 
 from __future__ import annotations

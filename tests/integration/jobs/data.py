@@ -1,8 +1,7 @@
-"""A training job that reads through a loader with workers and prefetch, for tests of which samples it trains on.
+"""A training job whose loader has workers and prefetch, for tests of the samples that it trains on.
 
-`python data.py OUT STEPS EVERY SAMPLES BATCH DIES_AT`: after each step each rank writes a line with what it has
-trained on. Saves every EVERY steps. In the middle of step DIES_AT every rank sends itself SIGKILL, as soon as there is
-a checkpoint to come back to.
+`python data.py OUT STEPS EVERY SAMPLES BATCH DIES_AT`: after each step each rank writes a line with the step's samples.
+Saves every EVERY steps. In the middle of step DIES_AT every rank sends itself SIGKILL, once a checkpoint exists.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ALIVE_SECONDS = 0.2
 
 
 class Noisy(torch.utils.data.Dataset[torch.Tensor]):
-    """Each sample is its number, and a number that is drawn in the worker."""
+    """Each sample is its index, and a random number drawn in the worker."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -51,7 +50,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     steps, every, samples, batch_size, dies_at = (int(word) for word in sys.argv[2:])
     torch.set_num_threads(1)
-    # Workers look so often whether their rank is still there; mpirun ends when the last of them has.
+    # Workers poll this often whether their rank lives; mpirun ends when the last worker has.
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = _ALIVE_SECONDS  # type: ignore[attr-defined]
     rank, ranks = init_torch_distributed("gloo")
     do_without_compiler()

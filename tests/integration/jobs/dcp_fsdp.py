@@ -1,10 +1,10 @@
-"""torch.distributed.checkpoint under FSDP2 on two ranks, without holdfast's own saving: what others write, and read.
+"""torch.distributed.checkpoint under FSDP2 on two ranks, without holdfast: writes and reads others' checkpoints.
 
     python -m tests.integration.jobs.dcp_fsdp save FOLDER TRUTH ROWS
     python -m tests.integration.jobs.dcp_fsdp load FOLDER TRUTH
 
-`save` trains a small net and writes it to FOLDER with dcp.save, with large tensors of ROWS rows beside it; TRUTH has
-the small ones as torch gathers them. `load` fills another net from FOLDER with dcp.load, and compares it with TRUTH.
+`save` trains a small net and writes it, with large tensors of ROWS rows, to FOLDER by dcp.save; TRUTH gets the small
+tensors, gathered by torch. `load` fills another net from FOLDER by dcp.load, and compares it with TRUTH.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Trains under FSDP2 with the objects that users of torch.distributed.checkpoint have, and saves every step.
+"""Trains under FSDP2 with objects like those of torch.distributed.checkpoint's users, and saves every step.
 
     python dcp_states.py OUT STEPS TRUTHS PAUSE_AT
 
-Two nets, each in one object whose `state_dict()` is torch's `get_state_dict()`: one by default, one with the state of
-its optimizer flat. Beside them are rows that say by `__create_chunk_list__()` where they lie. Before each save rank 0
-writes `TRUTHS/STEP.pt`, in which torch has gathered all. A job that was restored writes `OUT/restored.json`: from which
-step, and which values differ from the truth of that step. After step PAUSE_AT the ranks stand still until they are
-killed.
+Two nets, each in one object whose `state_dict()` is torch's `get_state_dict()`: one with the defaults, one with a flat
+optimizer state. Also rows that describe their place by `__create_chunk_list__()`. Before each save rank 0 writes the
+whole state, gathered by torch, to `TRUTHS/STEP.pt`. A restored job writes to `OUT/restored.json` the step, and the
+values that differ from its truth. After step PAUSE_AT the ranks wait to be killed.
 """
 
 from __future__ import annotations

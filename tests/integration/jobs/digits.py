@@ -1,6 +1,6 @@
-"""What the jobs of tests/integration/test_frameworks.py share: what a rank trained on, and a place to be killed at.
+"""Shared by the jobs of tests/integration/test_frameworks.py: a record of each rank's training, a pause for the kill.
 
-Each of them is called `python JOB.py OUT PAUSE_AT …`, the rest being the arguments of the example it runs.
+Run a job as `python JOB.py OUT PAUSE_AT …`; the rest are the arguments of its example.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAUSE_SECONDS_MAX = 240
 
 
 class Watcher:
-    """Writes this rank's pid, losses and final state into `out`; stands still after `pause_at` steps."""
+    """Writes this rank's pid, losses and final state into `out`; pauses after `pause_at` steps."""
 
     def __init__(self) -> None:
         self.out, self._pause_at = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
@@ -29,12 +29,12 @@ class Watcher:
         self._rank = -1
 
     def begin(self, rank: int) -> None:
-        """The rank is known."""
+        """Start once the rank is known."""
         self._rank = rank
         (self.out / f"pid-{rank}").write_text(str(os.getpid()))
 
     def step(self, done: int, **seen: Any) -> None:
-        """`done` steps are done; `seen` must be the same in a run that resumed."""
+        """Record that `done` steps are done; `seen` must be the same in a resumed run."""
         with (self.out / f"losses-{self._rank}").open("a") as lines:
             lines.write(json.dumps({"step": done - 1, **seen}) + "\n")
         if done == self._pause_at:
@@ -43,7 +43,7 @@ class Watcher:
             sys.exit("nobody killed this rank")
 
     def end(self, **state: Any) -> None:
-        """Training is done. This rank's part of a split tensor is written."""
+        """Write the final state; of a split tensor, this rank's part."""
         torch.save(_local(state), self.out / f"final-{self._rank}.pt")
 
 

@@ -45,7 +45,7 @@ _watcher.end(
     schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     loops=trainer.fit_loop.state_dict(),
     stopping=stopping.state_dict(),
-    loss=trainer.callback_metrics["loss"],  # of the validation at the end of the last epoch
+    loss=trainer.callback_metrics["loss"],  # from the validation at the end of the last epoch
     random=torch.rand(4),
 )
 torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One rank that hands odd things over at the door of the API: `python doors.py OUT CASE…`; says what came."""
+"""One rank that passes odd arguments to the API: `python doors.py OUT CASE…`; prints the result of each case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_side import Checkpointer, PerRank
 
 
 class Headed(torch.nn.Module):
-    """A module with extra state in bytes, as those of some libraries have."""
+    """A module with extra state in bytes, as in some libraries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def in_child(how: str, checkpointer: Checkpointer, state: dict[str, Any]) -> Non
     if how == "error":
         sys.excepthook = lambda *_: None
         checkpointer.step(7)
-    sys.exit(0)  # with all that is registered for the exit of the parent
+    sys.exit(0)  # runs the parent's exit handlers, too
 
 
 class Asking(torch.utils.data.Dataset[str]):

@@ -1,9 +1,9 @@
-"""A training job in which one rank's replicas go astray, or none do.
+"""A training job in which one rank's replicas drift, or none do.
 
-`python drifting.py OUT SCENARIO STEPS`. Scenarios: `none`; `element`: from step 2 on one element of `head.weight` on
-the last rank is another one; `tensor`: all of it; `hidden`: one element of a tensor of which a checkpoint sees only
-every 17th row. Dropout, and BatchNorm's statistics, differ between ranks by nature. Writes to OUT, per rank: how many
-steps failed, and why.
+`python drifting.py OUT SCENARIO STEPS`. Scenarios: `none`; `element`: from step 2 on the last rank has a different
+element in `head.weight`; `tensor`: all elements differ; `hidden`: one element of a tensor of which a checkpoint samples
+every 17th row. Dropout, and BatchNorm's statistics, differ between ranks by nature. Writes to OUT, per rank, the number
+of failed steps, and why they failed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, init_torch_distributed
 
 FEATURES, WIDTH = 16, 64
-HIDDEN_NUMEL = 17 * 64 * 16  # float32: 17 times the 64 rows of 64 bytes that a checkpoint looks at
-HIDDEN_ELEMENT = HIDDEN_NUMEL // 2 + 160  # in a row that is looked at soon, but not at once
+HIDDEN_NUMEL = 17 * 64 * 16  # float32: 17 times the 64 rows of 64 bytes that a checkpoint samples
+HIDDEN_ELEMENT = HIDDEN_NUMEL // 2 + 160  # in a row that is sampled soon, but not at once
 DRIFT_AT = 2
 WAIT_SECONDS_MAX = 120.0
 
@@ -83,7 +83,7 @@ def drift(net: Net, scenario: str) -> None:
 
 
 def wait_for_verdict(checkpointer: Checkpointer) -> None:
-    """Each step is then taken, or refused for its content."""
+    """Wait for the verdict, so that each step is accepted, or refused only for its content."""
     deadline = time.monotonic() + WAIT_SECONDS_MAX
     while checkpointer._parts.areas.in_flight() or not checkpointer._tiers.is_idle:
         assert time.monotonic() < deadline

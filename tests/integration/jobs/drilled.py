@@ -1,8 +1,8 @@
 """A script for `holdfast drill`: `python drilled.py STEPS EVERY [BUG]`, with dropout, and data by a ResumableSampler.
 
-BUG is a mistake that only a restart shows: `rng` does not save the random numbers, `data` not the place in the data;
-`ahead` draws each batch by chance before the checkpoint of the step before, as nanoGPT does. A log with times, as
-Trainer keeps one, is in the state.
+BUG is a mistake that only a restart reveals: `rng` does not save the random state, `data` does not save the position in
+the data; `ahead` draws each random batch before the previous step's checkpoint, as nanoGPT does. The state includes a
+log with times, like Trainer's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAMPLES, FEATURES, BATCH, STEP_SECONDS = 64, 8, 4, 0.05
 
 
 class Log:
-    """What was measured at each fifth step, as JSON."""
+    """A log of every fifth step, saved as JSON."""
 
     def __init__(self) -> None:
         self._entries: list[dict[str, float]] = []
@@ -38,7 +38,7 @@ class Log:
 
 
 class Chance:
-    """Batches by chance, from a generator of its own."""
+    """Random batches, from a generator of its own."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)

@@ -1,9 +1,8 @@
-"""A training job whose every tensor says which step it belongs to: a checkpoint that mixes two steps is seen at once.
+"""A training job that writes its step number into every tensor, so that a checkpoint with two steps is detected.
 
-`python fingerprint.py SAVES [--no-gate] [--layers] [--sharded]`: train as fast as the machine can, save after every
-step, until SAVES are staged. As in any data-parallel training, the ranks meet once per step. `--layers`: with an
-optimizer that updates layer by layer while the rest is still being copied. `--sharded`: each rank has a part of each
-tensor.
+`python fingerprint.py SAVES [--no-gate] [--layers] [--sharded]`: train at full speed and save after every step, until
+SAVES are staged. As in any data-parallel training, the ranks meet once per step. `--layers`: the optimizer updates
+layer by layer while the rest is still being copied. `--sharded`: each rank has a part of each tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ TENSORS, NUMEL, STEPS_MAX = 120, 8 * 1024, 20_000
 
 
 class Stamp(torch.optim.Optimizer):
-    """Writes the number of its update into every parameter and its state: the fastest training there is."""
+    """Writes the number of its update into every parameter and its state, as a very fast training."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         super().__init__(params, {})
@@ -66,7 +65,7 @@ def main() -> None:
     progress = {"updates": 0}
     checkpointer = Checkpointer({"model": model, "optimizer": optimizer, "progress": progress})
     if not gated:
-        see_nothing()  # else a torn copy is withdrawn
+        see_nothing()  # otherwise a torn copy is withdrawn
         checkpointer._copier.gate.remove()
     for step in range(STEPS_MAX):
         optimizer.step()

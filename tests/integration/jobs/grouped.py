@@ -1,8 +1,8 @@
-"""A training with loaders that have workers, told to end by SIGTERM to all its processes: `python grouped.py OUT HOW`.
+"""A training whose loaders have workers, ended by SIGTERM to all its processes: `python grouped.py OUT HOW`.
 
-HOW: `early`: each step stands still before its update, so the loader raises in the middle of a step that has changed
-nothing but the sampler's place and the random numbers; `late`: it stands still after the update, before `step()`;
-`plain`: nobody stands still. OUT/standing-RANK says that step 5 stands still; OUT/final-RANK.pt is the end.
+HOW: `early`: step STANDS_AT pauses before its update, so the loader raises in a step that has only changed the
+sampler's position and the random state; `late`: the step pauses after the update, before `step()`; `plain`: no pause.
+OUT/standing-RANK appears at the pause; OUT/final-RANK.pt has the final state.
 """
 
 from __future__ import annotations

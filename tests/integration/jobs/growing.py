@@ -1,6 +1,6 @@
-"""A job whose state changes under way: no moments, then moments; then plain values that outgrow their room.
+"""A job whose state changes during the run: no moments, then moments; then plain values that outgrow their room.
 
-`python growing.py`: exits non-zero, and says what, if a save is not taken as it should be.
+`python growing.py`: exits non-zero with a message if a save has an unexpected result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROWN = 300_000  # characters; the room set aside for plain values is 64 KiB
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Look again and again, not for ever."""
+    """Poll until `condition()`, with a time limit."""
     deadline = time.monotonic() + SECONDS_MAX
     while not condition():
         assert time.monotonic() < deadline, f"it did not happen within {SECONDS_MAX} s"
@@ -36,7 +36,7 @@ def settle(checkpointer: Checkpointer, step: int) -> None:
 
 
 def buffers() -> list[weakref.ref[Staging]]:
-    """All staging buffers that are alive."""
+    """Return weak references to all live staging buffers."""
     gc.collect()
     return [weakref.ref(found) for found in gc.get_objects() if isinstance(found, Staging)]
 

@@ -1,9 +1,9 @@
-"""A training loop that saves after every step, and says what its script was told when something is wrong.
+"""A training loop that saves after every step, and records the errors that its script gets.
 
 `python guarded.py OUT SCENARIO STEPS`. Scenarios: `plain`; `hold`: wait after the first step until OUT/go is there;
 `layouts`: rank 1 has another model; `untiered`: rank 1 has no local tiers; `numpy-rank-0`: an array in the
 state; `rank-0-alone`: only rank 0 calls `step()`, and rank 1 waits for it as in a collective call. In the first four
-each step waits until it is durable. Writes to OUT, per rank: how far it came, what it restored, and the error that
+each step waits until it is durable. Writes to OUT, per rank: the last step, the restored step, and the error that
 ended it.
 """
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def train(out: Path, scenario: str, steps: int, rank: int, said: dict[str, Any]) -> None:
-    """Every parameter is the number of the step."""
+    """Train: every parameter is the number of the step."""
     wide = scenario == "layouts" and rank == 1
     model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 30 if wide else 20))
     state: dict[str, Any] = {"model": model, "extra": {"history": [0.5, 1.5]}}

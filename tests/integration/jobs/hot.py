@@ -1,7 +1,7 @@
-"""Ranks with a stager: they save and die by SIGKILL, or restore, report what came from where, and die as well.
+"""Ranks with a stager: they save and die by SIGKILL, or restore, report the sources of their bytes, and die.
 
-python hot.py OUT save durable|staged STEPS…     the last of STEPS is so, when they die
-python hot.py OUT restore [STEPS…]               the newest, then each of these; OUT/restored-RANK.json
+python hot.py OUT save durable|staged STEPS…     the ranks die when the last of STEPS is in that state
+python hot.py OUT restore [STEPS…]               restore the newest, then each of STEPS; OUT/restored-RANK.json
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from holdfast.store.retrying import Retrying
 from holdfast.store.wrapper import StoreWrapper
 from trainer_side import Checkpointer, PerRank
 
-SIZES = (60_000, 7, 20_000)  # 320,028 bytes and what the zip adds: 5 chunks of 64 KiB
+SIZES = (60_000, 7, 20_000)  # 320,028 bytes plus zip overhead: 5 chunks of 64 KiB
 _requests: list[str] = []
 
 
 def model(step: int) -> nn.ParameterList:
-    """Parameters of that step: no two chunks are the same."""
+    """Return the parameters of a step, in which no two chunks are equal."""
     return nn.ParameterList(torch.arange(size, dtype=torch.float32) + step * 1000 for size in SIZES)
 
 
 def count_reads() -> None:
-    """Note each read of a checkpoint's bytes from the store."""
+    """Record each read of a checkpoint's bytes from the store."""
     read_into = Retrying.read_into
 
     def counted(self: StoreWrapper, name: str, offset: int, buffer: memoryview) -> None:
@@ -42,7 +42,7 @@ def count_reads() -> None:
 
 
 def save(saving: Checkpointer, live: nn.ParameterList, own: PerRank, until: str, steps: list[int]) -> None:
-    """Take the steps one after the other."""
+    """Save the steps one after the other."""
     for step in steps:
         with torch.no_grad():
             for one, value in zip(live, model(step), strict=True):
@@ -58,7 +58,7 @@ def save(saving: Checkpointer, live: nn.ParameterList, own: PerRank, until: str,
 def bring_back(
     saving: Checkpointer, live: nn.ParameterList, own: PerRank, step: int | None
 ) -> dict[str, Any]:
-    """Restore, and say how it went."""
+    """Restore, and return a report."""
     _requests.clear()
     saving.restore(step=step)
     found = saving.restored
@@ -75,7 +75,7 @@ def bring_back(
 
 
 def main() -> None:
-    """As the arguments say."""
+    """Run the command in the arguments."""
     out, what, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     out.mkdir(parents=True, exist_ok=True)
     count_reads()

@@ -1,9 +1,9 @@
-"""The train.py of the pods in tests/infra: it adds one in each step, and stands by in the middle until a pod goes.
+"""The train.py of the pods in tests/infra: adds one in each step, and waits in mid-run until a pod is gone.
 
 OUT in the environment is a folder that outlives the pods. OUT/start-RANK gets the first step of each start. At step
-MET_AT OUT/ready-RANK appears, and the ranks go on without counting until a notice comes, or a rank is killed; once
-OUT/go-on is there they do not wait. At a notice they leave, with OUT/stay they do not. With OUT/bug rank 1 raises an
-exception. OUT/final-RANK has the number counted.
+MET_AT each rank creates OUT/ready-RANK and keeps stepping without counting until a notice comes or a rank is killed; if
+OUT/go-on exists, ranks do not wait. At a notice they leave, unless OUT/stay exists. With OUT/bug rank 1 raises an
+exception. OUT/final-RANK has the final count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def counted_after(first: int) -> int:
-    """What is counted at the end of a run whose last start began at step `first`: no step is left out or done twice."""
+    """Return the final count of a run whose last start began at step `first`, if no step is skipped or repeated."""
     return STEPS if first <= MET_AT else MET_AT + 1 + EVERY
 
 
@@ -51,7 +51,7 @@ def _stand_by(out: Path, checkpointer: Checkpointer, step: int, rank: int) -> No
         torch.distributed.all_reduce(torch.ones(1))
         checkpointer.step(later)
         if checkpointer.notice is not None and not (out / "stay").exists():
-            # With 0 the torchrun of the other pod would wait five minutes for the one that is gone.
+            # With exit code 0, the other pod's torchrun would wait five minutes for this rank.
             raise SystemExit(LEAVES)
         if rank == 1 and (out / "bug").exists():
             raise ValueError("the bug of rank 1")

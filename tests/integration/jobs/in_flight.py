@@ -1,8 +1,9 @@
-"""Saves faster than a store that takes nothing at all, then lets it go on: `python in_flight.py OUT STEPS`, or
-`python in_flight.py OUT --restore`: brings back each step that was taken, and says whether it is what was saved.
+"""Saves while the store accepts nothing, then lets the store continue: `python in_flight.py OUT STEPS`. Or
+`python in_flight.py OUT --restore`: restores each accepted step, and compares it with the saved state.
 
-Every tensor changes with every step, so each checkpoint has other bytes. Rank 0 keeps what it saved beside the store.
-Writes to OUT, per rank: what each `save()` returned while the store took nothing, and memory before and after.
+Every tensor changes with every step, so all checkpoints differ. Rank 0 keeps a copy of each saved state beside the
+store. Writes to OUT, per rank: the result of each `save()` while the store accepted nothing, and the memory
+before and after.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def press(out: Path, steps: int) -> None:
         if rank == 0:
             torch.save(bits(model, optimizer), out / f"saved-{step}.pt")
         said["took"].append(checkpointer.save(step))
-        time.sleep(0.3)  # time enough to send all, if there were room
+        time.sleep(0.3)  # enough time to send all, if there were room
     said["peak"] = memory()["VmHWM"]
     torch.distributed.all_reduce(torch.ones(1))
     if rank == 0:

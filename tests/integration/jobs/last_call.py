@@ -1,4 +1,4 @@
-"""Rank 0 ends as a process of holdfast does; the others have agreed to end MPI, and never do: as if killed in it.
+"""Rank 0 exits like a holdfast process; the others agree to end MPI but never do, as if killed in MPI_Finalize.
 
 `python last_call.py trainer_side.ranks.mpi_world|stager.mpi DIRECTORY`
 """

@@ -1,4 +1,4 @@
-"""A script as it is written for torchrun, with a `Checkpointer`."""
+"""A typical script for torchrun, with a `Checkpointer`."""
 
 from __future__ import annotations
 

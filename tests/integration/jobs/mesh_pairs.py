@@ -1,9 +1,9 @@
-"""Restores what other jobs have saved, each on its own mesh, onto some meshes of this job's ranks, one after the other.
+"""Restores checkpoints of other jobs, each saved on its own mesh, onto several meshes of this job's ranks in turn.
 
-    python mesh_pairs.py OUT RUNS CASE…      CASE: as of sharded.py; of what it saved: RUNS/NAME/store, RUNS/NAME/truths
+    python mesh_pairs.py OUT RUNS CASE…      CASE: see sharded.py; its runs: RUNS/NAME/store, RUNS/NAME/truths
 
-Each time the net is new, with other values. Rank 0 writes `OUT/pairs.json`: run and mesh, and which values differ from
-what torch had gathered when the run was saved.
+Each restore gets a new net with other values. Rank 0 writes `OUT/pairs.json`: run, mesh, and the values that differ
+from the state that torch gathered when the run was saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The main job (train.py), with each rank as if it were alone on a spot machine that has a metadata server.
+"""The main job (train.py), with each rank as if alone on a spot machine with its own metadata server.
 
 NOTICED_SERVERS: the server's URL for each rank, separated by commas.
 """

@@ -1,8 +1,7 @@
-"""A training job that finds its interval by itself: `python pacing.py OUT`; it ends when there is a file `stop` in OUT.
+"""A training job with an automatic interval: `python pacing.py OUT`; ends when OUT has a file `stop`.
 
-The ranks meet in each step, as in any data-parallel training, so all of them end after the same one. Rank 0 writes
-each step into `step`. PACING_STEP_SECONDS is how long a step takes, PACING_STALL_SECONDS how much longer one with a
-checkpoint takes.
+The ranks meet in each step, as in any data-parallel training, so all end after the same step. Rank 0 writes each step
+into `step`. PACING_STEP_SECONDS is the length of a step, PACING_STALL_SECONDS the extra time of one with a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every implementation of `Peers` must do, on three ranks of a real job: `python peers.py CASE OUT`.
+"""Rules for every implementation of `Peers`, on three ranks of a real job: `python peers.py CASE OUT`.
 
-The launcher decides which implementation it is. Each rank writes to OUT, as JSON, what it has seen. With PEERS_INIT in
-the environment the script has set up `torch.distributed` before.
+The launcher decides which implementation runs. Each rank writes its observations to OUT, as JSON. With PEERS_INIT in
+the environment the script sets up `torch.distributed` first.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trainer_side.ranks.ports import World
 DEADLINE_SECONDS = 60.0
 SHORT_SECONDS = 2.0
 VICTIM = 1
-# Below and above what is sent from where it lies, over one message of gloo, many small ones over one message.
+# Sizes below and above the limit for sending in place, larger than one gloo message, and many small pieces.
 SIZES = [1, 7, 0, 131_071, 131_072, 17_000_001, 3, *[4_099] * 5_000, 200_000]
 
 
 class Scattered:
-    """Pieces of these sizes in one memory, in an order of this rank's own, with a byte between them that stays."""
+    """Pieces of these sizes in one memory, in a rank-specific order, separated by guard bytes."""
 
     GUARD = 0xA5
 
@@ -59,12 +59,12 @@ class Scattered:
         return np.random.default_rng([seed, number]).integers(0, 256, self._sizes[number], np.uint8)
 
     def places(self) -> list[tuple[int, int]]:
-        """As `Peers.share` takes them."""
+        """Return the places in the format of `Peers.share`."""
         base = self._memory.ctypes.data
         return [(base + start, nbytes) for start, nbytes in zip(self._starts, self._sizes, strict=True)]
 
     def has(self, seed: int) -> bool:
-        """Whether every byte is as `filled=seed` makes it, and none between the pieces has changed."""
+        """Whether every byte equals that of `filled=seed`, and no guard byte has changed."""
         same = all(
             np.array_equal(piece, self._pattern(number, seed)) for number, piece in enumerate(self._pieces())
         )
@@ -73,7 +73,7 @@ class Scattered:
 
 
 def small(peers: Peers, world: World) -> dict[str, Any]:
-    """Broadcasts of every rank, and what all agree on."""
+    """Broadcast from every rank, and reach agreements of all."""
     texts = [b"", b"x", bytes(range(256)) * 5000]
     heard = [
         peers.broadcast(text if peers.rank == root else None, root) == text
@@ -92,7 +92,7 @@ def small(peers: Peers, world: World) -> dict[str, Any]:
 
 
 def shared(peers: Peers, world: World) -> dict[str, Any]:
-    """Each rank shares scattered pieces, all of it queued before anything is waited for; a broadcast in between."""
+    """Each rank shares scattered pieces, queueing all before the first wait, with a broadcast in between."""
     del world
     memories = []
     for root in range(peers.ranks):
@@ -102,7 +102,7 @@ def shared(peers: Peers, world: World) -> dict[str, Any]:
         memories.append(memory)
     between = peers.broadcast(b"between" if peers.rank == 0 else None)
     peers.finish(DEADLINE_SECONDS)
-    peers.finish(DEADLINE_SECONDS)  # nothing is left
+    peers.finish(DEADLINE_SECONDS)  # nothing is pending
     return {
         "same": [memory.has(root) for root, memory in enumerate(memories)],
         "between": between.decode(),
@@ -110,7 +110,7 @@ def shared(peers: Peers, world: World) -> dict[str, Any]:
 
 
 def passed(peers: Peers, world: World) -> dict[str, Any]:
-    """Each rank sends twice to each other one, while something is shared."""
+    """Each rank sends twice to each other one during a share."""
     del world
     others = [rank for rank in range(peers.ranks) if rank != peers.rank]
     kept, got = [], {}
@@ -156,25 +156,25 @@ def _stay_away() -> None:
 
 
 def dead_in_share(peers: Peers, world: World) -> dict[str, Any]:
-    """The rank that would share is killed."""
+    """Kill the rank that is to share."""
     del world
     return _lost(peers, _die, lambda memory: peers.share(memory.places(), VICTIM))
 
 
 def dead_sender(peers: Peers, world: World) -> dict[str, Any]:
-    """The rank that would send is killed."""
+    """Kill the rank that is to send."""
     del world
     return _lost(peers, _die, lambda memory: peers.receive(memory.places(), VICTIM))
 
 
 def silent_in_share(peers: Peers, world: World) -> dict[str, Any]:
-    """The rank that would share lives, and does not share."""
+    """Let the rank that is to share live, but not share."""
     del world
     return _lost(peers, _stay_away, lambda memory: peers.share(memory.places(), VICTIM))
 
 
 def silent_sender(peers: Peers, world: World) -> dict[str, Any]:
-    """The rank that would send lives, and does not send."""
+    """Let the rank that is to send live, but not send."""
     del world
     return _lost(peers, _stay_away, lambda memory: peers.receive(memory.places(), VICTIM))
 
@@ -185,7 +185,7 @@ CASES = [small, shared, passed, dead_in_share, dead_sender, silent_in_share, sil
 def main() -> None:
     case, out = sys.argv[1], Path(sys.argv[2])
     if case.startswith("dead"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others when one has died
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the survivors of a dead rank
     if "PEERS_INIT" in os.environ:
         torch.distributed.init_process_group("gloo")
     world = join_world(TrainerConfig())
@@ -195,7 +195,7 @@ def main() -> None:
         seen = cases[name](peers, world)
         (out / f"{name}-{peers.rank}.json").write_text(json.dumps(seen))
     if case.startswith(("dead", "silent")):
-        os._exit(0)  # under mpirun the end of MPI would wait for who does not take part
+        os._exit(0)  # under mpirun MPI_Finalize would wait for the ranks that do not take part
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A training loop that saves after every step, faster than its store takes it, and writes down what it was told.
+"""A training loop that saves after every step, faster than its store can write, and records the results.
 
 `python pressure.py OUT SCENARIO STEPS`. Scenarios: `together`: the ranks meet in each step, as in any data-parallel
 training, rank 1 always late; `apart`: they never meet, and rank 1 is three times as slow; `lost`: as `together`, and
-the stager is killed by rank 0 in the middle. With THROTTLED_STALL (tests/support/throttled_site) in the environment the
-store takes nothing from before the first save on. Writes to OUT, per rank: what each `save()` returned, the memory of
-all processes after each step (rank 0), and the final state.
+rank 0 kills the stager in mid-run. With THROTTLED_STALL (tests/support/throttled_site) in the environment the store
+accepts nothing from the first save on. Writes to OUT, per rank: the result of each `save()`, the memory of all
+processes after each step (rank 0), and the final state.
 
-Training allocates nothing after its first step: what grows would be the checkpointer's.
+Training allocates nothing after its first step: any growth would be the checkpointer's.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trainer_side import Checkpointer, init_torch_distributed
 
 TENSORS = 36
 STEP_SECONDS = 0.05
-CLEAR_PEAK = "5"  # to /proc/self/clear_refs: VmHWM begins anew
+CLEAR_PEAK = "5"  # written to /proc/self/clear_refs, resets VmHWM
 
 
 def memory(pid: int | str = "self") -> dict[str, int]:
-    """Peak, resident, and its anonymous part, in bytes; empty of a process that is dead or about to be."""
+    """Return peak, resident, and anonymous resident bytes; empty for a process that is dead or about to be."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -42,7 +42,7 @@ def memory(pid: int | str = "self") -> dict[str, int]:
 
 
 def others() -> dict[str, int]:
-    """The pids of this job's stager and flusher."""
+    """Return the pids of this job's stager and flusher."""
     found: dict[str, int] = {}
     for process in psutil.process_iter():
         try:

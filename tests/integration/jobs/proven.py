@@ -1,8 +1,8 @@
-"""A small training with everything that a step may use; it is killed after a checkpoint, or resumes wrongly if told so.
+"""A small training with everything that a step may use; dies after a checkpoint, or resumes wrongly with FAULT.
 
-proven.py STEPS KILL_AT [FAULT …]      KILL_AT: its step is the last that is done before the kill; -1: none
+proven.py STEPS KILL_AT [FAULT …]      KILL_AT: the last step before the kill; -1: no kill
 
-With local tiers it is killed when the proof of every rank is in each of them.
+With local tiers the kill comes when each tier has the proof of every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
 
 
 def wait_for_safe(checkpointer: Checkpointer, step: int) -> None:
-    """Until a kill loses nothing of this step."""
+    """Wait until a kill would lose nothing of this step."""
     tiers = [Path(spec.partition(":")[2]) for spec in os.environ.get("HOLDFAST_TIERS", "").split(",") if spec]
     if not tiers:
         wait_for(f"step {step} is not durable", lambda: checkpointer.durable_step >= step)

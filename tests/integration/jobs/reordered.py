@@ -1,4 +1,4 @@
-"""A job whose optimizer has its parameters, and its groups, in the order that it is told.
+"""A job whose optimizer has its parameters and groups in a given order.
 
 `python reordered.py ddp|fsdp abc|cab STEPS OUT`: trains until STEPS steps are done, saves each of them, and writes the
 parameters and their moments to OUT by name.
@@ -22,7 +22,7 @@ _RATES = {"a": 0.1, "b": 0.03, "c": 0.01}
 
 
 class Net(nn.Module):
-    """Three parts of one shape: only their names tell them apart."""
+    """Three parts of one shape: only their names differ."""
 
     def __init__(self) -> None:
         super().__init__()

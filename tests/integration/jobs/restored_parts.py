@@ -1,6 +1,6 @@
-"""A training job of FSDP2 that begins with a file of a plain model: `python restored_parts.py OUT`.
+"""A training job of FSDP2 that starts from a file of a plain model: `python restored_parts.py OUT`.
 
-Each rank writes what its restore was; rank 0 also the whole state, gathered by torch, before and after a step.
+Each rank writes facts about its restore; rank 0 also the whole state, gathered by torch, before and after a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH = 201
 
 
 def net(seed: int) -> nn.Sequential:
-    """Tied, of sizes that two ranks cannot share evenly."""
+    """Return a net with tied weights, and sizes that two ranks cannot split evenly."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
     model[2].weight = model[0].weight
@@ -44,7 +44,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole(node: Any) -> Any:
-    """A copy of the tree, with every DTensor gathered."""
+    """Return a copy of the tree with every DTensor gathered."""
     if isinstance(node, DTensor):
         return node.full_tensor()
     if isinstance(node, dict):

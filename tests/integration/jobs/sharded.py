@@ -1,9 +1,9 @@
-"""Trains a small net that is split among the ranks, saves every step, and writes beside it what was to be saved.
+"""Trains a small net that is split among the ranks, saves every step, and writes the expected content of each file.
 
     python sharded.py OUT CASE STEPS TRUTH      CASE: one of `MESHES`
 
-Each step rank 0 writes `TRUTH/STEP.pt`, gathered by torch itself (`full_tensor()`; of stages, what each rank has). A
-job that was restored writes `OUT/restored.json`: from which step, and which values differ from the truth of that step.
+In each step rank 0 writes `TRUTH/STEP.pt`, gathered by torch itself (`full_tensor()`; for stages, each rank's part). A
+restored job writes to `OUT/restored.json` the step, and the values that differ from its truth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH, WORDS, LAYERS, EXPERTS = 48, 131, 2, 6
 
 
 class Block(nn.Module):
-    """A perceptron beside a short cut."""
+    """A perceptron with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """With tied weights, a buffer, and a parameter of two rows: some rank has none of it."""
+    """A net with tied weights, a buffer, and a parameter of two rows, of which some ranks have none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _pp_fsdp(net: Net, ranks: int) -> None:
 
 
 def _stage(net: Net, stage: int, stages: int) -> None:
-    """Leave the layers of one stage, under the names of the whole net."""
+    """Keep only the layers of one stage, under the names of the whole net."""
     first, end = stage * LAYERS // stages, (stage + 1) * LAYERS // stages
     for layer in range(LAYERS):
         if not first <= layer < end:
@@ -127,7 +127,7 @@ def _stage(net: Net, stage: int, stages: int) -> None:
 
 
 def _whole(net: Net, ranks: int) -> None:
-    """Every rank has all of it, as under DistributedDataParallel."""
+    """Replicate the net on every rank, as DistributedDataParallel does."""
 
 
 MESHES: dict[str, Callable[[Net, int], None]] = {
@@ -162,7 +162,7 @@ class Pipeline:
         self._net = net
 
     def train(self, words: torch.Tensor) -> None:
-        """Forwards and backwards."""
+        """Run forward and backward passes."""
         ends = {0: words} if self._stage == 0 else {}
         before = self._net.seen.clone() if self._stage == self._last else None
         self._schedule.step(*ends.values(), target=words if self._stage == self._last else None)
@@ -177,7 +177,7 @@ class Pipeline:
 
 
 class Experts(NamedTuple):
-    """Weights of which each rank has some rows; changed by hand."""
+    """Weights of which each rank has some rows, updated by hand."""
 
     part: Split
 
@@ -189,7 +189,7 @@ class Experts(NamedTuple):
 
 
 def gathered(value: Any) -> Any:
-    """Whole tensors, copied."""
+    """Return copies of whole tensors."""
     if isinstance(value, Split):
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, (value.start, value.tensor))
@@ -204,7 +204,7 @@ def gathered(value: Any) -> Any:
 
 
 def of_all_ranks(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """State of all stages together, the optimizer's by name."""
+    """Return the state of all stages together, the optimizer's by name."""
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     saved = optimizer.state_dict()
     numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -223,7 +223,7 @@ def of_all_ranks(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any,
 def state_of_all_ranks(
     case: str, net: Net, optimizer: torch.optim.Optimizer, experts: Experts
 ) -> dict[str, Any]:
-    """All that is saved, but for the RNG, gathered by torch itself. Collective."""
+    """Return the saved state except the RNG, gathered by torch itself. Collective."""
     if case in _STAGES:
         whole, moments = of_all_ranks(net, optimizer)
     else:
@@ -232,7 +232,7 @@ def state_of_all_ranks(
 
 
 def by_name(truth: Any) -> Any:
-    """The same whatever stages there were: moments by name, and those of tied weights once."""
+    """Return a form that does not depend on stages: moments by name, and those of tied weights once."""
     state, (group,) = truth["optimizer"]["state"], truth["optimizer"]["param_groups"]
     names = [name for name, _ in Net().named_parameters()]
     moments = {names[key] if isinstance(key, int) else key: value for key, value in state.items()}
@@ -241,7 +241,7 @@ def by_name(truth: Any) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of all that is no container."""
+    """Yield path and value of each leaf."""
     if isinstance(value, dict | list | tuple):
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(one, f"{path}/{key}")
@@ -250,7 +250,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(one: Any, other: Any) -> list[str]:
-    """Paths at which two trees are not the same, bit for bit."""
+    """Return the paths at which two trees differ in any bit."""
     left, right = dict(leaves(one)), dict(leaves(other))
     return sorted(left.keys() ^ right.keys()) + [
         path

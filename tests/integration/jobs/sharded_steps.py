@@ -1,8 +1,8 @@
-"""A training job in which torch itself splits the model among the ranks, in each way that it has, beside slow copies.
+"""A training job in which torch itself splits the model among the ranks, in each way it offers, during slow copies.
 
-`python sharded_steps.py OUT`. Each way is trained twice from the same seed: plain, and with a copy of all shards after
-each step, behind the gate. Rank by rank, OUT has per way: is the end the same, bit for bit; how many copies were torn;
-was an update held back.
+`python sharded_steps.py OUT`. Each way is trained twice from the same seed: plain, and with a gated copy of all shards
+after each step. OUT has, per rank and way: whether the final bits are equal, the number of torn copies, and whether an
+update was delayed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Shape = Callable[[nn.Module], None]
 
 
 class Way(NamedTuple):
-    """How a model is split and trained."""
+    """A way to split and train a model."""
 
     shape: Shape
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 def net() -> nn.Module:
-    """With a last layer of one row, which not all ranks have a part of."""
+    """Return a net whose last layer has one row, so that some ranks have no part of it."""
     torch.manual_seed(4)
     return nn.Sequential(*(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 1))
 
@@ -84,7 +84,7 @@ def tensor_parallel(mesh: DeviceMesh) -> Shape:
 
 
 def sequence_parallel(mesh: DeviceMesh) -> Shape:
-    """The gradients of norms are sums that are not made before the step."""
+    """Under SequenceParallel the gradients of norms are summed only in the step."""
 
     def shape(model: nn.Module) -> None:
         for block in [*model.children()][:-1]:
@@ -116,7 +116,7 @@ def momentum(**options: Any) -> Callable[[Iterator[nn.Parameter]], torch.optim.O
 
 
 def muon(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """For all matrices but the last one: torch's own cannot step one that some rank has nothing of."""
+    """Return Muon for all matrices but the last: torch's cannot update one of which some rank has no part."""
     return torch.optim.Muon([one for one in parameters if one.dim() == 2 and len(one) > 1], lr=0.01)
 
 

@@ -1,6 +1,6 @@
 """Each rank restores a state of tensors of many sizes from a directory, over real MPI: `python sharing.py RUN OUT`.
 
-Writes to OUT, per rank, as JSON: bytes read, and whether every tensor is what it should be, bit for bit.
+Writes to OUT, per rank, as JSON: bytes read, and whether every tensor is correct, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = [
 
 
 def state() -> dict[str, list[torch.Tensor]]:
-    """The tensors that are saved."""
+    """Return the saved tensors."""
     return {"x": [torch.arange(size, dtype=torch.float32) + number for number, size in enumerate(SIZES)]}
 
 

@@ -1,9 +1,9 @@
-"""Training jobs whose state is split among two ranks in every way that torch has: what does a `Checkpointer` say?
+"""Training jobs whose state is split among two ranks in every way that torch offers, each passed to a `Checkpointer`.
 
-`python split.py OUT [unproven]`. Each kind is made, trained, and handed over; the ranks write to OUT what came of it,
-per kind: the error's class and message, or what save() gave. One `Checkpointer` for all kinds that are only seen at the
-first save: its state is exchanged in between. `unproven`: one kind alone, and every rank says the same checksums,
-whatever it holds.
+`python split.py OUT [unproven]`. For each kind of split the ranks train, save, and write the result to OUT: the error's
+class and message, or the return value of save(). Kinds that are only detected at the first save use one `Checkpointer`,
+whose state is replaced in between. `unproven`: one kind only, and every rank reports the same checksums, whatever its
+bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def zero_redundancy(rank: int, _: DeviceMesh) -> State:
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2)
     train(model, optimizer, rank)
-    optimizer.consolidate_state_dict(to=0)  # as torch's error says
+    optimizer.consolidate_state_dict(to=0)  # as torch's error message demands
     return {"model": model, "optimizer": optimizer}
 
 
@@ -103,7 +103,7 @@ def tp_dtensor(rank: int, mesh: DeviceMesh) -> State:
 
 
 def dtensor_on_one_rank(rank: int, mesh: DeviceMesh) -> State:
-    """Rank 0 has nothing to refuse by itself, and must not wait."""
+    """Only rank 1 has a DTensor: rank 0 has nothing to refuse itself, and must not hang."""
     tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     return {"ema": {"w": tensor if rank == 1 else torch.arange(8.0)}}
 
@@ -125,7 +125,7 @@ def state_dict_of_one_rank(rank: int, _: DeviceMesh) -> State:
 
 
 class FlatPartition(torch.optim.Optimizer):
-    """As DeepSpeed and Megatron have it: each rank has moments of its part of all parameters, laid out in a row."""
+    """Flat partition as in DeepSpeed and Megatron: each rank has the moments of its part of the joined parameters."""
 
     def __init__(self, parameters: Any, rank: int, ranks: int) -> None:
         self.all = list(parameters)
@@ -161,7 +161,7 @@ def flat_partition(rank: int, _: DeviceMesh) -> State:
 
 
 def flat_partition_of_no_optimizer(rank: int, mesh: DeviceMesh) -> State:
-    """An object with `state_dict()` that nobody takes for an optimizer: its tensors would be rank 0's."""
+    """An object with `state_dict()` that is not recognized as an optimizer: its tensors would be saved from rank 0."""
     state = flat_partition(rank, mesh)
 
     class Wrapped:
@@ -175,7 +175,7 @@ def flat_partition_of_no_optimizer(rank: int, mesh: DeviceMesh) -> State:
 
 
 def fsdp2_local(rank: int, mesh: DeviceMesh) -> State:
-    """Local tensors: nobody can know where they belong."""
+    """Local tensors, which do not say where they belong."""
     model = fsdp2_model(rank, mesh)["model"]
 
     class Local:
@@ -189,7 +189,7 @@ def fsdp2_local(rank: int, mesh: DeviceMesh) -> State:
 
 
 def tp_plain(rank: int, _: DeviceMesh) -> State:
-    """As Megatron has it: plain parameters of the same names and shapes; the last bias is the same on all ranks."""
+    """Tensor parallelism as in Megatron: plain parameters with equal names and shapes; the last bias is replicated."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     torch.manual_seed(7 + rank)
     with torch.no_grad():
@@ -240,7 +240,7 @@ def experts(rank: int, _: DeviceMesh) -> State:
 
 
 def average_before_ddp(rank: int, _: DeviceMesh) -> State:
-    """Which takes no part yet: its first update would copy the weights, and they are equal by then."""
+    """An average that is not in use yet: its first update copies the weights, which are equal by then."""
     inner = net(rank)
     average = torch.optim.swa_utils.AveragedModel(inner)
     model = DistributedDataParallel(inner)
@@ -250,7 +250,7 @@ def average_before_ddp(rank: int, _: DeviceMesh) -> State:
 
 
 def one_bit(rank: int, _: DeviceMesh) -> State:
-    """No sampled row sees anything of it."""
+    """One different value, in a row that is not sampled."""
     model = nn.Linear(1024, 1024, bias=False)
     with torch.no_grad():
         model.weight.zero_()
@@ -275,7 +275,7 @@ AT_THE_FIRST_SAVE: list[Callable[[int, DeviceMesh], State]] = [
 ]
 
 
-# -- what the messages say that can be saved ----------------------------------------------------------------
+# -- state changed as the messages advise -------------------------------------------------------------------
 
 
 def advised(rank: int, mesh: DeviceMesh) -> State:
@@ -299,7 +299,7 @@ def advised(rank: int, mesh: DeviceMesh) -> State:
 
 
 def truth_of(state: State) -> State:
-    """What the file must hold, gathered by torch."""
+    """Return the expected content of the file, gathered by torch."""
 
     def full(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {

@@ -1,7 +1,7 @@
-"""One rank alone changes its state between two saves, in one way after the other: what does each rank hear of it?
+"""One rank alone changes its state between two saves, in several ways in turn; records the result on each rank.
 
-`python split_change.py OUT`. Before each change all ranks save the state as it was. Each rank writes to OUT, per
-change, what came of the save after it: the error's class and message, or what save() gave.
+`python split_change.py OUT`. Before each change all ranks save the old state. Each rank writes to OUT, per change, the
+result of the next save: the error's class and message, or the return value of save().
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scripts with a mistake, and what their user is told: `python story.py OUT SCENARIO STEPS`.
+"""Scripts with a mistake that the user should be told about: `python story.py OUT SCENARIO STEPS`.
 
 late        seconds pass between init_torch_distributed and Checkpointer
 plain       restores, saves every step, waits until each is durable

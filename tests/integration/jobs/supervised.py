@@ -1,4 +1,4 @@
-"""The main job under `holdfast run`: `python supervised.py OUT STEPS EVERY PAUSE_AT`. The first attempt pauses there.
+"""The main job under `holdfast run`: `python supervised.py OUT STEPS EVERY PAUSE_AT`. Attempt 1 pauses there.
 
 Attempt N writes to OUT/cluster-N, as a start of tests/support/cluster.py does.
 """

@@ -1,9 +1,9 @@
 """Ranks that keep their slices in local tiers, and restore from them, over real MPI.
 
     python tiers.py save RUN TIERS OUT STEPS…     each rank keeps these steps, then dies by SIGKILL
-    python tiers.py restore RUN TIERS OUT         writes to OUT, per rank, as JSON, what came from where
+    python tiers.py restore RUN TIERS OUT         each rank writes the sources of its bytes to OUT, as JSON
 
-TIERS is a directory; each rank has a machine of its own below it, with memory for rank 0 and a disk for the others.
+TIERS is a directory with a simulated machine for each rank: memory for rank 0, a disk for the others.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SIZES = (100_000, 1, 7, 300_000, 33_333)
 
 
 def model(step: int) -> nn.ParameterList:
-    """Parameters of that step: no two chunks are the same."""
+    """Return the parameters of a step, in which no two chunks are equal."""
     return nn.ParameterList(torch.arange(size, dtype=torch.float32) + step * 1000 for size in SIZES)
 
 
 def saved(step: int, *, ranks: int, attempt: int = 1) -> Checkpoint:
-    """What all ranks save of a step."""
+    """Return the checkpoint of a step, as all ranks save it."""
     return checkpoint(
         lambda rank: {"model": model(step), "own": PerRank({"rank": rank})},
         ranks=ranks,
@@ -53,14 +53,14 @@ def saved(step: int, *, ranks: int, attempt: int = 1) -> Checkpoint:
 
 
 def tier_of(tiers: Path, run: Path, rank: int) -> Tier:
-    """The tier of a rank, on its own machine."""
+    """Return the tier of a rank, on the rank's own machine."""
     place = tiers / f"machine-{rank}"
     place.mkdir(parents=True, exist_ok=True)
     return open_tier(f"{'nvme' if rank else 'memory'}:{place / 'tier'}", str(run))
 
 
 def save(peers: Peers, tier: Tier, steps: Sequence[int]) -> None:
-    """Keep them, each complete when all ranks have sealed it, but for the last one: that is rank 0's alone."""
+    """Keep the steps, each complete once all ranks have sealed it; the last one is only kept by rank 0."""
     for step in steps[:-1]:
         made = saved(step, ranks=peers.ranks)
         keep(tier, made, peers.rank, complete=False)
@@ -73,7 +73,7 @@ def save(peers: Peers, tier: Tier, steps: Sequence[int]) -> None:
 
 
 def bring_back(peers: Peers, tier: Tier, run: Path, out: Path) -> None:
-    """Restore, and report."""
+    """Restore, and write the report."""
     store, own, live = CountingStore(run), PerRank({"rank": -1}), model(0)
     events = EventLog(out / f"events-{peers.rank}", role="trainer", rank=peers.rank)
     state: dict[str, Any] = {"model": live, "own": own}
@@ -96,7 +96,7 @@ def bring_back(peers: Peers, tier: Tier, run: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """As the first argument says."""
+    """Run the command in the first argument."""
     what, run, tiers, out = sys.argv[1], *map(Path, sys.argv[2:5])
     peers = join_world(TrainerConfig()).peers()
     identify(f"rank:{peers.rank}")

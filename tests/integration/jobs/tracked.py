@@ -1,7 +1,7 @@
-"""A training whose points go to three experiment trackers: `python tracked.py OUT STEPS EVERY [PAUSE_AT]`.
+"""A training that logs to three experiment trackers: `python tracked.py OUT STEPS EVERY [PAUSE_AT]`.
 
-Saves every EVERY steps, and waits until that is durable. After step PAUSE_AT the ranks wait to be killed, once W&B has
-written the row before: it keeps rows in memory for a second.
+Saves every EVERY steps, and waits until the checkpoint is durable. After step PAUSE_AT the ranks wait to be killed,
+once W&B has written the previous row: it keeps rows in memory for a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One attempt of a training that is rewound: `python tracked_branch.py OUT ATTEMPT`, without a Checkpointer.
+"""One attempt of a rewound training: `python tracked_branch.py OUT ATTEMPT`, without a Checkpointer.
 
 Attempt 1 logs steps 0 to 5. Attempt 2 is rewound to step 2 and logs steps 3 to 6 of the other branch. OUT/runs.json has
 the run of each tracker, as a checkpoint would.

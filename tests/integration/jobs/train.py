@@ -1,11 +1,10 @@
-"""A small training job with everything that must come back: dropout, BatchNorm, AdamW, a scheduler, data order, RNG.
+"""The main job: a small training with all kinds of state: dropout, BatchNorm, AdamW, a scheduler, data order, RNG.
 
 `python train.py OUT STEPS EVERY [PAUSE_AT]`: trains to STEPS, saves every EVERY steps. Writes to OUT, per rank: pid,
-each step's loss and samples, and at the end the state. After step PAUSE_AT the ranks wait to be killed, or until there
-is a file `go-on` in OUT. TRAIN_WIDTH in
-the environment makes the state larger: 420 bytes for each unit. TRAIN_STAGED_SECONDS_MAX is how long a save waits
-for the one before to be staged, or with TRAIN_WAITS_FOR=kept until every rank has it in a local tier.
-TRAIN_STEP_SECONDS is added to each step. TRAIN_MAY_LACK names what the first checkpoint need not have.
+each step's loss and samples, and the final state. After step PAUSE_AT the ranks wait to be killed, or for a file
+`go-on` in OUT. In the environment: TRAIN_WIDTH makes the state larger, 420 bytes per unit. TRAIN_STAGED_SECONDS_MAX is
+the longest wait of a save until the previous one is staged, or with TRAIN_WAITS_FOR=kept in every rank's local tier.
+TRAIN_STEP_SECONDS is added to each step. TRAIN_MAY_LACK names state that the first checkpoint may lack.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def _pause(go_on: Path) -> None:
 
 
 def _wait_until_staged(checkpointer: Checkpointer, step: int) -> None:
-    """No step is then declined because the one before is on its way, however slow machine and store are."""
+    """Wait, so that no step is declined because the previous one is in flight on a slow machine or store."""
     seconds_max = float(os.environ.get("TRAIN_STAGED_SECONDS_MAX", STAGED_SECONDS_MAX))
     deadline = time.monotonic() + seconds_max
     kept = os.environ.get("TRAIN_WAITS_FOR") == "kept"

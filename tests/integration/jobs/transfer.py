@@ -1,7 +1,7 @@
-"""A trainer without a model: sends synthetic images through a Link, so that the transfer is tested by itself.
+"""A trainer without a model: sends synthetic images through a Link, to test the transfer alone.
 
-`python transfer.py OUT SCENARIO IMAGE_BYTES STEPS`. Writes to OUT, per rank, a JSON file of how each step ended. In the
-scenario `wait-at-3` the ranks wait after step 3 until the directory `go-on` is beside OUT.
+`python transfer.py OUT SCENARIO IMAGE_BYTES STEPS`. Writes to OUT, per rank, each step's outcome as JSON. In the
+scenario `wait-at-3` the ranks wait after step 3 for the directory `go-on` beside OUT.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Slice:
 
 
 def layout(image_bytes: int, chunk_bytes: int, ranks: int) -> Layout:
-    """Entries of odd sizes and owners, each followed by its CRC field; most cross chunk borders.
+    """Return a layout of odd sizes and owners, each entry followed by its CRC field; most cross chunk borders.
 
-    The first ones are tiny and every rank's in turn: the frames of their chunks have more pieces than travel apart.
+    The first entries are tiny and rotate among ranks: frames of their chunks have more pieces than travel separately.
     """
     draw = random.Random(image_bytes)
     entries: list[Entry] = []
@@ -74,7 +74,7 @@ def layout(image_bytes: int, chunk_bytes: int, ranks: int) -> Layout:
 
 
 def image(plan: Layout, step: int, *, patched: bool) -> bytes:
-    """The image of a step, as it is sent (CRC fields zero) or as the file has it."""
+    """Return the image of a step as it is sent (CRC fields zero), or `patched` as in the file."""
     data = bytearray(random.Random(step).randbytes(plan.image_bytes))
     for entry in plan.entries:
         for place in entry.crc_fields:
@@ -104,7 +104,7 @@ def proposal(plan: Layout, *, changed: str = "") -> Proposal:
 
 
 def kill_flusher() -> None:
-    """SIGKILL the flusher of this job."""
+    """Send SIGKILL to the flusher of this job."""
     for process in psutil.process_iter():
         try:
             same_job = process.environ().get("HOLDFAST_RUNTIME_DIR") == os.environ["HOLDFAST_RUNTIME_DIR"]
@@ -115,7 +115,7 @@ def kill_flusher() -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Until the test has made it."""
+    """Wait until the test has made `path`."""
     deadline = time.monotonic() + WAIT_SECONDS_MAX
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)

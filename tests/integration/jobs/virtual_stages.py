@@ -2,9 +2,9 @@
 
     python virtual_stages.py OUT CASE STEPS TRUTHS PAUSE_AT      CASE: gpipe, interleaved, or whole on one rank
 
-Each rank hands over one model: that with the layers of all its stages. Each step rank 0 writes `TRUTHS/STEP.pt`, what
-all ranks have. A job that was restored writes `OUT/restored.json`: from which step, and which values differ from the
-truth of that step. After step PAUSE_AT the ranks stand still until they are killed.
+Each rank saves one model with the layers of all its stages. In each step rank 0 writes `TRUTHS/STEP.pt`, the state of
+all ranks. A restored job writes to `OUT/restored.json` the step, and the values that differ from its truth. After step
+PAUSE_AT the ranks wait to be killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STAGES = {
 
 
 class Deep(nn.Module):
-    """Only the layers, under their names in the whole model."""
+    """Some layers, under their names in the whole model."""
 
     def __init__(self, mine: list[int]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Deep(nn.Module):
 
 
 def schedule_of(case: str, model: Deep, rank: int) -> ScheduleGPipe | ScheduleInterleaved1F1B:
-    """Torch's own, over this rank's stages."""
+    """Return torch's own schedule over this rank's stages."""
     ranks = len(STAGES[case])
     stages = [
         PipelineStage(
@@ -62,7 +62,7 @@ def schedule_of(case: str, model: Deep, rank: int) -> ScheduleGPipe | ScheduleIn
 
 
 def by_number(truth: tuple[Any, Any]) -> Any:
-    """The same whatever stages there were: without the order in which an optimizer has its parameters."""
+    """Return a form that does not depend on stages: without the optimizer's order of parameters."""
     net, optimizer = truth
     (group,) = optimizer["param_groups"]
     return {"net": net, "state": optimizer["state"], "group": {**group, "params": sorted(group["params"])}}

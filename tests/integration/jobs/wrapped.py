@@ -1,6 +1,6 @@
 """Trains one net in any order of DDP and torch.compile, and saves every step: `python wrapped.py OUT STEPS FORM`.
 
-It writes the parameters and moments of each rank, in order and without names: `OUT/restored-RANK.pt` after a restore,
+Each rank writes its parameters and moments, in order and without names: `OUT/restored-RANK.pt` after a restore,
 `OUT/final-RANK.pt` at the end.
 """
 
@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All that counts, in order."""
+    """Return parameters and moments, in order."""
     tensors = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         tensors += [optimizer.state[parameter][key] for key in ("step", "exp_avg", "exp_avg_sq")]
@@ -47,7 +47,7 @@ def main() -> None:
     out, steps, form = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     rank, _ = init_torch_distributed("gloo")
     out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(len(form))  # weights that are not restored are seen
+    torch.manual_seed(len(form))  # other initial weights, so that a missing restore shows
     model = FORMS[form]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Checkpointer({"model": model, "optimizer": optimizer}) as checkpointer:

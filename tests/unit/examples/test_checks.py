@@ -1,4 +1,4 @@
-"""The demo's checks: each one holds for what is right, and says what is wrong with what is not."""
+"""The demo's checks: each one passes on correct input, and names the fault in a wrong one."""
 
 from __future__ import annotations
 

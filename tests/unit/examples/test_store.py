@@ -1,4 +1,4 @@
-"""The demo's watch of its store: whole checkpoints are counted, anything partial is noticed."""
+"""The demo's watch of its store: complete checkpoints are counted, partial ones are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on a real ring, with a store in memory that fails when it is told to."""
+"""The engine on a real ring, with a store in memory that fails on demand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEADLINE_SECONDS = 60.0
 
 
 class Heard(FlushListener):
-    """Remembers what the engine tells."""
+    """Records the engine's reports."""
 
     def __init__(self) -> None:
         self.durables: dict[CheckpointId, DurableStep] = {}
@@ -64,7 +64,7 @@ class Heard(FlushListener):
 
 
 class Rig:
-    """An engine and all it needs."""
+    """An engine with its ring, store and threads."""
 
     def __init__(self, directory: Path, *, verify: bool = False) -> None:
         self.store = MemoryStore()

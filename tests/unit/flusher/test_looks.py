@@ -1,4 +1,4 @@
-"""How often a flusher looks at what others are to write, and what ends that, by a clock of the test."""
+"""The times at which a flusher polls for the work of others, and when polling stops, on a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptors or inodes run out beside the ring: a staged checkpoint waits, and is durable when they are back."""
+"""Descriptors or inodes run out beside the ring: a staged checkpoint waits, and becomes durable later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine while the store takes nothing: which whole checkpoints stay in the ring, and what becomes of them."""
+"""The engine while the store refuses writes: which complete checkpoints stay in the ring, and their fate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGE = made_up(0, entries=12, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max
 
 
 class Refusing:
-    """A store that takes nothing of checkpoints while it is `down`; before that `lets` acts of each name pass."""
+    """A store that refuses checkpoints while it is `down`, after `lets` calls of each name have passed."""
 
     def __init__(self, **lets: int) -> None:
         self.down, self.lets = True, lets
@@ -176,7 +176,7 @@ def test_a_flusher_that_dies_as_one_makes_room_leaves_the_newest_whole(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
-        """Here the process ends."""
+        """Raised where the process would be killed."""
 
     def die(point: Point) -> None:
         if point is Point.SUPERSEDED:

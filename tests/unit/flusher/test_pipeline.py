@@ -1,4 +1,4 @@
-"""The flush pipeline, run to its end without threads or files: any layout, any order, any part size, small rings."""
+"""The flush pipeline without threads or files: any layout, order and part size, small rings."""
 
 from __future__ import annotations
 

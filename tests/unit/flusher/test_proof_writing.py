@@ -1,4 +1,4 @@
-"""A proof is written beside its checkpoint when both are known, in either order, and goes with it."""
+"""A proof is written beside its checkpoint once both are known, in either order, and removed with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and manifests: what is good is never overwritten, and what comes from outside is not believed."""
+"""Names and manifests: a good checkpoint is never overwritten, and outside data is not trusted."""
 
 from __future__ import annotations
 

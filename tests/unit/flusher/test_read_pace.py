@@ -1,4 +1,4 @@
-"""Reads beside writes: half as many bytes, none for nothing, and no wait for a store that stands still."""
+"""Reads during writes: half as many bytes, none without writes, and no wait for a hanging store."""
 
 from __future__ import annotations
 

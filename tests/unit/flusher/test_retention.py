@@ -1,4 +1,4 @@
-"""Retention: what may go, and what must never."""
+"""Retention: which checkpoints may be removed, and which never."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_newest_stay() -> None:
 
 
 def test_the_newest_that_cannot_be_doubted_stays() -> None:
-    """All that was copied while training went on may turn out to be doubtful at once."""
+    """All checkpoints that were copied during training may become doubtful at the same time."""
     proven = [checkpoint(step) for step in (1, 2)]
     behind = [replace(checkpoint(step), is_proven=False) for step in range(3, 40)]
     assert steps(to_remove(proven + behind, Keep(2))) == [1, *range(3, 38)]
@@ -99,7 +99,7 @@ def test_negative_numbers_are_refused(keep_last: int, keep_every: int) -> None:
 
 @pytest.mark.parametrize("state", [State.VERIFIED, State.DURABLE])
 def test_the_newest_whose_replicas_did_not_drift_stays(state: State) -> None:
-    """Restore prefers it, however many have drifted since; without read-back, too."""
+    """Restore prefers this one, however many have drifted since, even before its read-back."""
     run = [checkpoint(1, state), checkpoint(2, state), *map(drifted, range(3, 9))]
     assert steps(to_remove(run, Keep(2))) == [1, 3, 4, 5, 6]
 
@@ -127,11 +127,11 @@ def test_removal_keeps_good_checkpoints_and_is_idempotent(
         assert removed == []
     agreed = [m for m in good if not m.is_drifted]
     assert all(m in left for m in agreed[:1])
-    # Whatever is neither named above nor evidence goes: a full store would stop the run.
+    # Retention removes all the rest except evidence: a full store would stop the run.
     assert sum(m.state is not State.BAD for m in left) <= max(
         keep_last, len(good) * (keep_last == 0)
     ) + 2 + sum(bool(keep_every) and m.step % keep_every == 0 for m in good)
-    # Asking again finds nothing more to do, and the order of listing plays no part.
+    # A second call finds nothing more to remove, and the listing's order does not matter.
     assert to_remove(left, Keep(keep_last, keep_every)) == []
     assert to_remove(run[::-1], Keep(keep_last, keep_every)) == removed
 
@@ -170,7 +170,7 @@ def test_checkpoints_refused_for_their_numbers_do_not_fill_the_store() -> None:
 
 
 def grown(hours: list[float], keep: Keep, nonfinite_from: int | None = None) -> list[StoredStep]:
-    """What is left of a run that publishes at these times, and removes after each."""
+    """Return the checkpoints left of a run that publishes at these times, and prunes after each."""
     run: list[StoredStep] = []
     for step, hour in enumerate(hours):
         broken = nonfinite_from is not None and step >= nonfinite_from
@@ -216,7 +216,7 @@ counted = st.lists(
 
 
 def run_of(told: list[tuple[State, float, int | None]]) -> list[StoredStep]:
-    # What is only durable was not read back, so nothing of it was counted.
+    # A checkpoint that is only durable was not read back, so its numbers were not counted.
     return [
         checkpoint(step, state, hour=hour, nonfinite=None if state is State.DURABLE else nonfinite)
         for step, (state, hour, nonfinite) in enumerate(told)
@@ -227,7 +227,7 @@ def run_of(told: list[tuple[State, float, int | None]]) -> list[StoredStep]:
 def test_invariants_of_ladder_and_finite_ones(
     told: list[tuple[State, float, int | None]], keep: Keep
 ) -> None:
-    """Whatever the clocks say."""
+    """The invariants hold for any clocks."""
     run = run_of(told)
     removed = to_remove(run, keep)
     left = [one for one in run if one not in removed]
@@ -303,7 +303,7 @@ LOSS = BestRule(metric="loss", mode="min")
 
 
 def rated(values: dict[int, float | None], state: State = State.VERIFIED) -> list[StoredStep]:
-    """A checkpoint of each of these steps, with this loss; None: without one."""
+    """Return a checkpoint for each of these steps, with this loss; None: without a loss."""
     return [
         replace(checkpoint(step, state), metrics={} if value is None else {"loss": value})
         for step, value in values.items()
@@ -369,7 +369,7 @@ def test_removal_keeps_the_best_good_ones_and_not_many_more(
 
 
 def test_an_older_branch_neither_takes_a_place_nor_loses_one() -> None:
-    """Nothing goes by a rewind alone, and the new branch has all places for itself."""
+    """A rewind alone removes nothing, and the new branch has all places for itself."""
     old = [checkpoint(step) for step in (10, 20, 30, 40)]
     made = Rewind(attempt=2, write_id="", to=(1, 20), newest=(1, 40))
     branches = Branches([made])

@@ -1,4 +1,4 @@
-"""What waits is done in the order of time, each once, and can be hurried."""
+"""Waiting jobs run in the order of their times, once each, and can be hurried."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_retries_of_a_checkpoint_or_of_all_can_be_hurried() -> None:
     assert done == ["b", "d"]
     later.at_once()
     later.do_due()
-    assert done == ["b", "d", "c", "a"]  # as they were put
+    assert done == ["b", "d", "c", "a"]  # in the order of insertion
 
 
 def test_a_retry_may_queue_another() -> None:

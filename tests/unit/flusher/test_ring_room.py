@@ -1,4 +1,4 @@
-"""The thread that takes memory for the ring: how much, in which steps, and what it says."""
+"""The thread that takes memory for the ring: how much, in which steps, and its messages."""
 
 from __future__ import annotations
 

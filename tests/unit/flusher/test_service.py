@@ -1,4 +1,4 @@
-"""The flusher's loop ends when all is done, whichever moment the last of it is done at."""
+"""The flusher's loop ends when all work is done, at whichever moment the last piece ends."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
 
 
 class Bench:
-    """A service on a ring that a dead flusher left, with one checkpoint that is being received."""
+    """A service on the ring of a dead flusher, with one checkpoint that is being received."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def stand_still(ring: Ring, held: contextlib.ExitStack) -> Ring:
-    """A stager that has the ring mapped and says nothing."""
+    """Simulate a stager that maps the ring and stays silent."""
     mapped = held.enter_context(Ring.attach(ring.directory))
     mapped.hold(1)
     return mapped
@@ -284,7 +284,7 @@ def await_kinds(channel: Channel, kind: str) -> list[Message]:
 
 
 class HungUp:
-    """A stager that has the ring, breaks the protocol while it fills a slot, and then lives on."""
+    """A stager that breaks the protocol while it fills a slot, and then lives on."""
 
     def __init__(self, bench: Bench, held: contextlib.ExitStack) -> None:
         self.bench = bench

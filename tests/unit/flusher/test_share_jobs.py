@@ -1,4 +1,4 @@
-"""Engines that write shares of one image into a store in memory: how long one waits for another, and what stays."""
+"""Engines that write shares of one image into a store in memory: how long they wait, and what they leave."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FOLDER = ".holdfast/shares/a000001-s000000005."
 
 
 class Heard(FlushListener):
-    """Remembers how it ended."""
+    """Records the outcome."""
 
     def __init__(self) -> None:
         self.durables: list[DurableStep] = []
@@ -56,7 +56,7 @@ class Heard(FlushListener):
 
 
 class Writer:
-    """The flusher of one share without its process."""
+    """The flusher of one share, without a process."""
 
     def __init__(self, directory: Path, store: MemoryStore, index: int, writers: int = 2) -> None:
         directory.mkdir()

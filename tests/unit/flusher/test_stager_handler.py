@@ -1,4 +1,4 @@
-"""What the flusher tells its stager fits the packets of the doorbell, however large the ring is."""
+"""The flusher's messages to its stager fit the packets of the doorbell, however large the ring is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLOTS = 20_000
 
 
 def test_20000_slots_that_are_free_at_once_are_told_in_several_messages(tmp_path: Path) -> None:
-    """A store that stood still answers, or gives a checkpoint up: all of a large ring is free in one moment."""
+    """When a stalled store answers, or the flusher drops a checkpoint, all of a large ring becomes free at once."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as held:
         stager, flusher = Channel(mine), Channel(theirs)

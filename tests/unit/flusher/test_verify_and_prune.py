@@ -1,4 +1,4 @@
-"""Read-back and retention of the same checkpoint, in any order, never bring back what was removed."""
+"""Read-back and retention of the same checkpoint, in any order, never bring back a removed one."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from flusher.workers import Workers
 
 
 class Held:
-    """Stands for the manifest that a job holds."""
+    """Represents the manifest that a job holds."""
 
 
 def job_of(held: Held, done: threading.Semaphore) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""One flusher per run and machine, whatever files a dead one left."""
+"""One flusher per run and machine, even if a dead one left files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SECONDS_MAX = 60.0
 
 @contextlib.contextmanager
 def _holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the right, until it is told to give it back."""
+    """Run another process that holds the lease until released."""
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(directory)],
         stdin=subprocess.PIPE,
@@ -106,7 +106,7 @@ def test_a_link_in_place_of_the_pid_file_is_refused(tmp_path: Path) -> None:
 
 
 def _renewed_unheard(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, WriterLease]:
-    """A lease whose next claim is in the store, and that has heard no answer."""
+    """Return a lease whose next claim is in the store, but whose answer was lost."""
     store = open_store(str(directory / "run"))
     lease = WriterLease(store, 5.0)
     create = store.create

@@ -1,4 +1,4 @@
-"""Settings: where they come from, which wins, and what is said when one is wrong."""
+"""Settings: their sources, which one wins, and the message for a wrong one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1024 * 1024
 
 @pytest.fixture(autouse=True)
 def bare_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and no HOLDFAST_ variables of whoever runs the tests."""
+    """Provide an empty working directory, without the user's HOLDFAST_ variables."""
     for variable in [name for name in os.environ if name.startswith("HOLDFAST_")]:
         monkeypatch.delenv(variable)
     monkeypatch.chdir(tmp_path)

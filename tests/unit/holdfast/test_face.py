@@ -1,4 +1,4 @@
-"""`import holdfast` gives a script the whole public interface, and imports a name when it is first used."""
+"""`import holdfast` offers the whole public interface, and imports a name at its first use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fresh(code: str, env: dict[str, str] | None = None) -> subprocess.CompletedP
 
 
 def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
-    """Which of the modules a fresh process has after `code`."""
+    """Return the modules, of these, that a fresh process has imported after `code`."""
     done = fresh(f"import sys\n{code}\nprint(*[name for name in {names} if name in sys.modules])")
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -1,4 +1,4 @@
-"""The seam for killing: it does nothing unless armed, and exactly what it was armed for otherwise."""
+"""Fault points: inert unless armed, and otherwise exactly the armed fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which options the mpirun line gets by itself."""
+"""The default options of the mpirun command."""
 
 from __future__ import annotations
 

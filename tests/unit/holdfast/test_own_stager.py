@@ -1,4 +1,4 @@
-"""The note of a stager that a job has started itself, and what that stager tells rank 0."""
+"""The note of a stager that a job has started itself, and that stager's messages to rank 0."""
 
 from __future__ import annotations
 

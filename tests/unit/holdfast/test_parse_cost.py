@@ -1,4 +1,4 @@
-"""Hostile input costs no more memory than it may: each parser is measured in a process of its own."""
+"""Hostile input costs a bounded amount of memory: each parser is measured in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of a pickle: above what its objects take, far below the limit for what is real, and told by opcode."""
+"""The cost estimate of a pickle: above its objects' memory, far below the limit for real ones, by opcode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priority is given up once, and never taken; a wait is for any descriptor; memory is what limits leave."""
+"""Priority is only lowered, once; a wait accepts any descriptor; memory respects limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sealed documents: still JSON, and any change is seen."""
+"""Sealed documents: still JSON, and any change is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stager's service with a real ring and a real channel; the test plays trainers, MPI and flusher."""
+"""A stager's service with a real ring and a real channel; the test simulates trainers, MPI and flusher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Seen:
 
 
 class FakePort:
-    """MPI as the service sees it: payloads land where the posted receive says."""
+    """Simulates MPI for the service: payloads land where the posted receive says."""
 
     ranks = 2
 
@@ -99,7 +99,7 @@ class FakePort:
 
 
 class Bench:
-    """A service with both its neighbours. `now` is the time: it passes when the test says so, or `runs` by itself."""
+    """A service with simulated ranks and flusher. `now` is the time, set by the test unless the clock `runs`."""
 
     def __init__(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, share: ShareNumber = WHOLE

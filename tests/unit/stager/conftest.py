@@ -1,4 +1,4 @@
-"""The bench on which the parts of a stager are tested together."""
+"""Fixtures with the bench for tests of a stager's parts together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.stager.bench import Bench
 
 @pytest.fixture
 def empty_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """No rank has joined."""
+    """Provide a bench before any rank has joined."""
     bench = Bench(tmp_path, monkeypatch)
     yield bench
     bench.close()
@@ -20,6 +20,6 @@ def empty_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ben
 
 @pytest.fixture
 def bench(empty_bench: Bench) -> Bench:
-    """Both ranks have their WELCOME."""
+    """Provide a bench whose ranks both have their WELCOME."""
     empty_bench.welcome_all()
     return empty_bench

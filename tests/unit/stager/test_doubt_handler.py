@@ -1,4 +1,4 @@
-"""A rank's doubt is written down for every attempt of its job, and told to the flusher and to all ranks."""
+"""A rank's doubt is recorded for every attempt of its job, and sent to the flusher and all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stager.doubt_handler import DoubtHandler
 
 
 class Around:
-    """The flusher's line and the ranks, which note what they are told."""
+    """Replaces the flusher's line and the ranks; records the messages to them."""
 
     def __init__(self, directory: Path) -> None:
         self.flusher = SimpleNamespace(attempt=5, ring=SimpleNamespace(directory=directory))

@@ -1,4 +1,4 @@
-"""The stager gives what its ring still has, in order, and never what is in a slot by now."""
+"""The stager returns the bytes that its ring still holds, in order, and never bytes of a reused slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flusher that fails, dies and comes back: what it costs, and what the next one is told."""
+"""A flusher fails, dies and comes back: the cost of that, and the messages to the next one."""
 
 from __future__ import annotations
 

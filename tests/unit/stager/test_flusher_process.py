@@ -1,4 +1,4 @@
-"""Finding and starting the flusher: against real processes, among them ones that do what they should not."""
+"""Finding and starting the flusher, against real processes, some of which misbehave."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_store_that_takes_no_writes_is_the_stagers_error(config: StagerConfig,
 
 @pytest.fixture
 def impostor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program that is started in place of the flusher; the test writes what it does."""
+    """Provide a program that is started instead of the flusher; the test writes its code."""
     program = tmp_path / "impostor"
     monkeypatch.setattr(sys, "executable", str(program))
     return program

@@ -1,4 +1,4 @@
-"""The interval: what rank 0 wishes becomes the same on all ranks."""
+"""The interval: rank 0's wish becomes the interval of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices: all ranks come to one step, whoever was told."""
+"""Notices: all ranks save at one step, whichever rank got the notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rings that flushers of other shares of a run have left on this machine."""
+"""Rings on this machine that flushers of other shares of a run have left."""
 
 from __future__ import annotations
 

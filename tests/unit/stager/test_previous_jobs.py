@@ -1,4 +1,4 @@
-"""Trainers are welcomed when what earlier jobs have staged is durable, or whole in the ring, or was waited for."""
+"""Trainers are welcomed when checkpoints of earlier jobs are durable, complete in the ring, or timed out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digests of a step are written beside the ring when all ranks have sent theirs, and the flusher is told."""
+"""The digests of a step are written beside the ring once all ranks have sent theirs; the flusher is told."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = CheckpointId(5, 3)
 
 
 class Around:
-    """The flusher's line, which notes what it is told."""
+    """Replaces the flusher's line; records the messages to it."""
 
     def __init__(self, directory: Path) -> None:
         self.flusher = SimpleNamespace(attempt=5, ring=SimpleNamespace(directory=directory))

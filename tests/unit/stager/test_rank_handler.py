@@ -1,4 +1,4 @@
-"""What the stager makes of its ranks: who breaks the protocol, who is silent, who is welcome when."""
+"""The stager's view of its ranks: protocol violations, silent ranks, and the time of each welcome."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _say_hello(bench: Bench, *ranks: int) -> None:
 
 
 def _pass(bench: Bench, seconds: int, *, alive: tuple[int, ...]) -> None:
-    """Time in which the stager listens, and only the `alive` ranks answer its beats."""
+    """Let time pass while only the `alive` ranks answer the stager's heartbeats."""
     for _ in range(2 * seconds):
         bench.now += 0.5
         for rank in alive:
@@ -156,7 +156,7 @@ def test_a_rank_that_has_not_said_hello_is_not_silent(bench: Bench) -> None:
 
 
 def test_ranks_are_welcomed_when_what_an_earlier_job_staged_is_durable(bench: Bench) -> None:
-    """Restore would go on from an older step otherwise. They are not silent meanwhile: they wait for this stager."""
+    """Otherwise restore would take an older step. Waiting ranks do not count as silent."""
     bench.ring.write_checkpoint(2, 7, "staged", LAYOUT.digest, {})
     for rank in range(2):
         bench.port.say(rank, Kind.HELLO, attempt=0, body=b"{}")

@@ -1,4 +1,4 @@
-"""What a killed job leaves in shared memory is removed by the next stager, and nothing else is."""
+"""The next stager removes a killed job's leftovers in shared memory, and nothing else."""
 
 from __future__ import annotations
 

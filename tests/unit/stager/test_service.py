@@ -1,4 +1,4 @@
-"""The stager's loop, from what the ranks send to the end that waits for the flusher."""
+"""The stager's loop, from the ranks' messages to the end, which waits for the flusher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of several stagers: the slots that it fills, what it tells its flusher, and when it does without it."""
+"""One of several stagers: the slots that it fills, its messages to the flusher, and work without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks and a decider that agree on steps, with messages that come when the test says so: for notices and intervals."""
+"""Ranks and a decider that agree on steps, with messages delivered by the test: for notices and intervals."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def terminate(seconds: float) -> Notice:
 
 
 class AgreeingRank(ABC):
-    """A rank's link and training in one thread. `user`: of the promises."""
+    """A rank's link and training in one thread. `user`: user of the promises."""
 
     def __init__(self, user: AgreedSteps | Schedule) -> None:
         self.promises = user.promises
         self.inbox: deque[Announcement] = deque()
         self.answers: deque[StepAnswer] = deque()
         self.step = -1
-        self.acted: list[tuple[int, object]] = []  # at which step, and what was agreed
+        self.acted: list[tuple[int, object]] = []  # step, agreement
 
     @abstractmethod
     def take(self, said: Announcement) -> StepAnswer | None: ...
 
     @abstractmethod
     def reach(self) -> None:
-        """Training has done `step`."""
+        """Let training finish `step`."""
 
     def hear(self) -> None:
         answer = self.take(self.inbox.popleft())
@@ -48,7 +48,7 @@ class AgreeingRank(ABC):
 
     @property
     def waits(self) -> bool:
-        """Whether training would stand still in its next `reach`; the test has one thread."""
+        """Whether training would block in its next `reach`, which the test's only thread must avoid."""
         return self.promises.waits_at(self.step + 1)
 
     def train(self) -> None:
@@ -93,12 +93,12 @@ class IntervalRank(AgreeingRank):
             self.acted.append((self.step, self.schedule.every))
 
     def give_up(self) -> None:
-        """Train on, also where a promised step got no answer."""
+        """Train on, even if a promised step got no answer."""
         self.step += 1
         self.reach()
 
     def lose(self) -> None:
-        """Its link gives the stager up."""
+        """Let the rank's link give up on the stager."""
         self.cut = True
         self.inbox.clear()
         self.answers.clear()
@@ -106,7 +106,7 @@ class IntervalRank(AgreeingRank):
 
 
 class AgreeingJob(ABC):
-    """What both users have. `agreed`, `given_up`: the events that say so."""
+    """Common part of both users. `agreed`, `given_up`: names of the events."""
 
     agreed = given_up = ""
 
@@ -122,11 +122,11 @@ class AgreeingJob(ABC):
 
     @abstractmethod
     def begin(self, number: int) -> None:
-        """Let the decider want an agreement; another `number` is another wish."""
+        """Let the decider request an agreement; another `number` is another request."""
 
     @abstractmethod
     def follow(self, step: int) -> None:
-        """Let the decider want another agreement, after rank 0 has come to the appointed `step`."""
+        """Let the decider request another agreement, after rank 0 has reached the appointed `step`."""
 
     @abstractmethod
     def lose_rank(self, rank: int, reason: str) -> None: ...
@@ -155,7 +155,7 @@ class AgreeingJob(ABC):
         self.do(self.decider.tick(now))
 
     def deliver(self) -> None:
-        """Deliver what is on its way, to each rank and back."""
+        """Deliver all messages in flight, to each rank and back."""
         for index, rank in enumerate(self._ranks):
             while rank.inbox:
                 rank.hear()
@@ -163,7 +163,7 @@ class AgreeingJob(ABC):
                 self.answer(index)
 
     def settle(self) -> None:
-        """Deliver all that is on its way, and let every rank come to what is appointed."""
+        """Deliver all messages in flight, and let every rank reach the appointed step."""
         for _ in range(10_000):
             self.deliver()
             due = [rank for rank in self._ranks if rank.promises.pending]
@@ -210,7 +210,7 @@ class IntervalJob(AgreeingJob):
         self.ranks = [IntervalRank() for _ in range(ranks)]
         self.interval = IntervalAgreement(ranks, answer_seconds_max=10.0)
         self.dead = False
-        self.dies_after: int | None = None  # so many more messages leave the stager, then it is dead
+        self.dies_after: int | None = None  # the stager dies after this many more messages
         super().__init__(self.ranks)
 
     @property
@@ -252,7 +252,7 @@ class IntervalJob(AgreeingJob):
                 rank.lose()
 
     def abreast(self, steps: int) -> int:
-        """Train on until all are at the same step, `steps` above the first one; returns the step they began at."""
+        """Train until all ranks are at the same step, `steps` above the first one's; return the starting step."""
         begin = max(rank.step for rank in self.ranks)
         for rank in self.ranks:
             while rank.step < begin + steps:

@@ -1,4 +1,4 @@
-"""The way of the bytes in one process, without threads: what trainers, stager and flusher do together."""
+"""Assembles a file in one process without threads, with the steps of trainers, stager and flusher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_plan(
     reserve: int = 0,
     trailer: bytes = b"",
 ) -> Skeleton:
-    """The plan of one rank, with reserves as this rank alone would have them."""
+    """Return the plan of one rank, with the reserves of a job of this rank alone."""
     tree = collect(state)
     proposed = table(state, tree, rank=rank, ranks=ranks, beside_bytes=len(trailer))
     return plan(
@@ -42,7 +42,7 @@ def make_plan(
 
 
 def named(state: Mapping[str, Any]) -> bytes:
-    """The names that rank 0 puts behind the pickle."""
+    """Return the names that rank 0 appends to the pickle."""
     names = SavedNames(state, is_writer=True)
     with names.telling() as given:
         tree = collect(state)
@@ -58,7 +58,7 @@ def taken(state: Mapping[str, Any], skeleton: Skeleton, trailer: bytes = b"") ->
 
 
 def sent(skeleton: Skeleton, captured: Capture) -> dict[int, bytes]:
-    """What one rank sends: image offset to bytes, CRC fields still zero."""
+    """Return the bytes that one rank sends, by image offset, with CRC fields still zero."""
     layout, rank = skeleton.layout, skeleton.rank
     frames: dict[int, bytes] = {}
     for chunk, extents in layout.sends(rank):
@@ -89,7 +89,7 @@ def _content(captured: Capture, entry: int) -> bytes:
 
 
 def assembled(layout: Layout, frames: Sequence[Mapping[int, bytes]]) -> bytes:
-    """The file, out of what all ranks sent, with true CRCs."""
+    """Return the file from all ranks' bytes, with correct CRCs."""
     image = bytearray(layout.image_bytes)
     covered = 0
     for rank_frames in frames:
@@ -106,7 +106,7 @@ def assembled(layout: Layout, frames: Sequence[Mapping[int, bytes]]) -> bytes:
 
 
 def save(state: Mapping[str, Any], path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> Layout:
-    """The file of a job with one rank."""
+    """Write the file of a job with one rank."""
     trailer = named(state)
     skeleton = make_plan(state, chunk_bytes=chunk_bytes, trailer=trailer)
     path.write_bytes(assembled(skeleton.layout, [sent(skeleton, taken(state, skeleton, trailer))]))

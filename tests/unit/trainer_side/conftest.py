@@ -1,4 +1,4 @@
-"""A link that is ready to offer, and the port by which the test plays its stager."""
+"""A link that is ready to offer, and the port by which the test simulates its stager."""
 
 from __future__ import annotations
 

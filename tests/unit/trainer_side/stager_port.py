@@ -1,4 +1,4 @@
-"""A link against a stager that the test plays: every message is written out, the transport is a pair of lists."""
+"""A link against a simulated stager: every message is serialized, the transport is a pair of lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECONDS_MAX = 60.0
 
 
 class FakePort:
-    """MPI as the link sees it. `hold` keeps payloads under way; `dead` raises as MPI does for a dead stager."""
+    """Simulates MPI for the link. `hold` keeps payloads in flight; `dead` raises as MPI does for a dead stager."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

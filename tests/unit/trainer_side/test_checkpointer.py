@@ -1,4 +1,4 @@
-"""How many steps `save()` takes while others are on their way, with a link that the test plays."""
+"""How many steps `save()` accepts while others are in flight, with a simulated link."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECONDS_MAX = 60.0
 
 
 class FakeLink:
-    """Takes every offer, and sends it when the test says so."""
+    """Accepts every offer, and sends it when the test allows that."""
 
     def __init__(self) -> None:
         self.job = JobState(0, 1, store_url="/run", chunk_bytes=4096, attempt=1)
@@ -122,7 +122,7 @@ class FakeLink:
 
 
 class Rank:
-    """A model whose parameters all say which step it is, and its checkpointer."""
+    """A model whose parameters all hold the step number, and its checkpointer."""
 
     def __init__(self, link: FakeLink, **settings: Any) -> None:
         self.link = link
@@ -293,7 +293,7 @@ def test_an_area_is_not_kept_by_the_copy_thread(link: FakeLink) -> None:
 
 
 def steps_begun(rank: Rank, steps: range) -> list[int]:
-    """Which of these steps `step()` has saved, each staged before the next."""
+    """Return the steps, of these, that `step()` has saved, each staged before the next."""
     begun = []
     for step in steps:
         rank.checkpointer._copier.gate.wait()

@@ -1,4 +1,4 @@
-"""`save()` with local tiers and a link that the test plays: what one of the two declines may still go to the other."""
+"""`save()` with local tiers and a simulated link: a step that one of them declines may still go to the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer_side.transfer import Transfer
 
 
 class Link(FakeLink):
-    """Sends nothing, until the test says so."""
+    """A link that sends nothing until the test allows it."""
 
     def offer(self, step: int, source: Any, record: SaveRecord, layout: Any) -> Transfer:
         if self.job.problem is not None:
@@ -66,7 +66,7 @@ class Rank:
         return self.checkpointer.save(step)
 
     def holds(self, step: int, number: int = 0) -> bool:
-        """Whether the tier has this step, and it is of this step alone."""
+        """Whether the tier has this step, with bytes of this step only."""
         tier = self.local.tiers[number]
         kept = [one for one in tier.kept() if one.seal.step == step]
         if not kept:

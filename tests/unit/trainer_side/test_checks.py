@@ -1,4 +1,4 @@
-"""`holdfast doctor` and the metadata service: which cloud answers, what is in the way; nobody is no fault."""
+"""`holdfast doctor` and the metadata service: which cloud answers, or what blocks it; no answer is no fault."""
 
 from __future__ import annotations
 

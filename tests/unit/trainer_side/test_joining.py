@@ -1,4 +1,4 @@
-"""How a job without a stager finds its name, its attempt and what its ranks hold."""
+"""How a job without a stager finds its name, its attempt and its ranks' slices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _kept(tier: Tier, attempt: int, step: int, *, ranks: int = 1, rank: int = 0)
 
 
 class Together:
-    """Peers that are threads of this process: each broadcast meets at a barrier."""
+    """Peers in threads of this process, whose broadcasts meet at a barrier."""
 
     def __init__(self, rank: int, shared: SimpleNamespace) -> None:
         self.rank, self.ranks, self._shared = rank, shared.barrier.parties, shared

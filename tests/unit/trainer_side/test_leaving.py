@@ -1,4 +1,4 @@
-"""The end of a rank's part: the last step is waited for, and a newest step that is not durable is an error."""
+"""The end of a rank: it waits for the last step, and a newest step that is not durable is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_side import joining
 
 
 class EndingLink(FakeLink):
-    """Makes what was offered durable when it is closed, as far as the test says."""
+    """A link that makes offered steps durable when it is closed, up to a limit of the test."""
 
     lasts = 99
 
@@ -42,7 +42,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> EndingLink:
 
 @pytest.fixture
 def soon() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Does something a moment later, on another thread."""
+    """Call a function a moment later, on another thread."""
     timers: list[threading.Timer] = []
 
     def later(act: Callable[[], None]) -> None:

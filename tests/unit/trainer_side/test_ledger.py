@@ -1,4 +1,4 @@
-"""The books count each step once, under the cause that was known first, and put right what was believed too early."""
+"""The ledger counts each step once, under the first known cause, and corrects premature verdicts."""
 
 from __future__ import annotations
 

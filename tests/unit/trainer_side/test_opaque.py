@@ -1,4 +1,4 @@
-"""Whatever of holdfast compiled code calls runs as plain Python, and so does all that it calls."""
+"""holdfast functions called from compiled code run as plain Python, with everything that they call."""
 
 from __future__ import annotations
 

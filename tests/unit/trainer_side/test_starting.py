@@ -1,4 +1,4 @@
-"""What a training process loads until it trains: nothing that only other stores, tiers, clouds or launchers need."""
+"""A training process imports nothing that only other stores, tiers, clouds or launchers need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 _RUN_SECONDS_MAX = 60
 
-# Of torch and its packages a training script loads what it uses itself; holdfast adds none of these.
+# holdfast must not import these into a training process; a script that uses some imports them itself.
 _PACKAGES = (
     *("aiohttp", "boto3", "botocore", "fsspec", "opentelemetry", "prometheus_client", "tenacity"),
     *("click", "rich", "safetensors", "transformers", "lightning", "accelerate"),
@@ -46,7 +46,7 @@ _OF_LAUNCHERS = (
 
 
 def loaded_by(script: str, **environment: str) -> set[str]:
-    """The modules that a process loads for `script`, beyond what torch has loaded."""
+    """Return the modules that a process imports for `script`, beyond torch's own."""
     lines = (
         "import json, sys, torch, torch.distributed",
         "before = set(sys.modules)",

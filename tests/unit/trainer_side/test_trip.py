@@ -1,6 +1,6 @@
-"""How many product files the training thread enters in `save()` and `restore()`: the length of the way of one save.
+"""The number of product files that the training thread enters in `save()` and `restore()`.
 
-A profile of real calls, with a link that the test plays. Lower a limit with each step that shortens the way.
+A profile of real calls, with a simulated link. When a change shortens a path, lower the limit here.
 """
 
 from __future__ import annotations

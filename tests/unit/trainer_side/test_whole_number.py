@@ -1,4 +1,4 @@
-"""Numbers that a script hands over: which are taken, and what is said of the others at the call."""
+"""Numbers that a script passes: which are accepted, and the error at the call for the others."""
 
 from __future__ import annotations
 

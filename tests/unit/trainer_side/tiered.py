@@ -1,4 +1,4 @@
-"""A small state, its checkpoints as slices, and its restore on several ranks, each with tiers of its own."""
+"""A small state, its checkpoints as slices, and its restore on several ranks, each with its own tiers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The way that the stager's public SSH key takes to the trainers: mpirun on the stager starts ranks on them by ssh.
+"""Brings the stager's public SSH key to the trainers: mpirun on the stager starts their ranks by ssh.
 
     stager: ssh-keygen, once ──► s3://bucket/project/run/cluster/stager.pub ──► trainers: authorized_keys, every minute
 
-Only the stager may write there, by its role; no private key leaves a machine. A stager that is replaced publishes
-another key, and the trainers take it over within a minute. Runs as the user holdfast, by the timer of the same name.
+Only the stager's role may write there; no private key leaves a machine. A replacement stager publishes a new key, which
+the trainers install within a minute. Runs as the user holdfast, by the timer of the same name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEY = re.compile(rb"ssh-ed25519 [A-Za-z0-9+/=]{68} [\x21-\x7e]*\n")
 
 
 def main(role: str) -> None:
-    """Publish this node's key (`stager`) or take over the stager's (`train`)."""
+    """Publish this node's key (`stager`), or install the stager's (`train`)."""
     import boto3
 
     where = urlsplit(os.environ["HOLDFAST_CLUSTER_URL"])
@@ -37,7 +37,7 @@ def main(role: str) -> None:
     except ClientError as error:
         if error.response["Error"]["Code"] != "NoSuchKey":
             raise
-        return  # the stager is not up yet; the timer comes back
+        return  # the stager is not up yet; the timer will run this again
     if _KEY.fullmatch(key) is None:
         sys.exit(f"s3://{bucket}/{name}: expected one ssh-ed25519 public key; not taken over")
     _replace(folder / "authorized_keys", key)

@@ -1,4 +1,4 @@
-"""Branches: which checkpoints are on the line that training goes on from, after any rewinds."""
+"""Branches: the checkpoints on the line that training continues from, after any rewinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalog: order, what may be restored, and the words for what may not."""
+"""The catalog: its order, which checkpoints may be restored, and the reasons why others may not."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_step_that_is_not_there_names_those_near() -> None:
 
 
 class CountingStore(MemoryStore):
-    """Remembers what was read."""
+    """Records the reads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The failures of a run, as its claims count them: each attempt once, whoever is killed or wakes at whatever moment."""
+"""The failures of a run, counted from its claims: each attempt once, in any order of kills and wakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts under way at once: in order where one is written at a time, within memory, and none begun after a failure."""
+"""Parts in flight: in order for one writer, within memory, and none begun after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is cleared away after a dead writer: what it wrote down, when the store shows that it is that; nothing else."""
+"""Cleanup after a dead writer: removes only files in its intents, and only if the store proves they are its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def begun(store: Store, attempt: int = 2) -> tuple[str, Upload]:
-    """As a flusher begins: the upload, then the intent."""
+    """Begin like a flusher: the upload, then the intent."""
     write_id = writer_id(attempt)
     upload = store.begin(FILE, nbytes=len(DATA), chunk_bytes=CHUNK_BYTES, write_id=write_id)
     Intent.to_publish(FILE, upload, nbytes=len(DATA), chunk_bytes=CHUNK_BYTES, write_id=write_id).write(store)
@@ -38,7 +38,7 @@ def begun(store: Store, attempt: int = 2) -> tuple[str, Upload]:
 
 
 def cleared(store: Store, attempt: int = 3, wanted: str = "") -> list[str]:
-    """As the next writer starts."""
+    """Clean up as the next writer does at its start."""
     store.sweep(lambda own: bool(wanted) and own.startswith(wanted))
     return clear_intents(store, attempt, lambda write_id: write_id == wanted)
 
@@ -61,7 +61,7 @@ def test_an_intent_whose_file_never_came_goes_alone(store: Store) -> None:
 
 
 def test_a_file_that_was_listed_stays_though_a_listing_does_not_show_its_manifest(store: Store) -> None:
-    """Its writer died before it could take its intent away; the store's LIST lags, a question by name does not."""
+    """The writer died before it could remove its intent; the store's LIST lags, a lookup by name does not."""
     _, upload = begun(store)
     upload.publish()
     store.write(manifest_name(FILE), b"whatever it says")
@@ -85,7 +85,7 @@ def test_a_file_of_which_nothing_was_written_down_is_nobodys_leftover(store: Sto
 
 def test_a_backup_that_stands_where_a_dead_writer_wanted_to_write_stays(store: Store) -> None:
     begun(store)
-    store.write(FILE, DATA)  # of the same size, even
+    store.write(FILE, DATA)  # of the same size, too
     if isinstance(store, PosixStore):
         assert cleared(store) == []
         assert names(store) == [FILE]
@@ -110,7 +110,7 @@ def test_a_removal_that_was_begun_is_ended(store: Store) -> None:
     Intent.to_remove(manifest).write(store)
     assert cleared(store) == []
     assert manifest_name(FILE) in names(store), "it had not begun"
-    store.delete(manifest_name(FILE))  # by the first writer, which has only stood still meanwhile
+    store.delete(manifest_name(FILE))  # by the first writer, which was only suspended
     assert cleared(store) == [FILE]
     assert names(store) == []
 

@@ -1,4 +1,4 @@
-"""The claim: at most one writer believes that the run is its own, and knows when it no longer is."""
+"""The claim: at most one writer believes that it owns the run, and a writer knows when it no longer does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def claim_of(store: MemoryStore, attempt: int) -> dict[str, object]:
 
 
 def changed(claim: bytes, **changes: object) -> bytes:
-    """A claim as another writer would have written it."""
+    """Return a claim as written by another writer."""
     document = json.loads(claim) | changes
     del document["claim_crc32"]
     return seal(json.dumps(document).encode(), "claim_crc32")
@@ -248,7 +248,7 @@ def test_a_create_whose_answer_was_lost_is_still_ours() -> None:
 
 
 class NotExclusive(MemoryStore):
-    """A backend whose create is a plain write, and someone wrote after us."""
+    """A backend whose create is a plain write, and another writer wrote after us."""
 
     def create(self, name: str, data: bytes) -> bool:
         self.write(name, changed(data, write_id="rival"))

@@ -1,4 +1,4 @@
-"""A run of thousands of checkpoints: what is read of it, and what is held."""
+"""A run of thousands of checkpoints: how much of it is read and kept in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MANIFESTS_HELD_MAX = (
 
 
 class CountedStore(MemoryStore):
-    """Counts what is read of manifests."""
+    """Counts the reads of manifests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class CountedStore(MemoryStore):
 
 
 def _large(step: int, attempt: int = 1, state: State = State.VERIFIED, *, file: str = "") -> Manifest:
-    """A manifest as of a state of many tensors, and no file."""
+    """Return a manifest of a state with many tensors, without a file."""
     small = manifest_of(small_image(), step=step, attempt=attempt, state=state)
     entries = tuple(
         EntryRecord(name=f"archive/data/{number}", offset=0, nbytes=40, crc32=number * 7919)

@@ -1,4 +1,4 @@
-"""Numbers that are not finite are counted exactly, whatever the format and the way they are read."""
+"""Non-finite numbers are counted exactly, in any format and with any way of reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices that an older holdfast left in the store: named, counted for attempts, and otherwise left alone."""
+"""Slices that an older holdfast left in the store: named, counted for attempts, otherwise left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several flushers of one image tell each other in the store."""
+"""Records in the store by which several flushers of one image communicate."""
 
 from __future__ import annotations
 

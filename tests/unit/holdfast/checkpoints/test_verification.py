@@ -1,4 +1,4 @@
-"""Reading back: every flipped bit is found, and named as precisely as it can be."""
+"""Read-back: every flipped bit is found, and named as precisely as possible."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_missing_file_is_damage() -> None:
 
 
 def directory_field(image: bytes, name: str) -> int:
-    """Where the central directory states the CRC of `name`."""
+    """Return the offset of the CRC of `name` in the central directory."""
     at = image.rindex(b"PK\x01\x02")
     while (
         struct.unpack_from("<H", image, at + 28)[0] != len(name)
@@ -196,7 +196,7 @@ def test_progress_adds_up_to_the_file_from_the_calling_thread() -> None:
 
 
 class Shrinking(MemoryStore):
-    """The file is cut while it is being read."""
+    """A store whose file is truncated while it is read."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         if offset >= 2 * CHUNK_BYTES:
@@ -247,7 +247,7 @@ def test_after_a_failure_those_that_wait_for_a_lane_read_nothing() -> None:
 
 
 class WrongOnce(MemoryStore):
-    """The first read of each place comes with a byte changed on its way."""
+    """Changes a byte in the first read of each place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is read of a plain directory is what `zipfile` reads of it, and of any other nothing is said."""
+"""The fast reader of plain zip directories returns the same as `zipfile`, and None for all others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_zip_directory_is_read_as_zipfile_reads_it() -> None:
 
 
 def test_wherever_a_byte_changed_it_is_what_zipfile_says_or_nothing() -> None:
-    """In the records of a directory, and in the end of the file."""
+    """The changes are in the records of a directory, and in the end of the file."""
     said = 0
     begin = IMAGE.index(b"PK\x01\x02")
     for at in [*range(begin, begin + 300), *range(len(IMAGE) - 120, len(IMAGE))]:

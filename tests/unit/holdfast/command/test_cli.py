@@ -1,4 +1,4 @@
-"""The command line: errors become messages and exit codes, and roles that cannot run break nothing."""
+"""The command line: errors become messages and exit codes, and a broken role does not break other commands."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ def test_verify_of_nothing(store: MemoryStore, run: Any) -> None:
 
 
 class Lying(MemoryStore):
-    """Gives other bytes on the second read of the file than the manifest's chunks were made of."""
+    """Returns a wrong byte in each read beyond the first chunk."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         super().read_into(name, offset, buffer)
@@ -429,7 +429,7 @@ def test_pull_names_the_chunk_and_leaves_what_was_there(
 
 
 class Breaking(MemoryStore):
-    """Gives this many chunks of a file, then fails; notes where it was read."""
+    """Returns this many chunks of a file, then fails; records the offsets of reads."""
 
     def __init__(self, reads: int) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ class Breaking(MemoryStore):
 
 @pytest.fixture(name="cut")
 def _cut(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Breaking:
-    """A store from which two chunks of step 1 have come; they lie in the only file of `tmp_path`."""
+    """Return a store that broke after two chunks of step 1, which are in the only file of `tmp_path`."""
     store = Breaking(2)
     monkeypatch.setattr("holdfast.store.open_store", lambda _: store)
     add_small(store, 1)

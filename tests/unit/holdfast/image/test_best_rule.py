@@ -1,4 +1,4 @@
-"""Which checkpoint is best: by value, then by age; one with a caveat after all others."""
+"""The best checkpoint: by value, then by age; those with a caveat come last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large chunks are where nobody has said it."""
+"""The default size of chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many small tensors in one chunk: loops in C check them and put true CRCs in, no Python function for each."""
+"""Many small tensors in one chunk: loops in C check them and fill in CRCs, without a Python call for each."""
 
 from __future__ import annotations
 

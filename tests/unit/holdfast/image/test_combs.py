@@ -1,4 +1,4 @@
-"""Where a region's bytes lie in the whole tensor, against numpy's own slicing."""
+"""Offsets of a region's bytes in the whole tensor, against numpy's own slicing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every byte of the image is sent by exactly one rank, in whole frames, and a layout from outside is not trusted."""
+"""One rank sends each byte of the image, in whole frames; a layout from outside is not trusted."""
 
 from __future__ import annotations
 

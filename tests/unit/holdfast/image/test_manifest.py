@@ -1,4 +1,4 @@
-"""The manifest: it comes back as it was, or not at all."""
+"""The manifest is read back unchanged, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proof in the store is read back whole, and a damaged one is refused."""
+"""A proof in the store is read back completely, and a damaged one is refused."""
 
 from __future__ import annotations
 

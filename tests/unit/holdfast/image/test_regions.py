@@ -1,4 +1,4 @@
-"""Regions against numpy: which bytes of a whole tensor are those of a box in it, and what makes up a whole."""
+"""Regions against numpy: the bytes of a box in a whole tensor, and the regions that make up a whole."""
 
 from __future__ import annotations
 

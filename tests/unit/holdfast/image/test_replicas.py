@@ -1,4 +1,4 @@
-"""The replica check, by itself: what is watched, which rows have their turn, and who is said to have drifted."""
+"""The replica check: which tensors are watched, which rows are sampled, and which rank is reported as drifted."""
 
 from __future__ import annotations
 

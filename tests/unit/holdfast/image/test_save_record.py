@@ -1,4 +1,4 @@
-"""The record of a save: what is stored and sent stays as it was, byte for byte."""
+"""The record of a save: its stored and sent bytes never change."""
 
 from __future__ import annotations
 

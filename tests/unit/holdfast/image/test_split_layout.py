@@ -1,4 +1,4 @@
-"""Layouts of split tensors: every byte has one sender, who holds it; and a byte that is not as it was sent is found."""
+"""Layouts of split tensors: every byte has one sender that holds it; and a byte that changes on its way is detected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Some ranks; entries that are split among some of them, replicated, or of one rank; some ranks are spared."""
+    """Draw ranks and entries: split among some of the ranks, replicated, or of one rank; some ranks are spared."""
     ranks = draw(st.integers(1, 6))
     patterns: list[Pattern] = []
     entries: list[Entry] = []
@@ -48,7 +48,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @st.composite
 def patterns_of(draw: st.DrawFn, shape: tuple[int, ...], item_bytes: int, ranks: int) -> Pattern:
-    """A grid of boxes, each with a rank that has it; other ranks have one of them, too, or nothing."""
+    """Draw a grid of boxes, each held by a rank; other ranks hold one of them, too, or nothing."""
     cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
     spans = [list(itertools.pairwise(cut)) for cut in cuts]
     boxes = [
@@ -65,13 +65,13 @@ def patterns_of(draw: st.DrawFn, shape: tuple[int, ...], item_bytes: int, ranks:
 
 
 class Ranks(NamedTuple):
-    """An image, and what each rank would send of it from its own memory."""
+    """An image, and the parts of it in each rank's memory."""
 
     layout: Layout
     image: Bytes
 
     def local(self, entry: int, rank: int) -> Bytes:
-        """What the rank holds of an entry, back to back."""
+        """Return the rank's bytes of an entry, back to back."""
         place = self.layout.entries[entry]
         whole = self.image[place.offset : place.end]
         pattern = self.layout.pattern_of(place)
@@ -82,7 +82,7 @@ class Ranks(NamedTuple):
         return np.ascontiguousarray(whole.reshape(*pattern.shape, pattern.item_bytes)[box]).ravel()
 
     def frame(self, chunk: int, rank: int) -> bytes:
-        """What the rank sends into a chunk."""
+        """Return the frame that the rank sends for a chunk."""
         sent = []
         for part in self.layout.parts(chunk, rank):
             if part.entry is None:

@@ -1,4 +1,4 @@
-"""What the manifest says of a split: short, true, and never longer for more ranks."""
+"""The manifest's record of a split: short, correct, and never longer for more ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from holdfast.image.split_record import RUNS_MAX, SplitRecord
 
 
 def rows(total: int, ranks: int) -> list[Region]:
-    """As FSDP cuts: the last ones may be short, or empty."""
+    """Split rows like FSDP: the last regions may be short, or empty."""
     each = -(-total // ranks)
     places = [min(total, each * rank) for rank in range(ranks + 1)]
     return [Region((first, 0), (end - first, 6)) for first, end in itertools.pairwise(places)]
 
 
 def blocks(counts: Sequence[int], size: int = 2) -> list[Region]:
-    """A grid of equal blocks, row by row."""
+    """Return a grid of equal blocks, row by row."""
     places = itertools.product(*map(range, counts))
     return [Region(tuple(size * one for one in place), (size,) * len(place)) for place in places]
 
@@ -60,7 +60,7 @@ def test_a_split_is_told_in_a_few_words(shape: tuple[int, ...], held: list[Regio
 
 
 def expanded(record: SplitRecord) -> tuple[list[Region], list[list[int]]]:
-    """The regions and their holders, of the numbers alone."""
+    """Return the regions and their holders, from the record's numbers alone."""
     sizes = [
         [size for size, count in zip(one[::2], one[1::2], strict=True) for _ in range(count)]
         for one in record.cuts
@@ -94,11 +94,11 @@ def test_a_grid_comes_back_of_its_numbers(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("ranks", [16, 4096])
 def test_more_ranks_take_no_more_room(ranks: int) -> None:
-    parts = 8  # of tensor parallelism
+    parts = 8  # degree of tensor parallelism
     mesh = of((2 * ranks // parts, 2 * parts), blocks((ranks // parts, parts)))
     assert mesh.ranks == (0, 1, ranks)
     assert len(mesh.model_dump_json()) < 120
-    # Both dimensions of the mesh cut the same dimension, the inner one first: neighbours are of ranks far apart.
+    # Both dimensions of the mesh split the same dimension, the inner one first: neighbours belong to distant ranks.
     strided = [Region(((rank % parts) * (ranks // parts) + rank // parts,), (1,)) for rank in range(ranks)]
     assert len(of((ranks,), strided).ranks) == 3 * parts
 

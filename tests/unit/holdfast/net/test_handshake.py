@@ -14,7 +14,7 @@ HELLO = Hello(1, 4, 2, "slurm-17", b"i" * 16, b"n" * 32, resuming=True, generati
 
 
 def _meet(rank_key: bytes, stager_key: bytes, received: int = 7) -> tuple[bytes | None, int | None]:
-    """What the rank answers to the challenge, and what the stager finds in it."""
+    """Run a handshake; return the rank's answer to the challenge, and the stager's verdict on it."""
     data, nonce = HELLO.to_bytes(), os.urandom(32)
     proof = handshake.answer_challenge(rank_key, data, handshake.challenge(stager_key, data, nonce), received)
     return proof, None if proof is None else handshake.check_proof(stager_key, data, nonce, proof)
@@ -42,7 +42,7 @@ def test_a_proof_is_good_for_its_connection_alone() -> None:
     proof = handshake.answer_challenge(KEY, data, handshake.challenge(KEY, data, nonce), 7)
     assert proof is not None
     assert handshake.check_proof(KEY, data, nonce, proof) == 7
-    assert handshake.check_proof(KEY, data, os.urandom(32), proof) is None  # replayed on the next connection
+    assert handshake.check_proof(KEY, data, os.urandom(32), proof) is None  # a replay on the next connection
     for changes in (
         {"rank": 0},
         {"channel": 0},

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is worth beginning before a deadline: what must hold for any numbers, and the cases by name."""
+"""Whether a checkpoint is worth starting before a deadline: rules for any numbers, and named cases."""
 
 from __future__ import annotations
 

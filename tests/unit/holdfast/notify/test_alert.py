@@ -1,4 +1,4 @@
-"""Which events people are told of."""
+"""Which events are sent to people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event log of a stager reaches people, and nobody waits for them."""
+"""Events of a stager's log are sent to people, and no process waits for the delivery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages arrive at a real server, or their run goes on without them."""
+"""Messages arrive at a real server; if not, the run continues without them."""
 
 from __future__ import annotations
 

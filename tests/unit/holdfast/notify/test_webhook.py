@@ -1,4 +1,4 @@
-"""The request for each service, and no secret in a message of ours."""
+"""The request for each service, and no secret in our messages."""
 
 from __future__ import annotations
 

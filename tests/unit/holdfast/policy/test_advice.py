@@ -1,4 +1,4 @@
-"""The advice: bound first, then the least loss, and one line that says why."""
+"""The advice: the bound first, then the least loss, and one line with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The governor: both ways, soon enough, and still while the figures only waver."""
+"""The governor changes the interval in both directions, soon enough, and not while figures only fluctuate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hazard: between what is believed and what was seen, nearer to the second the more was seen; and its line."""
+"""The hazard: between prior and observations, closer to these the more there are; and its line."""
 
 from __future__ import annotations
 

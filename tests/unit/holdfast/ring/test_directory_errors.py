@@ -1,4 +1,4 @@
-"""An error of the machine says nothing of the file: it is held and tried again, and nobody is told to remove it."""
+"""A machine error says nothing about the file: retried, and never with advice to remove the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stager and flusher over a real unix socket; and what each does with a peer that misbehaves."""
+"""Stager and flusher over a real unix socket, and their reaction to a misbehaving peer."""
 
 from __future__ import annotations
 

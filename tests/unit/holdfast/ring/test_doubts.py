@@ -1,4 +1,4 @@
-"""What is written beside a ring about doubtful steps is read by the next process, and damage of it is no doubt."""
+"""The file of doubtful steps beside a ring: the next process reads it, and damage in it creates no doubt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ring that a rank of the same machine reads itself: right bytes or none, whatever the stager does meanwhile."""
+"""A ring that a rank of the same machine reads itself: correct bytes or none, while the stager changes it."""
 
 from __future__ import annotations
 

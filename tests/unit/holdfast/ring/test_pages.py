@@ -1,4 +1,4 @@
-"""A window is like any other memory: zero, writable, and where it must lie to be read into directly."""
+"""A window of memory: zero, writable, and aligned for direct reads."""
 
 from __future__ import annotations
 

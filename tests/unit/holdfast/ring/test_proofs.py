@@ -1,4 +1,4 @@
-"""The file of proofs beside a ring has the newest; a damaged one says nothing."""
+"""The file of proofs beside a ring has the newest; a damaged file counts as empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ring still holds of checkpoints whose slots are free, and how it is told over the wire."""
+"""The bytes that a ring still holds of checkpoints whose slots are free, and their description on the wire."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_slot_that_is_free_still_has_its_chunk_until_it_is_filled_again(ring: 
 def test_a_slot_that_is_filled_again_and_given_up_holds_nothing(ring: Ring) -> None:
     _fill(ring, 0, 5, 0)
     ring.free(0)
-    ring.mark_filling(0, 1, 6, 0)  # not a byte comes: those in it are of step 5
+    ring.mark_filling(0, 1, 6, 0)  # no byte arrives: the slot still holds step 5
     ring.free(0)
     assert held_in(ring) == []
     assert ring.remains_in(0) is None

@@ -1,4 +1,4 @@
-"""The ring: what two processes agree on in shared memory, and what happens when it is not what it should be."""
+"""The ring: the shared-memory format of two processes, and the errors for invalid content."""
 
 from __future__ import annotations
 

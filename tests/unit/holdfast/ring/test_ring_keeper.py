@@ -1,4 +1,4 @@
-"""The keeper of a ring: seen while it lives, gone with it, and nothing of it is left."""
+"""The keeper of a ring: visible while it lives, gone with it, without leftovers."""
 
 from __future__ import annotations
 

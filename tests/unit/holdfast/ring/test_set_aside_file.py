@@ -1,4 +1,4 @@
-"""What the supervisor notes for the flusher is read whole, and damage in it loses no more than a line."""
+"""The supervisor's notes for the flusher are read completely, and damage in them loses at most one line."""
 
 from __future__ import annotations
 

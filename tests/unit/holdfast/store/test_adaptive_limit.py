@@ -1,4 +1,4 @@
-"""How many connections are found, against stores that are played: by connection, in all, or disturbed."""
+"""The number of connections found, against simulated stores: limited by connection, in total, or disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ConcurrencyLimit: never more requests at once than allowed, and what a person has set is kept to."""
+"""ConcurrencyLimit: never more requests at once than allowed, and a user's setting is obeyed."""
 
 from __future__ import annotations
 

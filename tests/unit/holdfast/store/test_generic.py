@@ -1,4 +1,4 @@
-"""What is special about stores over fsspec; what they share with others is in tests/conformance."""
+"""Special cases of stores over fsspec; tests/conformance has the common rules."""
 
 from __future__ import annotations
 

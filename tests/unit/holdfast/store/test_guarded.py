@@ -1,4 +1,4 @@
-"""No act that others can see without a look at the claim, in each single try of it."""
+"""Every visible change, and every retry of one, first checks the claim."""
 
 from __future__ import annotations
 

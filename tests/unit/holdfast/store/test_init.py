@@ -1,4 +1,4 @@
-"""Which URL opens which store, how it is spelled, and where a run in a directory has no place to be."""
+"""Which URL opens which store, its spelling, and where a run in a directory cannot be."""
 
 from __future__ import annotations
 

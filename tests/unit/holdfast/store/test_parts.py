@@ -1,4 +1,4 @@
-"""The ledger: which parts are there."""
+"""The ledger of written parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories as stores: durability by order of calls, refusals that name numbers, and what other writers leave."""
+"""Directories as stores: durability by order of calls, refusals with numbers, and files of other writers."""
 
 from __future__ import annotations
 

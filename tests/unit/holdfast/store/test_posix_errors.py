@@ -1,4 +1,4 @@
-"""Which errors of a file system pass, and which a person must mend."""
+"""Which file-system errors are transient, and which a person must fix."""
 
 from __future__ import annotations
 

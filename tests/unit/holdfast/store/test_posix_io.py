@@ -1,4 +1,4 @@
-"""Reads past the page cache: which bytes, which flags, and what happens where a file system does not take them."""
+"""Reads past the page cache: which bytes and flags, and the fallback for file systems that refuse them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def image(tmp_path: Path) -> bytes:
 
 
 class Reads:
-    """What was asked of the kernel: `(direct, nbytes)` of each read; may refuse direct ones."""
+    """Records `(direct, nbytes)` of each read of the kernel, and may refuse direct ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refused: str = "") -> None:
         self.made: list[tuple[bool, int]] = []

@@ -1,4 +1,4 @@
-"""No link below a run is followed: nothing outside of it is written, removed, read or taken for a file of the run."""
+"""Links below a run are never followed: no file outside is written, removed, read or taken for the run's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ INSIDE: dict[str, Callable[[PosixStore], object]] = {
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory of somebody's."""
+    """Provide a directory outside the run."""
     place = tmp_path / "outside"
     (place / "tmp").mkdir(parents=True)
     for path in (place / "kept", place / "tmp" / "kept"):

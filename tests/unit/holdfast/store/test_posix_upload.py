@@ -1,4 +1,4 @@
-"""Big files past the page cache: exact bytes, room reserved first, and a failed sync that is final."""
+"""Big files past the page cache: exact bytes, room reserved first, and a failed sync is final."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stored object as a file."""
+"""A stored object read as a file."""
 
 from __future__ import annotations
 

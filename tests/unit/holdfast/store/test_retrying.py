@@ -1,4 +1,4 @@
-"""Only what may pass is tried again, with growing random waits, within the budget."""
+"""Only transient errors are retried, with growing random waits, within the budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.store.wrapper import UploadWrapper
 
 
 class _Failing(PosixStore):
-    """Fails this many times before it does what it should."""
+    """Fails this many times before it succeeds."""
 
     def __init__(self, root: Path, failures: list[Exception]) -> None:
         super().__init__(root)

@@ -1,4 +1,4 @@
-"""An object that is read whole from a bucket: by the size that the server tells, and by what comes."""
+"""An object read whole from a bucket: by the server's stated size, and by the received bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Server:
     """Answers each GET with one body.
 
     Attributes:
-        read_bytes: How much of it was read.
+        read_bytes: Bytes read from the body.
     """
 
     def __init__(self, body: bytes, told_bytes: int | None) -> None:

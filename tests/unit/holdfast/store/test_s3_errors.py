@@ -1,4 +1,4 @@
-"""Which answers of S3 pass, and which a person must mend."""
+"""Which S3 answers are transient, and which a person must fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credentials that expire while a run goes on: read again from where they came, and the same upload goes on."""
+"""Credentials expire during a run: they are read again from their source, and the same upload continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INITIATED = "<InitiateMultipartUploadResult><UploadId>one</UploadId></InitiateM
 
 
 class _Server:
-    """Knows one access key. `let_expire`: the next request is refused, and there is another key from then on."""
+    """Knows one access key. `let_expire`: refuse the next request, and expect another key from then on."""
 
     def __init__(self) -> None:
         self.key, self.code = "KEY0", "ExpiredToken"

@@ -1,4 +1,4 @@
-"""How an image is cut for S3. What an upload does is in tests/conformance, against real servers."""
+"""The parts of an image in S3; tests/conformance runs uploads against real servers."""
 
 from __future__ import annotations
 

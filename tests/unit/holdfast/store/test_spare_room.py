@@ -1,4 +1,4 @@
-"""The room of a retired checkpoint: exact files in it, never one that somebody still reads, nothing left."""
+"""The room of a retired checkpoint: exact files in it, never a file that is still read, nothing left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that declines a step states its cause, and every reader counts that one."""
+"""A process that declines a step states its cause, and every reader counts that cause."""
 
 from __future__ import annotations
 

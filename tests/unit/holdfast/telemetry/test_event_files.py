@@ -1,4 +1,4 @@
-"""The files of an event log: when the next one begins, what stays, and who reads on."""
+"""The files of an event log: when the next one begins, which stay, and how readers continue."""
 
 from __future__ import annotations
 

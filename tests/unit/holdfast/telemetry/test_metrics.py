@@ -1,4 +1,4 @@
-"""What is counted: each event once, the newest by order and not by time; and a ring that is gone is not looked at."""
+"""Metrics count each event once, order checkpoints by attempt and step, not time, and never touch a removed ring."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_newest_is_that_of_the_highest_attempt_and_step() -> None:
     metrics = Metrics("flusher", "r", clock=lambda: now[0])
     metrics.hear("durable", durable(attempt=2), 40)
     now[0] = 2000.0
-    metrics.hear("durable", durable(attempt=1), 90)  # of the job before, taken out of its ring later
+    metrics.hear("durable", durable(attempt=1), 90)  # of the previous job, flushed later from its ring
     metrics.hear("found", {"attempt": 1, "state": "verified", "created": "2020-01-01T00:00:00+00:00"}, 80)
     assert value(metrics, "holdfast_newest_step", level="durable") == 40
     assert value(metrics, "holdfast_newest_timestamp_seconds", level="durable") == 1000.0

@@ -1,4 +1,4 @@
-"""Connections to the metrics page cost few descriptors, however many there are and whatever they do not say."""
+"""Connections to the metrics page use few descriptors, even many silent ones."""
 
 from __future__ import annotations
 

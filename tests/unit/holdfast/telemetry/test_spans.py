@@ -1,4 +1,4 @@
-"""What each event becomes: one trace for each checkpoint, told by two processes that exchange no ids."""
+"""Events become spans: one trace for each checkpoint, from two processes that exchange no ids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECORD = {
 
 
 class Told:
-    """The spans of one process, whose clock is set by hand."""
+    """The spans of one process with a manual clock."""
 
     def __init__(self, role: str) -> None:
         self.now = 0.0
@@ -83,7 +83,7 @@ def ids(span: ReadableSpan) -> tuple[int, int]:
 
 
 def said(span: ReadableSpan) -> dict[str, Any]:
-    """Its attributes, without those that all have."""
+    """Return a span's attributes, without those that all spans have."""
     attributes = dict(span.attributes or {})
     assert [attributes.pop(f"holdfast.{name}") for name in ("run", "attempt", "step")] == [RUN, ATTEMPT, STEP]
     return {name.removeprefix("holdfast."): value for name, value in attributes.items()}
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_one_trace_with_its_phases_though_two_processes_tell_it(
     told = {span.name: span for span in (*of_stager.all, *of_flusher.all)}
     assert {name: times(span) for name, span in told.items()} == {
         "checkpoint": (1000.0, 1006.0),
-        "save": (1000.5, 1001.0),  # of rank 1, which was held up longest
+        "save": (1000.5, 1001.0),  # of rank 1, which stalled longest
         "copy": (1001.0, 1003.0),
         "stage": (1000.0, 1004.0),
         "flush": (1001.0, 1006.25),
@@ -214,7 +214,7 @@ def test_a_store_that_fails_meanwhile_is_told_within_the_flush() -> None:
 
 @pytest.mark.parametrize("event", ["bad", "verify_failed"])
 def test_a_read_back_that_is_not_well_is_an_error_of_that_trace_also_in_another_process(event: str) -> None:
-    told = Told("flusher")  # it was started for one that was killed, and has not heard of this step before
+    told = Told("flusher")  # replaces a killed flusher, so this step is new to it
     told.hear(1010.0, event, attempt=ATTEMPT, note="chunk 3: wrong CRC", seconds=3.0)
     span = told.one("read_back")
     assert span.parent is not None

@@ -1,4 +1,4 @@
-"""Over real sockets: any number of watchers are answered, and none of them can do harm."""
+"""Real sockets: any number of watchers get answers, and none of them can do harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process remembers: of the events that it emits, as many as a watcher can use."""
+"""The state that a process keeps about its own events: as much as a watcher can use."""
 
 from __future__ import annotations
 

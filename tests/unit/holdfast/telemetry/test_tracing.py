@@ -1,4 +1,4 @@
-"""Whether spans are wanted is the environment's word; what is wrong with it is a warning, and events go on."""
+"""The environment enables spans; a mistake in it is a warning, and events continue."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ENDPOINT = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of whoever runs the tests."""
+    """Remove the user's own variables from the environment."""
     for name in ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is not installed."""
+    """Simulate a machine without the library."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "holdfast.telemetry.spans", raising=False)

@@ -1,4 +1,4 @@
-"""A doubt is input from another process: what does not hold is refused by name."""
+"""A doubt is input from another process: an invalid one is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control messages: what is written is read back, and nothing else is accepted."""
+"""Control messages: written ones are read back, and all others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement: which rank and which tensor differ is named; reserves are the same for all."""
+"""Agreement: the differing rank and tensor are named; reserves are the same for all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def proposal(rows: list[list[Any]] = ROWS, *, pickle_bytes: int = 1000, **per_ra
 
 
 def agree(*proposals: Proposal) -> object:
-    """The answer when all ranks have proposed, last rank first."""
+    """Let all ranks propose, last rank first; return the answer."""
     round_ = LayoutRound(len(proposals), 60)
     answer: object = None
     for rank in reversed(range(len(proposals))):
@@ -211,7 +211,7 @@ SPLIT_ROWS: list[list[Any]] = [
 
 
 def holding(*regions: Region, sums: tuple[int, ...] = ()) -> Proposal:
-    """The proposal of a rank that holds these regions of `w` and `m`."""
+    """Return the proposal of a rank that holds these regions of `w` and `m`."""
     held = HeldRegions.of((row, 4, region) for row, region in zip((0, 2), regions, strict=True))
     return Proposal("digest", SPLIT_ROWS, 100, {}, array("I", sums), held=held)
 

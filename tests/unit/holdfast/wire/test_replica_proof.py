@@ -1,4 +1,4 @@
-"""The proof of replicas: every difference in what is saved once is found; what differs by nature is only named."""
+"""The proof of replicas: every difference in replicated state is found; state that differs by nature is named."""
 
 from __future__ import annotations
 

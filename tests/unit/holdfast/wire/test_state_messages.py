@@ -1,4 +1,4 @@
-"""Proposals and agreements: what is written is read back, and nothing else is accepted."""
+"""Proposals and agreements: written ones are read back, and all others are refused."""
 
 from __future__ import annotations
 

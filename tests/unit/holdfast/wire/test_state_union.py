@@ -1,4 +1,4 @@
-"""States of which the ranks have different tensors become one tree, sent by those who hold them, or are refused."""
+"""States with different tensors on each rank become one tree, sent by the holders, or are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def staged(
     groups: dict[str, Any] | None = None,
     **per_rank: int,
 ) -> Proposal:
-    """The proposal of a rank with this tree: leaves are rows, or None for a plain value."""
+    """Return the proposal of a rank with this tree: leaves are rows, or None for a plain value."""
     rows: list[list[Any]] = []
 
     def outline(node: Any) -> Any:

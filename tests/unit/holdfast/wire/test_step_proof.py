@@ -1,4 +1,4 @@
-"""PROOF says what a step used, or how a resume went; whatever else it holds is refused."""
+"""PROOF has a step's inputs or the outcome of a resume; any other content is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stager's welcome: it comes back whole, or is refused, or raises the error that the stager had."""
+"""The stager's welcome is read back completely, or refused, or raises the stager's error."""
 
 from __future__ import annotations
 

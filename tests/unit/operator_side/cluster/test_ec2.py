@@ -1,4 +1,4 @@
-"""The EC2 calls against botocore's own model of them (Stubber): shapes of requests, and every refusal there is."""
+"""The EC2 calls against botocore's own model (Stubber): shapes of requests, and every refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way down the ladder ends, never repeats itself, and never asks for less than would do or more than may be."""
+"""Every path down the ladder ends, never repeats a rung, and stays between the needed and the allowed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast explain` shows the page's own text: in a checkout, and from a wheel where no docs/ are."""
+"""`holdfast explain` shows the page's own text, in a checkout and from a wheel without docs/."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_unknown_code_is_a_usage_error_that_lists_the_codes() -> None:
 
 @pytest.fixture(name="built", scope="module")
 def _built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a wheel holds, built as the image builds it: from the files that Dockerfile.dockerignore lets through."""
+    """Build a wheel as the image does, from the files that Dockerfile.dockerignore admits; return its content."""
     tree = tmp_path_factory.mktemp("tree")
     allowed = (ROOT / "infra/docker/Dockerfile.dockerignore").read_text().splitlines()
     for name in [line[1:] for line in allowed if line.startswith("!")]:

@@ -1,4 +1,4 @@
-"""What `holdfast run` makes of a job that is done: the store says whether its newest step is durable."""
+"""`holdfast run` at the end of a job: the store says whether the newest step is durable."""
 
 from __future__ import annotations
 

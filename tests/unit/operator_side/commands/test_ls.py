@@ -1,4 +1,4 @@
-"""`holdfast ls` of a long run: rows come while manifests are read, and stand below each other."""
+"""`holdfast ls` of a long run: rows appear while manifests are read, in aligned columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast pull` goes on with its own file, and writes through nothing that somebody else has put there."""
+"""`holdfast pull` resumes its own file, and writes through no link or file of another user."""
 
 from __future__ import annotations
 

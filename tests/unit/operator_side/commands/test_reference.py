@@ -1,4 +1,4 @@
-"""The page of the command line is what the commands say, and every command teaches by examples."""
+"""docs/cli.md equals the commands' help, and every command has examples."""
 
 from __future__ import annotations
 

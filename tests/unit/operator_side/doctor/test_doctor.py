@@ -1,4 +1,4 @@
-"""`holdfast doctor`: each fault of machine or store becomes a finding that says what to mend, and nothing is left."""
+"""`holdfast doctor`: each fault of machine or store gives a finding with a fix, and leaves no files."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_run_that_is_there_keeps_everything(tmp_path: Path) -> None:
 
 
 class Faulty(MemoryStore):
-    """A store with one fault."""
+    """A store with one given fault."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()

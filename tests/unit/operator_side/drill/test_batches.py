@@ -12,7 +12,7 @@ RANKS = 2
 
 
 def trained(first: int, batches: list[int], at: float) -> list[dict[str, Any]]:
-    """Both ranks, each with batches of its own."""
+    """Return the records of both ranks, each with its own batches."""
     return [
         {"time": at + place, "rank": rank, "batches": {"step": first + place, "crcs": [1000 * rank + crc]}}
         for place, crc in enumerate(batches)
@@ -29,7 +29,7 @@ def wrong_after(
     unequal: tuple[int, ...] = (),
     reference: list[dict[str, Any]] = WHOLE,
 ) -> list[list[str]]:
-    """What is said of each kill, given where training has resumed and on which batches it went on."""
+    """Return the findings for each kill, given the resumed step and the batches after it."""
     drilled, struck, findings = WHOLE[: 6 * RANKS], [], []
     for number, (first, batches) in enumerate(resumed, 1):
         at = 100.0 * number
@@ -72,7 +72,7 @@ def test_another_batch_is_named_as_what_it_is(batches: list[int], words: str) ->
 
 
 def test_random_batches_that_the_undisturbed_run_never_had_lead_to_the_batch_in_hand() -> None:
-    """As nanoGPT on a CPU, whose dropout draws from the same generator as its batches."""
+    """nanoGPT on a CPU does this: dropout and batches draw from the same generator."""
     ((said,),) = wrong_after([(4, [77, 78])])
     assert (
         "If the script saves them, it had a batch in hand when it saved: after restore(), draw through"
@@ -99,7 +99,7 @@ def test_a_script_whose_batches_are_not_seen_is_left_alone() -> None:
 
 
 def test_several_batches_of_a_step_each_count() -> None:
-    """As nanoGPT accumulates gradients: what it has drawn ahead is the first of the next step."""
+    """nanoGPT accumulates gradients, and the batch drawn ahead is the first of the next step."""
     first, second = {"step": 0, "crcs": [10, 11, 12]}, {"step": 1, "crcs": [13, 14, 15]}
     reference = [{"time": 0.0, "rank": 0, "batches": one} for one in (first, second)]
     resumed = {"time": 11.0, "rank": 0, "batches": {"step": 1, "crcs": [14, 15, 16]}}

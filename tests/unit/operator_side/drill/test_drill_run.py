@@ -1,4 +1,4 @@
-"""The variables of the user's environment that a run of a drill keeps."""
+"""The variables of the user's environment that a drill's run keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from operator_side.drill.drill_run import DrillRun, Setup
 
 
 class PrintedEnvironment(DrillRun):
-    """A run whose only process prints its environment."""
+    """A drill's run whose only process prints its environment."""
 
     def _start_run(self) -> subprocess.Popen[bytes]:
         return self._start(["env"], self._env)

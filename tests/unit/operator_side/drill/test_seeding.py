@@ -1,4 +1,4 @@
-"""Which call a drill names where two undisturbed runs of a script differ."""
+"""The call that a drill names when two undisturbed runs of a script differ."""
 
 from __future__ import annotations
 

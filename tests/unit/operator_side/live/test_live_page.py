@@ -1,4 +1,4 @@
-"""The live page: right figures, 2 ranks and 64, hostile names, and the same parts each time."""
+"""The live page: correct figures, 2 and 64 ranks, hostile names, and stable parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's server: on loopback alone, for who has the key, and for no other name than loopback's."""
+"""The page's server: only on loopback, only with the key, only under loopback's names."""
 
 from __future__ import annotations
 

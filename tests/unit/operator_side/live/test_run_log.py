@@ -1,4 +1,4 @@
-"""The logs of a run that still grow."""
+"""The logs of a run that is still growing."""
 
 from __future__ import annotations
 

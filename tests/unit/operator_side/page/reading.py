@@ -1,4 +1,4 @@
-"""A page as a browser would take it apart."""
+"""Parses a page as a browser would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """A page taken apart: elements are closed in order, and what is in them."""
+    """A parsed page and its parts; requires that elements are closed in order."""
 
     VOID = frozenset({"meta", "link", "br"})
 
@@ -54,7 +54,7 @@ def digest(text: str) -> str:
 
 
 def policy_of(text: str) -> dict[str, str]:
-    """The content policy by its parts."""
+    """Return the content security policy by directive."""
     said = next(
         one["content"] for one in Page(text).of("meta") if one.get("http-equiv") == "Content-Security-Policy"
     )
@@ -68,12 +68,12 @@ def style_of(text: str) -> str:
 
 
 def tiles_of(text: str) -> dict[str, str]:
-    """What each tile is of, and its figure."""
+    """Return each tile's title and figure."""
     return dict(re.findall(r'<dt>([^<]*)</dt><dd class="figure">([^<]*)</dd>', text))
 
 
 def loads_nothing(text: str, links: tuple[str, ...] = ("#", "data:")) -> None:
-    """Check that a whole page asks no host for anything, and runs its own two scripts alone."""
+    """Check that a page loads nothing from any host, and runs only its own two scripts."""
     found = Page(text)
     assert found.declaration == "DOCTYPE html"
     active = {

@@ -1,4 +1,4 @@
-"""The frame of all pages: readable colours, its policy, the chart library as its authors published it."""
+"""The frame of all pages: readable colours, content policy, the unmodified chart library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast report` as a user calls it: a page, sentences, and errors that say what is wrong."""
+"""`holdfast report` as a user calls it: a page, sentences, and errors that name the cause."""
 
 from __future__ import annotations
 

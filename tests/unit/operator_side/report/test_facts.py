@@ -1,4 +1,4 @@
-"""What is told of a run from its logs: attempts, losses, goodput, checkpoints, and what is not known."""
+"""Facts about a run from its logs: attempts, losses, goodput, checkpoints, and unknowns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.operator_side.report.logs import (
 
 
 def supervised(*, resumed_step: int = 10) -> list[Line]:
-    """100 s to start, 200 s of training, lost; 60 s later it trains again, for 140 s. Step 10 was saved at 200."""
+    """A run that starts for 100 s, trains 200 s, is lost, and 60 s later trains 140 s. Step 10 was saved at 200."""
     return [
         (0.0, "supervisor", "launched", {"attempt": 1, "ranks": 2, "hosts": ["a:2"], "newest_step": -1}),
         (50.0, "stager", "stager_ready", {"attempt": 4, "ranks": 2}),
@@ -120,7 +120,7 @@ def test_the_time_of_a_run_adds_up(tmp_path: Path) -> None:
 
 
 def test_the_stagers_earlier_word_decides_how_many_steps_were_lost(tmp_path: Path) -> None:
-    """A rank that dies with its wrapper: the supervisor hears of it from nobody, and judges when mpirun has ended."""
+    """A rank dies with its wrapper: no process tells the supervisor, which judges only when mpirun has ended."""
     lines = [line for line in supervised() if line[2] != "lost"]
     lines.insert(7, (300.0, "stager", "rank_lost", {"lost_rank": 1, "reason": "rank 1 is dead"}))
     (loss,) = facts_of(written(tmp_path / "log", lines)).interruptions
@@ -313,7 +313,7 @@ def test_steps_that_are_declined_by_all_ranks_are_one(tmp_path: Path) -> None:
     for rank in (0, 1):
         said = {"rank": rank, "step": 3, "reason": "busy: 1 in flight", "cause": "busy"}
         lines.append((1.0 + rank, "trainer", "declined", said))
-    lines += checkpoint(3, 5.0, attempt=2)  # the next attempt takes the same step
+    lines += checkpoint(3, 5.0, attempt=2)  # the next attempt saves the same step
     lines.insert(3, (4.0, "stager", "stager_ready", {"attempt": 2, "ranks": 2}))
     facts = facts_of(written(tmp_path / "log", lines))
     (one,) = facts.checkpoints.not_taken
@@ -419,7 +419,7 @@ def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
 
 
 def test_without_the_ranks_logs_the_stager_tells_when_training_began_and_from_where(tmp_path: Path) -> None:
-    """As under torchrun: ranks log on their own machines, and no supervisor judges."""
+    """Under torchrun ranks log on their own machines, and there is no supervisor."""
     lines: list[Line] = [
         (0.0, "stager", "stager_ready", {"attempt": 1, "ranks": 2}),
         *checkpoint(5, 10.0),
@@ -449,7 +449,7 @@ def test_without_the_ranks_logs_the_stager_tells_when_training_began_and_from_wh
 
 
 def test_the_restored_one_of_two_checkpoints_of_a_step_counts(tmp_path: Path) -> None:
-    """After a return to an older step the same numbers come again; no rank's log is on this machine."""
+    """After a return to an older step the same step numbers appear again; no rank's log is on this machine."""
     told: list[Line] = []
     for at, role, event, fields in supervised():
         is_it = event == "restored" and fields["step"] == 10

@@ -1,4 +1,4 @@
-"""Real lines with wrong values in them, many at a time: whatever a log says, there is a page."""
+"""Real log lines with many wrong values: every log gives a page."""
 
 from __future__ import annotations
 

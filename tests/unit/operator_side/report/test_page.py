@@ -1,4 +1,4 @@
-"""The page as a browser would take it apart: whole, accessible, loads nothing, says nothing that a file made it say."""
+"""The page parsed as by a browser: complete, accessible, loads nothing, immune to hostile log content."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The rules of operator_side/simulate/replay.py again, in plain Python: one lane, one iteration after the other.
+"""The rules of operator_side/simulate/replay.py again, in plain Python: one lane, iteration by iteration.
 
-Slow, and written to be read beside the rules; it shares no arithmetic with the replay.
+Slow, and written to be read beside the rules; shares no arithmetic with the replay.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Checkpoint:
 
 @dataclass
 class Stretch:
-    """Training from `start` on."""
+    """A stretch of training, from `start` on."""
 
     start: int
     first_step: int
     iteration: int
     ends: list[int] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)  # when begun, iterations done
+    saves: list[tuple[int, int]] = field(default_factory=list)  # start time, iterations done
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Seen:
 
 
 def walk(job: TrainingJob, lane: StrategyLane, column: Column, length: int) -> Seen:
-    """What the replay says of this lane in this window."""
+    """Return the expected result of the replay for this lane in this window."""
     strategy = lane.strategy
     every = 1 if strategy.every_iteration else lane.every
     seen = Seen()
@@ -105,7 +105,7 @@ def walk(job: TrainingJob, lane: StrategyLane, column: Column, length: int) -> S
 
 
 def train(stretch: Stretch, every: int, strategy: Strategy, until: int) -> None:
-    """Iterations and saves until `until`, included."""
+    """Run iterations and saves until `until`, inclusive."""
     now, in_flight = stretch.start, list[int]()
     while True:
         now += stretch.iteration
@@ -128,7 +128,7 @@ def when_free(now: int, in_flight: list[int], places: int) -> int:
 
 
 def emergency(stretch: Stretch, strategy: Strategy, time: int) -> list[Checkpoint]:
-    """The one after a notice; whoever has none makes none."""
+    """Return the emergency checkpoint after a notice, none for strategies without notices."""
     notice = max(time - strategy.lead_us, stretch.start)
     after = [number for number, end in enumerate(stretch.ends, 1) if end >= notice]
     if not strategy.lead_us or not after:

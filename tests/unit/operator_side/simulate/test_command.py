@@ -1,4 +1,4 @@
-"""`holdfast simulate` as a user calls it: tables, one JSON document, pictures, and errors that say what is wrong."""
+"""`holdfast simulate` as a user calls it: tables, one JSON document, pictures, and errors that name the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replay against a walk from iteration to iteration, exactly; what must hold whatever the trace; cases by hand."""
+"""The replay against an exact walk by iterations; invariants for any trace; cases by hand."""
 
 from __future__ import annotations
 

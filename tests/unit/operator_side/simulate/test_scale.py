@@ -1,4 +1,4 @@
-"""Figures of a checkpoint at any size agree with the layout and the session; rings and machines with their reasons."""
+"""Figures of a checkpoint at any size agree with layout and session; rings and machines have reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replays come to: against the policy's own expectation, a month of a thousand machines, money, total time."""
+"""Results of replays: against the policy's own expectation, a month of a thousand machines, money, total time."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_the_loss_that_the_policy_expects_is_the_loss_in_the_replay(every: int) 
     cost = _STRATEGY.cost(_JOB.iteration_us)
     cycle = cost.cycle_seconds(every)
     expected_seconds = cycle / 2 + cost.staged_seconds
-    # Wall time that is lost, in iterations. Whole ones are lost, so half an iteration less on average, and none at all
-    # while a relaunch is under way.
+    # Lost wall time in iterations. Only whole ones are lost, so half an iteration less on average, and none during a
+    # relaunch.
     expected = expected_seconds * every * cost.iteration_seconds / cycle
     redone = got.redone.sum() / got.interruptions.sum()
     assert got.interruptions.sum() > 3000
@@ -73,7 +73,7 @@ def test_the_interval_that_the_policy_chooses_is_the_best_in_the_replay() -> Non
 
 
 def test_a_month_of_a_thousand_machines_takes_a_step_for_each_loss_not_for_each_iteration() -> None:
-    # A tenth of the losses that the minutes of a month can hold; 2.6 million iterations in each of 280 lanes.
+    # A loss in a tenth of a month's minutes; 2.6 million iterations in each of 280 lanes.
     minutes = np.sort(np.random.default_rng(5).choice(30 * 24 * 60, size=4000, replace=False)).astype(
         np.int64
     )
@@ -165,7 +165,7 @@ def test_measured_profile_takes_the_lesser_of_two_stalls(
         for every, lost, saves in (
             (10, 4.0, 4),
             (20, 0.1, 2),
-        )  # every 10: checkpoints wait for the one before
+        )  # every 10: each checkpoint waits for the previous one
     ]
     run["runs"] = [{"peer": "none", **plain}, *({"peer": "holdfast", **of} for of in runs)]
     (tmp_path / "makespan.json").write_text(json.dumps(run))

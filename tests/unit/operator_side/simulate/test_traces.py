@@ -1,4 +1,4 @@
-"""Traces: three forms, one meaning; and every line that is wrong is named."""
+"""Traces: three formats with one meaning; every wrong line is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast tune`: a file that our own settings read, with its reasons; and errors that say what is wrong."""
+"""`holdfast tune`: a file that our own settings accept, with reasons; and errors that name the cause."""
 
 from __future__ import annotations
 

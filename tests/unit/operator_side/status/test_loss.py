@@ -1,4 +1,4 @@
-"""What a kill right now would lose, by hand-made times of one run."""
+"""The loss from a kill at this moment, from hand-made times of one run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_money_is_time() -> None:
 
 def test_steps_are_reckoned_from_the_newest_save_that_a_rank_has_told() -> None:
     assert lost_with_trainers(known(newest=SavedPoint(1, 45, 1045.0))).steps == 10
-    assert lost_with_trainers(known(step_seconds=None)).steps is None  # how long one takes is not known yet
+    assert lost_with_trainers(known(step_seconds=None)).steps is None  # the length of a step is still unknown
     assert lost_with_trainers(known(newest=None, staged=None, durable=None)) == Lost(
         None, True, 50.0, None, None
     )

@@ -1,4 +1,4 @@
-"""A ring read as files, while it is used and when it is torn: what is told is right, and nothing is touched."""
+"""A ring read as files, in use or torn: the report is correct, and no file is touched."""
 
 from __future__ import annotations
 

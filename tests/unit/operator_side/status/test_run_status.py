@@ -1,4 +1,4 @@
-"""One status of what several say; and how it looks on 80 columns, without colour, and with many ranks."""
+"""One status from several sources; its layout in 80 columns, without colour, and with many ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look at a run of which several stagers are on this machine; no process lives."""
+"""The status of a run with several stagers on this machine, when no process lives."""
 
 from __future__ import annotations
 

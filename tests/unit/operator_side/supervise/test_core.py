@@ -1,4 +1,4 @@
-"""The state machine: stories told event by event, and any order of events at all."""
+"""The state machine: stories event by event, and random orders of events."""
 
 from __future__ import annotations
 

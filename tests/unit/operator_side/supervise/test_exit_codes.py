@@ -1,4 +1,4 @@
-"""The exit code of `holdfast rank`, by what one wrapper sees: no other host, no stager."""
+"""The exit code of `holdfast rank`, from one wrapper's view: no other host, no stager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that asks for the hosts, and the loop that waits for its answer."""
+"""The thread that polls for hosts, and the loop that waits for its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOKS = 3
 
 
 class CountedFleet:
-    """Has one host more at each look."""
+    """Has one more host at each poll."""
 
     name = "a fleet that is counted"
 

@@ -1,4 +1,4 @@
-"""The flusher of a supervised run: kept until it is let go, and gone when its process is."""
+"""The flusher of a supervised run: kept until released, and gone when its process is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of mpirun, the event log, host files and Slurm: what is read from outside, and what it means."""
+"""Parsers of outside input: lines of mpirun, the event log, host files and Slurm."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def feed(tmp_path: Path, *lines: str, ranks: int = 2) -> tuple[Output, list[Repo
     output = Output(tmp_path / "attempt", ranks, lambda stream, text: relayed.append((stream, text)))
     found: list[Report] = []
     data = "".join(line + "\n" for line in lines).encode()
-    for start in range(0, len(data), 7):  # in pieces, as a pipe gives them
+    for start in range(0, len(data), 7):  # in pieces, as from a pipe
         found += output.feed(data[start : start + 7])
     return output, found + output.feed(b""), relayed
 
@@ -105,7 +105,8 @@ def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> 
         "[1,0]<stdout>: step 1",
         "[1,2]<stderr>: staged",
         "no tag",
-        f"[1,1]<stderr>: {MARK}" + json.dumps({"ended": {"rank": 0, "status": 0}}),  # speaks for another
+        f"[1,1]<stderr>: {MARK}"
+        + json.dumps({"ended": {"rank": 0, "status": 0}}),  # claims to be another rank
         "[1,1]<stderr>: Traceback (most recent call last):",
         '[1,1]<stderr>:   File "x.py", line 3',
         "[1,1]<stderr>: torch.OutOfMemoryError: too much",
@@ -162,7 +163,7 @@ def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
 
 
 def _notice(kind: NoticeKind) -> dict[str, object]:
-    """The line that the stager writes when rank 1 has told it of a notice."""
+    """Return the line that the stager writes after rank 1's notice."""
     emergency = PreemptionCoordinator(2, tuple)
     said = emergency.noticed(1, Notice(kind, None, "aws", "a test"), 60.0, "rank 1 on host spot-1", 0.0)[0]
     assert isinstance(said, EventLine)
@@ -235,7 +236,7 @@ def test_a_slurm_fleet_follows_the_jobs_nodes() -> None:
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "4(x2),1(x2)"}
     fleet = Slurm(environment, scontrol)
     assert fleet.look() == (Host("n1", 4), Host("n4", 1))
-    ours = "n[2-4]"  # n1 has failed, was taken out of the job, and is up again
+    ours = "n[2-4]"  # n1 failed, was removed from the job, and is up again
     assert fleet.look() == (Host("n4", 1),)
     ours = "(null)"
     assert fleet.look() == ()
@@ -279,13 +280,13 @@ def test_an_mpirun_that_says_nothing_more_is_waited_for_without_looking_again_an
     script = "import os, time; print('last words', flush=True); os.closerange(1, 3); time.sleep(1)"
     said, waits = _attempt(tmp_path, script, os.environ)
     assert said == ["last words"]
-    assert waits < 10  # its words, the end of its output, its end
+    assert waits < 10  # its output, the end of that, its exit
 
 
 def _attempt(
     folder: Path, script: str, environment: Mapping[str, str], set_aside: tuple[CheckpointId, ...] = ()
 ) -> tuple[list[str], int]:
-    """What a script said in the place of mpirun, and how many waits it took to hear that."""
+    """Run a script in place of mpirun; return its output lines and the number of waits until its end."""
     said: list[str] = []
     files = RunFiles((folder / "runtime" / "ring",), folder / "logs", folder / "events")
     job = JobProcesses(

@@ -1,4 +1,4 @@
-"""Which checkpoint is set aside after crashes, how often, and when the run ends all the same."""
+"""Which checkpoint is set aside after crashes, how often, and when the run ends nevertheless."""
 
 from __future__ import annotations
 

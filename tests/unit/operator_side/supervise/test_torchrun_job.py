@@ -1,4 +1,4 @@
-"""The job of `holdfast run --launcher torchrun`, with a made-up stager and a sleeping process for torchrun."""
+"""The job of `holdfast run --launcher torchrun`, with a simulated stager and a sleeping process as torchrun."""
 
 from __future__ import annotations
 

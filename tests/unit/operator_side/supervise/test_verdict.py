@@ -1,4 +1,4 @@
-"""A preemption is told from a bug, by what happened and not by who complains loudest."""
+"""A preemption is told from a bug by what happened, not by the loudest error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the stager's session share: a layout, a stager that answers as the test says, a look inside."""
+"""Helpers for tests of the stager's session: a layout, a driver for the session, and its inner state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_layout(chunks: int = 6, ranks: int = 2, *, last_owner: int = REPLICATED
 
 
 def is_empty(session: Session) -> bool:
-    """Nothing is under way at all; all that was staged is durable or failed."""
+    """Whether nothing is in flight, and every staged checkpoint is durable or failed."""
     return not session._open
 
 
@@ -43,14 +43,14 @@ def phases_of(session: Session) -> dict[int, Phase]:
 
 
 def slots_of(session: Session) -> tuple[set[int], set[int], set[int]]:
-    """Which slots are free, being filled, and the flusher's."""
+    """Return the slots that are free, being filled, and held by the flusher."""
     assert len(session._slots.free) == len(set(session._slots.free)), "a slot is free twice"
     filling = {slot for checkpoint in session._open.values() for slot in checkpoint.open_slots.values()}
     return set(session._slots.free), filling, set(session._slots.flushers)
 
 
 class Stager:
-    """Drives a session and keeps its actions; the clock is a number."""
+    """Drives a session and records its actions, with a manual clock."""
 
     def __init__(self, layout: Layout, *, slots: int = 8, share: range | None = None) -> None:
         self.layout = layout
@@ -83,7 +83,7 @@ class Stager:
         return self.take(Began(step, part_chunks))
 
     def pay(self, rank: int, step: int, chunk: int) -> list[Action]:
-        """The rank answers a credit as it should."""
+        """Let the rank answer a credit correctly."""
         del self.credits[rank, step, chunk]
         nbytes = sum(extent.nbytes for extent in self.layout.pieces(chunk, rank))
         self.take(Sent(rank, step, chunk, nbytes, 1000 * rank + chunk))

@@ -1,4 +1,4 @@
-"""Which offers are taken: refusals name who or what stands in the way."""
+"""Which offers are accepted; a refusal names its cause."""
 
 from __future__ import annotations
 

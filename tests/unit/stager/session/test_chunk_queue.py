@@ -1,4 +1,4 @@
-"""The next chunk, found without a look at all ranks, is the one that a look at all of them finds."""
+"""The fast choice of the next chunk equals that of a search over all ranks."""
 
 from __future__ import annotations
 

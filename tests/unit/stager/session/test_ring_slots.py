@@ -1,4 +1,4 @@
-"""Slots and credits: which chunk gets a slot, until when it keeps it, and who has it next."""
+"""Slots and credits: which chunk gets a slot, how long it keeps the slot, and which one is next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stager's session, case by case: from offer to durable, and all that may end it in between."""
+"""The stager's session, case by case: from offer to durable, with everything that may interrupt it."""
 
 from __future__ import annotations
 

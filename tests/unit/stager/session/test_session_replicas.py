@@ -1,4 +1,4 @@
-"""What the session does when the ranks' replicas differ: says it and stages, or fails the step."""
+"""The session when the ranks' replicas differ: it reports that and stages the step, or fails the step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUT = Layout(
 
 
 class Driver:
-    """Takes one checkpoint after the other through a session, each rank with the fingerprints that it is given."""
+    """Takes checkpoints through a session one by one, with given fingerprints for each rank."""
 
     def __init__(self, on_divergence: OnDivergence) -> None:
         self.session = Session(

@@ -1,4 +1,4 @@
-"""The session of one of several stagers: it asks for the chunks of its share, and gives a staged share up again."""
+"""The session of one of several stagers: requests the chunks of its share, and may drop a staged share."""
 
 from __future__ import annotations
 

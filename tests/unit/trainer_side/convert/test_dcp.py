@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: DCP itself reads what is exported, and what it has saved is imported."""
+"""Folders of torch.distributed.checkpoint: DCP reads our exports, and we import DCP's saves."""
 
 from __future__ import annotations
 

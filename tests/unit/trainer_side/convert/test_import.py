@@ -1,4 +1,4 @@
-"""Files of others become checkpoints: every value comes back, and nothing that is not meant gets into a run."""
+"""Foreign files become checkpoints: every value comes back, and nothing unintended gets into a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of parameters go through each format and come back: an optimizer is joined by name after an import, too."""
+"""Names of parameters survive each format: after an import, too, an optimizer is joined by name."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_names_that_cannot_be_read_are_refused(tmp_path: Path, run: Command, tex
 
 
 class Holder:
-    """It gives its optimizer's state beside other things, as loops of frameworks do."""
+    """An object that saves its optimizer's state among other values, as framework loops do."""
 
     def __init__(self, state: State) -> None:
         self.parts = state

@@ -28,7 +28,7 @@ WITHOUT_A_NAME = {torch.complex128}
 
 
 def written(root: Path, tree: Any, *, only: str | None = None, store: Store | None = None) -> Path:
-    """The file that is made of a checkpoint of `tree`."""
+    """Convert a checkpoint of `tree`; return the file."""
     manifest = publish(root / "run", 3, tree)
     out = root / "out.safetensors"
     write_safetensors(store or open_store(str(root / "run")), manifest, out, only=only, quiet=True)
@@ -43,7 +43,7 @@ def values_of(file: Path) -> Any:
 
 
 def training_state() -> dict[str, Any]:
-    """What a script saves: a model with tied weights, its optimizer after a step, plain values."""
+    """Return a script's state: a model with tied weights, its optimizer after a step, plain values."""
     torch.manual_seed(4)
     model = torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11, bias=False))
     model[1].weight = model[0].weight

@@ -1,4 +1,4 @@
-"""A loop that draws its next batch before it saves: killed anywhere, it trains on the batches of the plain loop."""
+"""A loop that draws its next batch before it saves: killed anywhere, it trains on the plain loop's batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every place has one sample and every sample one place, in an order that looks like chance and never changes."""
+"""A permutation: one sample per position, one position per sample, random-looking and stable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each sample exactly once per epoch, over any interruptions, on any number of ranks, whatever was read ahead."""
+"""Each sample appears exactly once per epoch: over any interruptions, any number of ranks, any read-ahead."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _ranks(length: int, ranks: int, seed: int = SEED, **more: Any) -> list[Resum
 
 
 def _steps(samplers: list[ResumableSampler], batch_size: int, steps: int) -> list[list[int]]:
-    """For each step, the samples of all ranks."""
+    """Return the samples of all ranks for each step."""
     return _taken([sampler.batches(batch_size) for sampler in samplers], steps)
 
 
@@ -42,13 +42,13 @@ def _flat(steps: Iterable[list[int]]) -> list[int]:
 
 
 def _order(length: int, samples: int, **more: Any) -> list[int]:
-    """The epochs one after the other, as one rank takes them in one batch."""
+    """Return consecutive epochs in the order in which a single rank gets them."""
     (sampler,) = _ranks(length, 1, **more)
     return next(sampler.batches(samples)) if samples else []
 
 
 class _Prefetching:
-    """A loader that has read some batches more than it gave."""
+    """A loader that reads some batches ahead."""
 
     def __init__(self, batch_sampler: ReadAhead, prefetched: int) -> None:
         self.batch_sampler, self._prefetched = batch_sampler, prefetched
@@ -72,13 +72,13 @@ def test_each_epoch_has_each_sample_once_in_an_order_of_its_own(length: int, see
 
 
 def test_the_order_is_the_same_for_ever() -> None:
-    # A checkpoint of today must go on tomorrow, on another machine.
+    # A checkpoint must resume with later versions and on other machines.
     assert _order(10, 12, seed=1) == [4, 5, 3, 8, 2, 6, 9, 7, 1, 0, *_order(10, 12, seed=1)[10:]]
     assert ResumableSampler(10, seed=1, rank=0, ranks=1).state_dict()["order"] == "feistel-24"
 
 
 class _Attempt:
-    """What one attempt is like: how many ranks of which batch size, when it saved last, when it was killed."""
+    """An attempt: number of ranks, batch size, steps of the last save and of the kill."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.ranks = data.draw(st.sampled_from([4, 3, 5, 1, 2]))
@@ -108,7 +108,7 @@ def test_killed_anywhere_on_any_ranks_it_takes_each_sample_once(
         if steps or saved is None:
             saved = samplers[0].state_dict()
         assert all(sampler.state_dict() == saved for sampler in samplers if steps), "the same on every rank"
-        _taken(loops, attempt.killed - attempt.saved)  # these do not count
+        _taken(loops, attempt.killed - attempt.saved)  # steps after the save do not count
         counted += itertools.chain.from_iterable(steps)
     assert counted == _order(length, len(counted), shuffle=shuffle)
 
@@ -176,7 +176,7 @@ class _Squares(torch.utils.data.Dataset[int]):
 
 
 class _Augmented(torch.utils.data.Dataset[list[float]]):
-    """Draws from every generator that a data set may use."""
+    """A data set that draws from every random generator."""
 
     def __len__(self) -> int:
         return 30
@@ -197,7 +197,7 @@ def _loader(kind: str, data: Any, batch_sampler: ReadAhead, workers: int = 2) ->
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_read_ahead_by_a_loader_do_not_count(kind: str, workers: int) -> None:
-    """And random numbers of the loop go on as in a run that was never interrupted."""
+    """The loop's random numbers also continue as in an uninterrupted run."""
     (through,) = _ranks(29, 1)
     torch.manual_seed(1)
     loop = through.follow(_loader(kind, _Squares(), through.ahead(4), workers))
@@ -226,7 +226,7 @@ def test_a_loader_that_is_begun_again_goes_on_behind_what_the_loop_got() -> None
         _Squares(), batch_sampler=sampler.ahead(4), num_workers=2, persistent_workers=True
     )
     taken: list[int] = []
-    for _ in range(3):  # such as an epoch with a validation behind it
+    for _ in range(3):  # such as an epoch followed by a validation
         for batch in itertools.islice(sampler.follow(loader), 2):
             taken += batch.tolist()
     assert taken == [index**2 for index in _order(40, 24)]

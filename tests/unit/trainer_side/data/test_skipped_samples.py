@@ -1,4 +1,4 @@
-"""Batches that are left out: exactly those of the steps that were named, across epochs, on any number of ranks."""
+"""Skipped batches: exactly those of the named steps, across epochs, on any number of ranks."""
 
 from __future__ import annotations
 

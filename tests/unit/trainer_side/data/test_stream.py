@@ -1,4 +1,4 @@
-"""A stream that all ranks read together: each sample once per pass, over any interruptions, on any number of ranks."""
+"""A stream that all ranks share: each sample once per pass, over any interruptions, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs no MPI of trainer_side/frameworks: messages, the loader with a length, random numbers."""
+"""The parts of trainer_side/frameworks without MPI: messages, the loader with a length, random numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_epoch_loader_has_the_whole_batches_of_an_epoch_and_goes_on_where_it_
     got = [batch[0].tolist() for batch in islice(stopped, 3)]
     resumed = made(ResumableSampler(len(DATA), seed=1, rank=0, ranks=2, drop_last=True))
     resumed.load_state_dict(stopped.state_dict())
-    for _ in range(2):  # a loop that begins it anew for each of its epochs
+    for _ in range(2):  # a loop that restarts the loader for each epoch
         got += [batch[0].tolist() for batch in islice(resumed, 2)]
     assert got == expected
 

@@ -1,4 +1,4 @@
-"""The checkpoint manager for torchtitan's loop, with a Checkpointer that notes what it is told."""
+"""The checkpoint manager for torchtitan's loop, with a Checkpointer that records its calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_side.frameworks.torchtitan import HoldfastCheckpointManager
 
 
 class Noting:
-    """In the place of a Checkpointer."""
+    """Replaces the Checkpointer, and records its calls."""
 
     def __init__(self, state: dict[str, Any], *, config: Any, every: int) -> None:
         self.state, self.config, self.every = state, config, every

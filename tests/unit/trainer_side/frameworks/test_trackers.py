@@ -1,4 +1,4 @@
-"""Experiment trackers at a Checkpointer: their runs go into checkpoints, and come back with them; no real library."""
+"""Experiment trackers at a Checkpointer: checkpoints carry the trackers' runs; no real library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STARTS = {"wandb": start_wandb, "tensorboard": start_tensorboard, "mlflow": star
 
 
 class Kept(Tracker):
-    """Keeps what it is given.
+    """A tracker that records its calls.
 
     Attributes:
         start: With which it was begun.

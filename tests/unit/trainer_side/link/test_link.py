@@ -1,4 +1,4 @@
-"""The link against a stager that the test plays: what is said, what is lost, and how it ends."""
+"""The link against a simulated stager: its messages, its losses, and its end."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_a_stager_that_says_nonsense_of_an_interval_is_given_up(
 
 
 class Again:
-    """A stager at the same address: each time it is reached it welcomes this rank as one attempt more."""
+    """A stager at the same address that welcomes this rank as the next attempt at each connection."""
 
     def __init__(self) -> None:
         self.ports: list[FakePort] = []

@@ -1,4 +1,4 @@
-"""What the stager answers to the ranks' proposals."""
+"""The stager's answers to the ranks' proposals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints from offer to durable, and what a verdict does to them, whenever it comes."""
+"""Checkpoints from offer to durable, and the effect of a verdict at any time."""
 
 from __future__ import annotations
 

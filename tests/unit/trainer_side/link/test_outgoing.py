@@ -1,4 +1,4 @@
-"""One checkpoint on its way out: what is sent when, and when its memory is free."""
+"""One outgoing checkpoint: the order of its frames, and when its memory is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for a lost stager: what is tried again, as which generation, what ends it, and what people are told."""
+"""The search for a lost stager: attempts, generations, the end of the search, and messages to the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = Welcome | Exception | None
 
 
 class Door:
-    """Gives these answers one after the other: an error, or a port whose stager says this; None: it says nothing."""
+    """Returns these answers in turn: an error, or a port whose stager sends this; None: the stager stays silent."""
 
     def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)

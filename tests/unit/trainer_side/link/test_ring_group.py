@@ -1,4 +1,4 @@
-"""Several rings asked as one: their lists together, bytes from the ring that has them."""
+"""Several rings read as one: merged lists, and bytes from the ring that holds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_side.link.ring_group import RingGroup
 
 
 class Ring:
-    """What one stager answers."""
+    """Simulates the answers of one stager."""
 
     def __init__(self, held: list[HeldCheckpoint]) -> None:
         self.held, self.is_lost = held, False

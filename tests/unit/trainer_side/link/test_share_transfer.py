@@ -1,4 +1,4 @@
-"""The states of the shares of one checkpoint, and the state of the whole that follows from them."""
+"""The states of one checkpoint's shares, and the state of the whole that follows from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several stagers as one: what each is offered, and how their words about a step become one word."""
+"""Several stagers as one: the offer to each, and one verdict on a step from all verdicts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRAMES = [[chunk for chunk, _ in LAYOUT.sends(0) if SHARES.owner(chunk) == index
 
 
 class Scene:
-    """A rank's group of two stagers that the test plays."""
+    """A rank's group of two simulated stagers."""
 
     def __init__(self, tmp_path: Path, *, again: bool = False) -> None:
         self.ports = [FakePort() for _ in range(STAGERS)]

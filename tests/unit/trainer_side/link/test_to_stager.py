@@ -1,4 +1,4 @@
-"""The interface to the stager stays small: interval, agreed steps and notices have homes of their own."""
+"""The interface to the stager stays small: interval, agreed steps and notices have their own classes."""
 
 from __future__ import annotations
 

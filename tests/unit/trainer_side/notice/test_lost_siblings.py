@@ -1,4 +1,4 @@
-"""SIGTERM after the death of another rank ends a rank at once, wherever its main thread is; before that it does not."""
+"""SIGTERM ends a rank at once if another rank has died, wherever its main thread is; otherwise not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What notices add to the agreement on a step: decisions, deadlines, repeated saves.
+"""Agreement on a step after a notice: decisions, deadlines, repeated saves.
 
 The agreement itself: test_step_agreement.py.
 """
@@ -15,7 +15,7 @@ _REBALANCE = Notice(NoticeKind.REBALANCE, None, "aws")
 def test_a_rank_that_was_not_there_yet_is_asked_again_while_there_is_time() -> None:
     job = NoticeJob(2)
     job.notice(0, terminate(35), 35.0)
-    for now in (11.0, 15.0, 22.0):  # not answered; not yet; asked again
+    for now in (11.0, 15.0, 22.0):  # unanswered; too early to repeat; repeated
         job.tick(now)
         assert job.emergency.open == (now == 22.0)
     job.settle()
@@ -27,7 +27,7 @@ def test_a_rank_that_was_not_there_yet_is_asked_again_while_there_is_time() -> N
     assert silent.events() == [
         "notice",
         "emergency_failed",
-    ]  # the deadline has passed: nobody is asked for nothing
+    ]  # the deadline has passed: no rank gets a useless request
     assert not silent.emergency.open
 
 
@@ -83,7 +83,7 @@ def test_a_rank_that_dies_in_mid_send_is_not_saved_for_again() -> None:
     saved = job.ranks[0].acted[-1][0]
     job.emergency.offered(saved)
     job.do(job.emergency.rank_left(1, "rank 1 is dead", job.now))
-    assert job.emergency.open  # it may have sent all
+    assert job.emergency.open  # the stager may have sent all messages
     job.do(job.emergency.ended(saved, "rank 1 is dead", job.now))
     assert job.events()[-1] == "emergency_failed"
     assert not job.emergency.open
@@ -141,7 +141,7 @@ def test_a_deadline_that_is_heard_of_while_a_step_is_proposed_is_planned_for() -
     job.emergency.measures.staged(1000, 60.0)
     job.notice(0, _REBALANCE, None)
     job.ranks[0].hear()
-    job.answer(0)  # the decision is made, and a step proposed
+    job.answer(0)  # makes the decision, and proposes a step
     job.notice(0, terminate(5), 5.0)
     job.settle()
     assert [save for _, save in job.ranks[0].acted] == [False]
@@ -154,7 +154,7 @@ def test_a_second_notice_joins_the_first_until_its_step_is_staged() -> None:
     job.notice(1, terminate(100), 100.0)
     job.settle()
     (emergency,) = [said for said in job.said if said.event == "emergency"]
-    assert emergency.fields["seconds_left"] == 5.0  # the earlier deadline holds
+    assert emergency.fields["seconds_left"] == 5.0  # the earlier deadline applies
     job.notice(1, terminate(90), 90.0)
     job.settle()
     saved = job.ranks[0].step

@@ -1,4 +1,4 @@
-"""Each cloud's source against a real little metadata server, with every answer that one may give."""
+"""Each cloud's source against a real small metadata server, with every possible answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks act at one step or none does, for both users, in every order in which messages and steps may come."""
+"""All ranks act at one step or none does, for both users, in any order of messages and steps."""
 
 from __future__ import annotations
 

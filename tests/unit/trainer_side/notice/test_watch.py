@@ -1,4 +1,4 @@
-"""The watch's thread: what is new is passed on once, what is wrong is said once, and a signal wakes it."""
+"""The watch's thread: news is passed on once, a fault is reported once, and a signal wakes the thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Source:
-    """Says what the test has put there, or raises it."""
+    """Returns the value set by the test, or raises it."""
 
     name = "test"
 

@@ -1,4 +1,4 @@
-"""What intervals add to the agreement on a step: paces, refusals, and ranks that may have heard different ones.
+"""Agreement on a step for a new interval: paces, refusals, and ranks that may have received different ones.
 
 The agreement itself: tests/unit/trainer_side/notice/test_step_agreement.py.
 """
@@ -15,7 +15,7 @@ from holdfast.wire.pace import Wish
 from tests.unit.trainer_side.agreeing import APPOINTED, PROPOSED, IntervalJob, IntervalRank
 from trainer_side.pace.schedule import Schedule, SchedulePhase
 
-_AHEAD_MAX = 8  # the ranks of a training meet in each step, or nearly so
+_AHEAD_MAX = 8  # training keeps the ranks within a few steps
 
 
 def play(job: IntervalJob, moves: Sequence[tuple[str, int, int]]) -> None:
@@ -65,7 +65,7 @@ def test_a_notice_shortens_it_for_a_while() -> None:
     assert saved == [8, 16, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 48, 56]
     schedule.end()
     saved = [step + 1 for step in range(63, 200) if schedule.reach(step, lambda n: max(1, n // 3))]
-    assert set(range(64, 200, 8)) <= set(saved)  # what is shorter leaves none of the usual ones out
+    assert set(range(64, 200, 8)) <= set(saved)  # a shorter interval keeps all the usual steps
 
 
 def test_a_rank_with_another_interval_refuses_and_all_stay_as_they_are() -> None:

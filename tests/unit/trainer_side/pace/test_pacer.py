@@ -1,4 +1,4 @@
-"""The pacer over a real event log, optimizer and schedule; the stager is the test."""
+"""The pacer over a real event log, optimizer and schedule; the test acts as the stager."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OFTEN = 1e-3  # mtbf_hours with which the shortest interval within the bound is
 
 
 class Rank:
-    """Trains in steps of 0.1 s; what becomes of a checkpoint is said by the test."""
+    """Trains in steps of 0.1 s; the test decides the fate of each checkpoint."""
 
     def __init__(
         self, path: Path, *, rank: int = 0, seen: FailureCount = NONE_SEEN, **settings: object

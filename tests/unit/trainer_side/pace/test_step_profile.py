@@ -1,4 +1,4 @@
-"""The profile, fed with times: medians, save iterations left out, the first checkpoint too."""
+"""The profile, from given times: medians, without save iterations and the first checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each thing that differs after a resume is named, with before and now; the rest is said to be as before."""
+"""Each difference after a resume is named, before and after; the rest is reported as equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A digest has what the step used: places in the data, the batch, drawn random numbers, rates, loss."""
+"""A digest has the step's inputs: positions in the data, batch, drawn random numbers, rates, loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step after a checkpoint is recorded once; the first step after a resume is compared with it on all ranks."""
+"""The step after a checkpoint is recorded once; after a resume all ranks compare their first step with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_TIERS = TierSet(RankCouncil())
 
 
 class PlayedTiers(TierSet):
-    """Local tiers that keep what they are told."""
+    """Simulated local tiers that keep all records."""
 
     keeps_proofs = True
 
@@ -46,7 +46,7 @@ class PlayedTiers(TierSet):
 
 
 class PlayedLink:
-    """A stager that keeps what it is told; `alone`: no stager at all."""
+    """A link to a simulated stager that keeps all records; `alone`: no stager at all."""
 
     def __init__(
         self, store: Path, *, rank: int = 0, ring: ProofRecord | None = None, alone: bool = False
@@ -72,7 +72,7 @@ class PlayedLink:
 
 
 class Trained:
-    """One rank with an optimizer, whose batches are of its own."""
+    """One rank with an optimizer and its own batches."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How ranks meet in a store that earlier starts of the job have used, who is missing, and what a job is called."""
+"""Rendezvous in a store that earlier starts of the job have used; missing ranks; the job's name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _outside_any_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(server: TCPStore, ranks: int, who: range, seconds_max: float = 60.0) -> dict[int, Any]:
-    """What each of these ranks finds, or its error."""
+    """Let these ranks meet; return each one's result or error."""
     found: dict[int, Any] = {}
 
     def work(rank: int) -> None:
@@ -58,7 +58,7 @@ def meet(server: TCPStore, ranks: int, who: range, seconds_max: float = 60.0) ->
 def test_each_start_of_a_job_meets_by_itself_in_the_same_store(server: TCPStore) -> None:
     ranks = 4
     first = meet(server, ranks, range(ranks))
-    # Of a rank that was killed before rank 0 had seen it.
+    # Left by a rank that was killed before rank 0 had seen it.
     append(PrefixStore("holdfast/meeting", server), "hello", "0123456789abcdef\n")
     second = meet(server, ranks, range(ranks))
     for found in (first, second):
@@ -73,7 +73,7 @@ def test_each_start_of_a_job_meets_by_itself_in_the_same_store(server: TCPStore)
 def test_the_name_of_the_first_start_stays_where_the_store_outlives_the_ranks(
     server: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrapper around each rank is another parent at each start, and rank 0 may be on another host."""
+    """A wrapper gives each rank a new parent at each start, and rank 0 may move to another host."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(os, "getppid", lambda: 1)
     first = meet(server, 2, range(2))

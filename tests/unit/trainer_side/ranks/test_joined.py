@@ -1,4 +1,4 @@
-"""How the launch decides which way the ranks reach each other, and what is refused of it."""
+"""How the launch decides on the ranks' transport, and which launches are refused."""
 
 from __future__ import annotations
 

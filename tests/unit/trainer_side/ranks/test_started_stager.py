@@ -1,4 +1,4 @@
-"""Which stager the ranks of a job go to that may start one itself: at the start, and when one is lost. No process."""
+"""The stager that ranks join if the job may start its own: at the start, and after a loss. No process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Net:
-    """Stagers by address: who answers, and who was asked; and the stager that rank 0 starts."""
+    """Simulated stagers by address, with a record of requests; and the stager that rank 0 starts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answer: set[str] = set()

@@ -1,4 +1,4 @@
-"""Messages among ranks through a real TCPStore: order, bytes, many senders at once, idle looks, a store that dies."""
+"""Messages among ranks by a real TCPStore: order, bytes, concurrent senders, idle polls, a dying store."""
 
 from __future__ import annotations
 

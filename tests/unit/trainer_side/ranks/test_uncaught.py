@@ -1,4 +1,4 @@
-"""One rank says an error that nobody catches, and every rank ends with the exit code of its class."""
+"""One rank reports an uncaught error, and every rank ends with the exit code of its class."""
 
 from __future__ import annotations
 

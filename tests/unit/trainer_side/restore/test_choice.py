@@ -1,4 +1,4 @@
-"""Which checkpoint is taken, and who reads what of it: for any slices found by any ranks."""
+"""The checkpoint that is chosen, and the ranks that read each part of it, for any slices on any ranks."""
 
 from __future__ import annotations
 

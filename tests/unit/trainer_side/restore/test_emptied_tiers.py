@@ -1,4 +1,4 @@
-"""A checkpoint that was whole once, and is not any more, never makes a job begin again at step 0 by itself."""
+"""A checkpoint that is no longer complete never makes a job restart at step 0 by itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NONE_IS_WHOLE = "there are checkpoints, and none is whole"
 
 
 class _Machines:
-    """One machine for each rank, with a tier on its disk."""
+    """A machine for each rank, with a tier on its disk."""
 
     def __init__(self, root: Path, ranks: int = 2) -> None:
         self.root, self.run = root, str(root / "run")
@@ -152,7 +152,7 @@ def test_files_that_cannot_be_read_are_no_new_run(tmp_path: Path, damage: str) -
 
 
 class _Refusing(CountingStore):
-    """Lists all, and gives none of these."""
+    """A store that lists all files, but refuses to read some."""
 
     def __init__(self, root: Path, error: StoreError, *names: str) -> None:
         super().__init__(root)

@@ -1,4 +1,4 @@
-"""A holder of the list of an optimizer's groups still has them after a saved state was loaded."""
+"""A holder of an optimizer's list of groups still shares it after a saved state was loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain containers of the state get their saved content; what cannot is said; another object's state is named."""
+"""Plain containers of the state get their saved content; failures are named, also those of another object."""
 
 from __future__ import annotations
 

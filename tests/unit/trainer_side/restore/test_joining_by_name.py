@@ -1,4 +1,4 @@
-"""Parameters and groups of optimizers come back by name, whatever their order; or both names are told."""
+"""Parameters and groups of optimizers come back by name in any order, or the error has both names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ State = dict[str, Any]
 
 
 class Net(nn.Module):
-    """Parameters of one shape, so that no shape gives a wrong order away."""
+    """Parameters of one shape, so that a wrong order causes no shape error."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def names_of(*modules: tuple[str, nn.Module]) -> dict[int, str]:
 
 
 def mark(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Give each parameter moments that say whose they are."""
+    """Give each parameter recognizable moments."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             value = float(sum(map(ord, names[id(parameter)])))

@@ -1,4 +1,4 @@
-"""What does not fit is refused for all objects of the state before a byte of any of them is read."""
+"""A mismatch is refused for all objects of the state before a byte of any of them is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer_side.state.per_rank import PerRank
 
 
 class Untouched:
-    """An object of the state that nobody may have asked, and a tensor that nobody may have filled."""
+    """An object and a tensor of the state that a refused restore must not touch."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -34,7 +34,7 @@ class Untouched:
 
 
 def refused(tmp_path: Path, saved: Any, value: Any, *, match: str, ranks: int = 1) -> None:
-    """See that it is refused, on each rank, and that nothing that fits was loaded before."""
+    """Check that restore refuses on each rank, without loading the objects that fit."""
     first = {"object": {"weight": torch.zeros(9000)}, "tensor": torch.zeros(9000), "list": [1]}
     manifest = publish(tmp_path, 1, {**first, "x": saved})
     states = [
@@ -100,7 +100,7 @@ def test_no_tensor_where_a_module_has_one(tmp_path: Path) -> None:
 
 
 def test_a_model_without_memory(tmp_path: Path) -> None:
-    """torch copies nothing into it, and only warns."""
+    """torch would copy nothing into such a model, and only warn."""
     model = nn.Linear(3, 3, device="meta")
     refused(
         tmp_path,
@@ -251,6 +251,6 @@ def test_a_scheduler_s_marks_are_no_other_optimizer(tmp_path: Path) -> None:
     saved = torch.optim.AdamW([weight])
     torch.optim.lr_scheduler.OneCycleLR(saved, max_lr=1.0, total_steps=10)
     document = saved.state_dict()
-    document["param_groups"][0].pop("maximize")  # an older torch that did not know it
+    document["param_groups"][0].pop("maximize")  # as from an older torch, which had no such option
     publish(tmp_path, 3, {"optimizer": document})
     bring_back({"optimizer": torch.optim.AdamW([weight])}, tmp_path)

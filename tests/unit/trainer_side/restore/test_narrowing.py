@@ -1,4 +1,4 @@
-"""A rank takes of a file what its stage has, with the moments of its own parameters."""
+"""A rank reads its stage from a file, with the moments of its own parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore with a torch before 2.11, which makes the storages that it skips too large (`make floor` has such a one)."""
+"""Restore with torch before 2.11, which makes skipped storages too large (`make floor` has such a torch)."""
 
 from __future__ import annotations
 

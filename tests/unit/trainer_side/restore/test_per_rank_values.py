@@ -1,4 +1,4 @@
-"""Optimizers that each rank has for itself come back by name, with their dtypes; or nothing is loaded."""
+"""Optimizers that each rank has for itself come back by name with their dtypes, or nothing is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore of real files, by one rank and by several: every bit back, in place, 1/R read, and never a wrong byte."""
+"""Restore of real files by one rank and by several: every bit, in place, with 1/R read, and never a wrong byte."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model that is trained, with optimizer and scheduler."""
+    """A training: model, optimizer and scheduler."""
 
     def __init__(self, seed: int, steps: int = 0) -> None:
         torch.manual_seed(seed)
@@ -74,7 +74,7 @@ class Run:
         return {name: value.state_dict() for name, value in self.state.items()}
 
     def loss(self) -> list[float]:
-        """What it does next: equal only if all of it is."""
+        """Return the next losses, which are equal only if the whole state is."""
         torch.manual_seed(99)
         losses = []
         for _ in range(3):
@@ -88,7 +88,7 @@ class Run:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Bit for bit, and of the same types."""
+    """Assert equality bit for bit, with the same types."""
     mine, theirs = tensor_paths(found), tensor_paths(expected)
     assert [path for path, _ in mine] == [path for path, _ in theirs]
     for (path, tensor), (_, other) in zip(mine, theirs, strict=True):
@@ -114,13 +114,13 @@ def flip(root: Path, manifest: Manifest, offset: int) -> None:
 
 
 def place_of(manifest: Manifest, path: str) -> int:
-    """Where the middle of a tensor's storage lies in the file."""
+    """Return the file offset of the middle of a tensor's storage."""
     entry = manifest.entries[next(record.entry for record in manifest.tensors if record.path == path)]
     return entry.offset + entry.nbytes // 2
 
 
 def mark_drifted(root: Path, manifest: Manifest) -> str:
-    """As a stager says it of a step at which rank 1 differed."""
+    """Mark the checkpoint like a stager after rank 1 differed."""
     drifted = manifest.model_copy(update={"state": State.DURABLE, "drift": "rank 1 differs in model/w"})
     (root / manifest_name(manifest.file)).write_bytes(drifted.to_bytes())
     return drifted.drift
@@ -156,7 +156,7 @@ def test_the_step_before_those_that_are_doubtful_is_preferred_and_that_is_said(
 
 
 def test_slices_that_are_doubtful_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a local tier, of a job without a stager."""
+    """The slices are in a local tier, of a job without a stager."""
     tier = DictTier()
     for step in (4, 5):
         saved = {"x": torch.full((9,), float(step))}
@@ -217,7 +217,7 @@ def test_adamw_step_counters_keep_dtype_and_device(tmp_path: Path) -> None:
 
 
 def test_moments_of_another_dtype_than_their_parameter_come_back_as_they_were(tmp_path: Path) -> None:
-    """torch's own loading casts them to the parameter's dtype."""
+    """torch's own loading would cast them to the parameter's dtype."""
     run, fresh = Run(1, steps=2), Run(2)
     for state in run.optimizer.state.values():
         state["exp_avg"] = torch.randn(state["exp_avg"].shape, dtype=torch.float32)
@@ -247,7 +247,7 @@ def test_tensors_in_place_and_plain_values_by_name(tmp_path: Path) -> None:
 
 
 class Holder:
-    """An object whose state is whatever it was given."""
+    """An object that returns the value that it was given as its state."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -306,7 +306,7 @@ def test_live_tensors_are_read_into_directly(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(nn.Module, "load_state_dict", spy)
     bring_back(fresh, tmp_path)
     assert_same(fresh.tree(), saved.tree())
-    # What the module was given is its own memory: nothing was copied. The optimizer's tensors live where they were.
+    # The module gets its own memory back: nothing was copied. The optimizer's tensors stay in place.
     assert seen == {path: address for path, address in before.items() if path.startswith("model/")}
     assert {path: tensor.data_ptr() for path, tensor in tensor_paths(fresh.tree())} == before
 
@@ -374,7 +374,7 @@ def test_each_rank_reads_its_share_and_gets_the_rest_from_the_others(tmp_path: P
     expected_loss = saved.loss()
     for run in runs:
         assert run.loss() == expected_loss
-    # Rank 0 reads head and tail once more, for the structure.
+    # Rank 0 also reads head and tail, for the structure.
     structure_bytes = manifest.image_bytes - sum(
         entry.nbytes for entry in manifest.entries if "/data/" in entry.name
     )
@@ -388,7 +388,7 @@ def test_each_rank_reads_its_share_and_gets_the_rest_from_the_others(tmp_path: P
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_requests_are_shared_out_evenly_among_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
-    """Saved by two. Every byte is asked for by one rank, once, and each asks for as much as the others."""
+    """Saved by two. One rank requests each byte once, and all ranks request equal amounts."""
     chunk_bytes, request_bytes = 16384, 8192
     saved: dict[str, Any] = {
         "x": torch.arange(100_000),
@@ -529,7 +529,7 @@ def test_damage_that_only_one_rank_sees_leads_all_to_the_step_before(tmp_path: P
         assert "step 2" in result.skipped[0]
         assert "rank 2: " in result.skipped[0]
         assert "CRC-32" in result.skipped[0]
-        # The others received the damage, but are not the ones who saw it first.
+        # The others received the damaged bytes, but did not detect the damage first.
         assert "rank 0: " not in result.skipped[0]
         assert_same(run.tree(), old.tree())
 
@@ -578,7 +578,7 @@ def test_a_rank_that_leaves_is_missed(tmp_path: Path) -> None:
 
 
 def blobs_of(values: list[Any]) -> list[torch.Tensor]:
-    """One blob per rank, all of one size, as a checkpoint has them."""
+    """Return one blob per rank, all of one size, as in a checkpoint."""
     encoded = [encode(value, name="own") for value in values]
     room = reserve_bytes(max(map(len, encoded)))
     return [torch.frombuffer(bytearray(blob.ljust(room, b"\0")), dtype=torch.uint8) for blob in encoded]
@@ -634,7 +634,7 @@ def test_a_value_not_saved_per_rank_is_refused(tmp_path: Path) -> None:
 
 
 class Gambler(Holder):
-    """Draws while it is loaded."""
+    """Draws random numbers while it is loaded."""
 
     def load_state_dict(self, value: Any) -> None:
         torch.rand(5)
@@ -891,7 +891,7 @@ def test_a_reader_that_is_still_under_way_does_not_write_over_the_next_candidate
                 threading.Timer(0.3, release.set).start()
             release.wait(60)
         elif name == manifest.file and offset == manifest.chunk_bytes:
-            held.wait(60)  # the damage is seen while the other request is under way
+            held.wait(60)  # the damage is detected while the other request is in flight
 
     store.before_read = hold
     target = torch.zeros(9000)

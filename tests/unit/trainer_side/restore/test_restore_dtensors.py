@@ -1,4 +1,4 @@
-"""Restore of whole tensors into DTensors of any mesh: every rank in turn, by process groups that nobody else is in."""
+"""Restore of whole tensors into DTensors of any mesh: every rank in turn, in process groups without other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANKS = 4
 
 
 class Net(nn.Module):
-    """Sizes that four ranks cannot share evenly, one of them with an empty part; tied; with a buffer."""
+    """Tensors that four ranks cannot split evenly, one with an empty part; tied ones; a buffer."""
 
     def __init__(self, *, even: bool) -> None:
         super().__init__()
@@ -90,16 +90,16 @@ MESHES: dict[str, tuple[Callable[[Net], None], bool]] = {
 
 
 def _forget_as_of_old() -> None:
-    """What `debug` has no function for, before torch 2.9."""
+    """Clear DTensor's caches before torch 2.9, which has no function for that in `debug`."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache.cache_clear()
 
 
 @contextmanager
 def as_rank(rank: int) -> Iterator[None]:
-    """A process group of four, in which only this rank is real, and which exchanges nothing."""
+    """Make a process group of four that exchanges nothing, and in which only this rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-    # What torch remembers of a DTensor has a mesh in it, and with it the rank.
+    # torch's caches for DTensors contain a mesh, and with it the rank.
     for name in ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
         getattr(debug, name, _forget_as_of_old)()
     try:
@@ -109,7 +109,7 @@ def as_rank(rank: int) -> Iterator[None]:
 
 
 def trained(*, even: bool) -> tuple[Net, torch.optim.AdamW]:
-    """A plain model that has taken two steps."""
+    """Return a plain model after two steps."""
     torch.manual_seed(1)
     net = Net(even=even)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -154,14 +154,14 @@ def test_a_plain_file_comes_back_in_parts(tmp_path: Path, kind: str, stepped: bo
                 for parameter in live.parameters():
                     parameter.grad = torch.ones_like(parameter)
                 moments.step()
-            # FSDP2 of torch 2.7 pads uneven parts anew whenever a module has loaded a state, and so moves them.
+            # FSDP2 of torch 2.7 pads uneven parts again after a module has loaded a state, which moves them.
             live.load_state_dict(live.state_dict())
             moved = _addresses(live)
             live.load_state_dict(live.state_dict())
             before = _addresses(live)
             state = {"model": live, "optimizer": moments}
             restore(state, CountingStore(tmp_path), LonePeers(), events=None)
-            # What is split of the trained model itself, by torch.
+            # The parts of the trained model itself, split by torch.
             torch.manual_seed(1)
             same = Net(even=even)
             same.load_state_dict(net.state_dict())

@@ -1,4 +1,4 @@
-"""Restore where a device hangs: after a part of the time the next source is asked, and who waited for what is said."""
+"""Restore while a device hangs: after a part of the time the next source is read, and a message names the device."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trainer_side.restore.inventory import newest_attempt
 from trainer_side.tiers.tier import Kept, Nearness, Tier
 from trainer_side.tiers.tier_inventory import take_inventory
 
-SECONDS_MAX = 5.0  # a tenth of it is waited for a device
+SECONDS_MAX = 5.0  # the wait for a device is a tenth of it
 THREADS = 4
-SIZE = 200_000  # of a tensor that has many frames
+SIZE = 200_000  # elements of a tensor with many frames
 
 
 class Hanging(DictTier):
-    """Its reads stand still in a system call, as those of a dead disk do, and then bring noise.
+    """A source whose reads hang in a system call, like those of a dead disk, and then return noise.
 
     Attributes:
-        asked: How many reads have begun; `back`: how many have ended.
-        kept_hangs: What it keeps is not said either.
-        hangs_in: Reads from other offsets are answered.
+        asked: Number of reads begun; `back`: number of reads ended.
+        kept_hangs: Whether the list of kept steps hangs, too.
+        hangs_in: Offsets at which reads hang.
     """
 
     def __init__(self, nearness: Nearness = Nearness.MEMORY, name: str = "") -> None:
@@ -63,7 +63,7 @@ class Hanging(DictTier):
             self.back += 1
 
     def answer(self) -> None:
-        """The device comes back: every read returns, and there are no more of them."""
+        """Bring the device back: every read returns, and later ones no longer hang."""
         os.close(self._in)
         until(lambda: self.back == self.asked)
         os.close(self._out)
@@ -84,7 +84,7 @@ def hanging() -> Iterator[Hanging]:
 
 @pytest.mark.parametrize("after", ["tier", "rank", "ring", "store"])
 def test_the_next_source_has_it(store: CountingStore, hanging: Hanging, after: str) -> None:
-    """Another tier of this rank, one of another rank, the ring, the store; and what comes too late changes nothing."""
+    """The next source: another tier of this rank or of another one, the ring, the store. Late bytes change nothing."""
     made = saved(5)
     hanging.put(made, 0, 1)
     near = DictTier(Nearness.RING if after == "ring" else Nearness.FILE).put(made, 0, 1)
@@ -96,7 +96,7 @@ def test_the_next_source_has_it(store: CountingStore, hanging: Hanging, after: s
     results, targets = bring_back(store, tiers, seconds_max=SECONDS_MAX, threads=THREADS)
     for result in assert_step(results, targets, 5):
         (named,) = result.mended
-        # On a busy machine any of the threads may be the first that has waited too long.
+        # On a busy machine any of the threads may be the first to time out.
         assert re.match(
             r"rank 0: nvme:/dead: rank 0's slice of step 5 \(attempt 1\) in dict slot 0: frame \d+ ", named
         )
@@ -111,7 +111,7 @@ def test_the_next_source_has_it(store: CountingStore, hanging: Hanging, after: s
 def test_a_device_that_comes_back_in_the_middle_changes_nothing(
     store: CountingStore, hanging: Hanging
 ) -> None:
-    """It hangs when a part of the tensors is read already; what it brings too late is not theirs any more."""
+    """The device hangs after some tensors are read; its late bytes must not reach the tensors."""
     made = saved(5, size=SIZE)
     made.publish(Path(store.url))
     hanging.put(made, 0, 1)
@@ -126,7 +126,7 @@ def test_a_device_that_comes_back_in_the_middle_changes_nothing(
 
 
 def test_a_tier_that_hangs_holds_up_the_reading_of_no_other(store: CountingStore, hanging: Hanging) -> None:
-    """Every thread of the rank waits for it; slices of another tier, and of an older step, are read all the same."""
+    """Every thread of the rank waits for the hanging tier; another tier and an older step are still read."""
     made, older = saved(5), saved(4)
     hanging.put(made, 0).put(older, 0)
     other = DictTier(Nearness.FILE).put(made, 1).put(older, 1, 0)
@@ -156,7 +156,7 @@ def test_a_tier_that_does_not_say_what_it_keeps_is_left_out(
 
 
 def test_a_tier_that_hangs_at_the_start_is_refused_on_every_rank_by_name(hanging: Hanging) -> None:
-    """A job that begins with a tier that hangs would wait for it at its first save, too."""
+    """A job that started with a hanging tier would hang at its first save, too."""
     hanging.kept_hangs = True
     tiers: list[list[Tier]] = [[DictTier(name=hanging.name)], [hanging]]
     ranks = Ranks(2)
@@ -168,7 +168,7 @@ def test_a_tier_that_hangs_at_the_start_is_refused_on_every_rank_by_name(hanging
 
 
 class HangingStore(CountingStore):
-    """Its list does not come, as from a mount whose server is gone."""
+    """A store whose listing hangs, like a mount whose server is gone."""
 
     def __init__(self, root: Path, tier: Hanging) -> None:
         super().__init__(root)
@@ -205,7 +205,7 @@ def test_the_newest_attempt_of_a_store_that_hangs(tmp_path: Path, hanging: Hangi
 
 
 def test_a_slow_tier_is_not_taken_for_a_hung_one(store: CountingStore) -> None:
-    """A tier that answers in time is read, however long all of it takes."""
+    """A tier whose reads answer in time is used, however long the whole restore takes."""
     made = saved(5)
     results, targets = bring_back(store, [[DictTier().put(made, 0, 1)]], seconds_max=SECONDS_MAX)
     assert torch.equal(targets[0].x, torch.full_like(targets[0].x, 5.0))

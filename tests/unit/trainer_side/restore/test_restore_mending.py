@@ -1,4 +1,4 @@
-"""Restore from local tiers of which something is damaged or gone: made good from elsewhere, and never a wrong byte."""
+"""Restore from damaged or missing local tiers: repaired from other sources, and never a wrong byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore from the tiers that ranks really have: slot files in memory and on disks, written through their protocol."""
+"""Restore from the ranks' real tiers: slot files in memory and on disks, written by their protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore into split tensors: each rank gets its own parts of whole tensors, from the store and from tiers alike."""
+"""Restore into split tensors: each rank gets its own parts of whole tensors, from the store and from tiers."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Box(NamedTuple):
     size: tuple[int, ...]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """What is in it."""
+        """Return the box's part of a whole tensor."""
         slices = (slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
         return whole[tuple(slices)]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Split:
-        """Memory for it, with other values."""
+        """Return memory for the part, with other values."""
         return Split(torch.full(self.size, 77).to(dtype), shape, self.start)
 
 
 def rows(shape: Sequence[int], ranks: int, rank: int, dimension: int = 0) -> Box:
-    """As `torch.chunk` cuts: a last one may be short, or empty."""
+    """Return a rank's rows as `torch.chunk` splits: the last parts may be short, or empty."""
     each = -(-shape[dimension] // ranks)
     begin = min(each * rank, shape[dimension])
     start, size = [0] * len(shape), [*shape]
@@ -61,7 +61,7 @@ def numbers(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int 
 
 
 class Weights(nn.Module):
-    """Every rank saves a share of a module, also of plain parameters."""
+    """A module of which every rank saves a share, also of plain parameters."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def bring_back(
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], int, dict[str, list[Box | None]], int]:
-    """Whole tensors; ranks; the box of each rank of each tensor (None: the rank takes it whole); bytes of a chunk."""
+    """Draw whole tensors; ranks; each rank's box of each tensor (None: the whole tensor); bytes of a chunk."""
     ranks = draw(st.integers(1, 3))
     whole, boxes = {}, {}
     for number in range(draw(st.integers(1, 3))):
@@ -197,12 +197,12 @@ def test_each_chunk_is_read_once_and_each_rank_gets_what_it_holds_and_no_more(
     inside = [offset for offset in offsets if 8192 <= offset < 200_000]
     assert len(set(inside)) == len(inside) > 40
     for result in results:
-        # A quarter; and a few chunks that have what is not split.
+        # A quarter, plus a few chunks with the state that is not split.
         assert abs(result.bytes_read - whole.nbytes / 4) <= 6 * manifest.chunk_bytes
         assert sum(use.nbytes for use in result.sources.values()) == result.bytes_read
     held_bytes = replicas * whole.nbytes
     sent_bytes = sum(peers.sent_bytes for peers in ranks.peers)
-    # What lies in chunks that its holder has read is not sent; and in few chunks one rank's rows end and others begin.
+    # Bytes in chunks that their holder has read are not sent; in few chunks one rank's rows end and another's begin.
     read_by_holder = held_bytes / 4 if dimension == 1 else whole.nbytes
     assert sent_bytes == pytest.approx(held_bytes - read_by_holder, abs=4 * manifest.chunk_bytes)
 
@@ -223,7 +223,7 @@ def test_small_tensors_between_parts_are_not_read_a_second_time(tmp_path: Path) 
         for number, (part, step) in enumerate(state["moments"]):
             assert torch.equal(part.tensor, box.of(whole[number]))
             assert step.item() == number
-    # Once; but for the chunks of the ends, which are read with what all ranks take.
+    # Once, except the chunks at the ends, which are read with the state of all ranks.
     assert sum(result.bytes_read for result in results) <= manifest.image_bytes + 3 * manifest.chunk_bytes
 
 
@@ -333,7 +333,7 @@ def test_tied_parts(tmp_path: Path, tied_in_file: bool) -> None:
     memory = torch.zeros(3, 8)
     state = {"a": {name: Split(memory, (6, 8), (3, 0)) for name in ("first", "second")}}
     restore(state, CountingStore(tmp_path), LonePeers(), events=None)
-    assert torch.equal(memory, second[3:])  # as torch itself: the last one that is loaded
+    assert torch.equal(memory, second[3:])  # like torch: the one loaded last wins
 
 
 def test_another_whole_shape_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_damage_in_one_ranks_part_leads_all_to_the_step_before(tmp_path: Path) -
     publish(tmp_path, 4, {"w": older}, chunk_bytes=4096)
     manifest = publish(tmp_path, 5, {"w": newer}, chunk_bytes=4096)
     data = bytearray((tmp_path / manifest.file).read_bytes())
-    chunk = 12  # the last half is of rank 1 alone
+    chunk = 12  # rank 1 alone holds the second half
     data[chunk * 4096 + 17] ^= 1
     (tmp_path / manifest.file).write_bytes(data)
     boxes = [rows(newer.shape, 2, rank) for rank in range(2)]
@@ -384,7 +384,7 @@ def test_a_bit_that_flips_between_the_ranks_is_seen(tmp_path: Path) -> None:
     for result in bring_back(tmp_path, states, tiers=tiers, flip=flip):
         assert flipped
         assert "after the exchange among the ranks" in result.skipped[0]
-    for box, state in zip(boxes, states, strict=True):  # from the store, then
+    for box, state in zip(boxes, states, strict=True):  # this time from the store
         assert torch.equal(state["w"]["x"].tensor, box.of(whole))
 
 
@@ -435,7 +435,7 @@ def test_names_that_the_state_lacks_are_not_read(tmp_path: Path) -> None:
 
 
 class Owner:
-    """An object that gives parts of its tensors as its state, and takes them back."""
+    """An object whose state is parts of its tensors."""
 
     def __init__(self, rank: int) -> None:
         self.weights = nn.Parameter(torch.zeros(2, 8))

@@ -1,4 +1,4 @@
-"""Restore from local tiers: any number of ranks, the nearest of what is whole, and nothing that is damaged."""
+"""Restore from local tiers: any number of ranks, the nearest complete source, and no damaged bytes."""
 
 from __future__ import annotations
 

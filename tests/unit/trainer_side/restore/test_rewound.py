@@ -1,4 +1,4 @@
-"""After a rewind no rank restores the branch that was left, wherever it lies, and each hears what is to be left out."""
+"""After a rewind no rank restores the abandoned branch from any source, and each learns the skipped batches."""
 
 from __future__ import annotations
 

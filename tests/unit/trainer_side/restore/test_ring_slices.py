@@ -1,4 +1,4 @@
-"""Restore from the stager's ring: what was staged, nearer than the store, and nothing that is damaged or another's."""
+"""Restore from the stager's ring: staged checkpoints, nearer than the store; no damaged or foreign bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is set aside is passed over on all ranks, wherever it lies; a later attempt's is not."""
+"""A checkpoint that is set aside is skipped on all ranks and in all places; a later attempt's is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects with code of their own get what was saved handed over: no live tensor is read over before they agree."""
+"""Objects with their own loading code get the saved value; no live tensor is overwritten before they accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One piece of memory in the script and several values for it in the checkpoint: equal, or refused with both names."""
+"""One piece of the script's memory with several values in the checkpoint: equal, or refused with both names."""
 
 from __future__ import annotations
 

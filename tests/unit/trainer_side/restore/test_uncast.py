@@ -1,4 +1,4 @@
-"""The state of an optimizer comes back in the dtypes in which it was saved, at any depth."""
+"""The state of an optimizer comes back in its saved dtypes, at any depth."""
 
 from __future__ import annotations
 

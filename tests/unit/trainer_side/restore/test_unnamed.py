@@ -1,4 +1,4 @@
-"""Parameters that no part of the state holds are named by the attributes that lead to them; or it is said."""
+"""Parameters that no part of the state holds are named by the attributes that lead to them, or reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that was saved in other wrappers is loaded where only they differ; all else is refused with both names."""
+"""A model saved in other wrappers loads if only they differ; other differences are refused with both names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that plays one of two ranks, for tensors that are split among them."""
+"""A process that acts as one of two ranks, for tensors that are split among them."""
 
 from __future__ import annotations
 

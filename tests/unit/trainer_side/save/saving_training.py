@@ -1,4 +1,4 @@
-"""A compiled training that saves after each step through a `Checkpointer`, with a link that the test plays."""
+"""A compiled training that saves after each step through a `Checkpointer`, with a simulated link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is made ahead: whoever comes earlier waits for his own piece alone."""
+"""Memory that is made ahead: an early caller waits only for its own piece."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 60
 
 
 class Bench:
-    """Pieces of memory, each of which is made when the test lets it."""
+    """Pieces of memory, made when the test allows each."""
 
     def __init__(self, pieces: int) -> None:
         self.may = [threading.Event() for _ in range(pieces)]

@@ -1,4 +1,4 @@
-"""What `save()` runs in Python for each tensor from the third save on, also where replicas are compared."""
+"""Python calls of `save()` for each tensor from the third save on, with and without comparison of replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that `torch.compile` has compiled: saves are exact, training ends as without, nothing of holdfast is traced.
+"""Compiled steps (`torch.compile`): exact saves, unchanged training, and no holdfast code in the trace.
 
 The backend `inductor` and compiled backward passes take more CPU: tests/integration/test_compiled_steps.py.
 """

@@ -1,4 +1,4 @@
-"""The copy thread never holds training back for ever, and nothing it copied late is used."""
+"""The copy thread never blocks training for ever, and late copies are not used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FakeLink:
 
 
 class SlowStaging:
-    """Copies when the test says so."""
+    """A staging area that copies when the test allows it."""
 
     nbytes = 1
 

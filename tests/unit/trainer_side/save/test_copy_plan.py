@@ -1,4 +1,4 @@
-"""The route of a copy: every piece once, in the order of updates, in few batches, none of which holds a layer up."""
+"""The route of a copy: every piece once, in the order of updates, in few batches, none of which delays a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathering, queueing and landing of copies from a device, played on host memory; events strike when waited for."""
+"""Gathering, queueing and landing of copies from a device, simulated in host memory; a wait completes an event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLENTY = 1 << 30
 
 
 class Moment:
-    """Place `number` in the stream."""
+    """Position `number` in the stream."""
 
     def __init__(self, lane: FakeStream, number: int) -> None:
         self._lane, self._number = lane, number
@@ -36,7 +36,7 @@ class Moment:
 
 
 class FakeStream(DeviceStream):
-    """A stream whose work is done at once; counts what was asked of it. It has memory for `room_bytes`, at most."""
+    """A stream whose work is done at once, with counters of all calls and at most `room_bytes` of memory."""
 
     def __init__(self, room_bytes: int = PLENTY, *, by_address: bool = True) -> None:
         self._room_bytes, self._by_address = room_bytes, by_address
@@ -76,7 +76,7 @@ class FakeStream(DeviceStream):
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
     def held_bytes(self) -> int:
-        """The objects that were made and are not given back."""
+        """Bytes that were allocated and not freed."""
         return sum(memory.untyped_storage().nbytes() for memory in self.made)
 
     def memory(self) -> DeviceMemory | None:
@@ -84,7 +84,7 @@ class FakeStream(DeviceStream):
 
 
 class SourcesOnDevice(SliceSources):
-    """Nothing is in host memory, whatever the tensors say."""
+    """Treats all tensors as if they were on a device."""
 
     @property
     def host_entries(self) -> frozenset[int]:
@@ -149,7 +149,7 @@ def _state() -> State:
 
 
 def _between(state: State) -> torch.Tensor:
-    """What lies in the area between the tensors."""
+    """Return the area's bytes between the tensors."""
     between = state.area.clone()
     for entry in state.entries:
         between[entry.offset : entry.offset + entry.nbytes] = 0
@@ -187,7 +187,7 @@ def test_each_byte_arrives(mirror_bytes_max: int) -> None:
 
 @STRATEGIES
 def test_small_tensors_cross_together(mirror_bytes_max: int) -> None:
-    """One crossing and one event for each batch, not for each tensor."""
+    """Each batch has one transfer and one event, not each tensor."""
     state, lane = State([4096] * 10_000), FakeStream()
     state.copy(_engine(lane, mirror_bytes_max))
     state.check()
@@ -195,7 +195,7 @@ def test_small_tensors_cross_together(mirror_bytes_max: int) -> None:
 
 
 def test_without_a_mirror_memory_is_taken_in_save_and_goes_back() -> None:
-    """Once, but at the first save, when nobody knows what a step takes; and no more than four batches need."""
+    """Memory is taken once, except at the first save, when a step's need is unknown; at most that of four batches."""
     state, lane = _state(), FakeStream()
     engine = _engine(lane, 0)
     for save in range(4):
@@ -268,7 +268,7 @@ def test_a_cancelled_copys_mirror_goes_back() -> None:
 
 
 def test_without_room_for_all_there_is_a_mirror_of_what_anything_may_change() -> None:
-    """From the second save on: before, nobody knows what training takes."""
+    """From the second save on: before it, the training's need is unknown."""
     state, lane = State([1 << 20] * 8), FakeStream()
     half = len(state.batches) // 2
     now, behind = state.batches[:half], state.batches[half:]
@@ -310,7 +310,7 @@ def test_no_mirror_is_made_above_the_limit(limit: int) -> None:
 
 
 def test_a_device_that_is_full_after_all_is_copied_without_a_mirror(caplog: pytest.LogCaptureFixture) -> None:
-    """Each small tensor crosses by itself."""
+    """Each small tensor is transferred separately."""
     state = State([4 << 20, *[4096] * 700, 8 << 20, 4 << 20, 8 << 20])
     lane = FakeStream(0)
     engine = _engine(lane, PLENTY)
@@ -377,7 +377,7 @@ def test_a_capture_on_a_full_device_crosses_tensor_by_tensor() -> None:
 
 @STRATEGIES
 def test_without_views_by_address_each_byte_arrives(mirror_bytes_max: int) -> None:
-    """They are made at each save; tests/late looks whether any is kept."""
+    """The views are made at each save; tests/late checks that none is kept."""
     state, engine = _state(), _engine(FakeStream(by_address=False), mirror_bytes_max)
     for _ in range(2):
         state.copy(engine)

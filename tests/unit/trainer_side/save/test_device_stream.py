@@ -1,4 +1,4 @@
-"""Calls to the runtime under torch, played by a library that keeps the last error as CUDA does."""
+"""Calls to the runtime below torch, simulated by a library that keeps the last error as CUDA does."""
 
 from __future__ import annotations
 

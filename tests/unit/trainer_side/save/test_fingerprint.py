@@ -1,4 +1,4 @@
-"""Fingerprints see every byte that they should, cost what was said, and are the same however they are made."""
+"""Fingerprints cover every byte that they should, have a known cost, and do not depend on how they are made."""
 
 from __future__ import annotations
 

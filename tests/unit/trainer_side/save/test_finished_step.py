@@ -1,4 +1,4 @@
-"""Whether the state is still that of the last finished step, for each kind of change, and what a save then takes."""
+"""Whether the state is still that of the last finished step, by kind of change, and what a save then takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that does not restore begins a new run only where there is nothing, or where it says so."""
+"""A script that does not restore starts a new run only in an empty store, or with fresh=True."""
 
 from __future__ import annotations
 

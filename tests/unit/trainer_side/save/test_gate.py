@@ -1,4 +1,4 @@
-"""The gate holds back exactly the update that would overwrite what is being copied."""
+"""The gate delays exactly the update that would overwrite memory that is being copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate in real training loops: what is copied is the state at `save()`, and training ends as without, bit for bit.
+"""The gate in real training loops: the copy is the state at `save()`, and training ends as without it, bit for bit.
 
 Each loop runs twice from the same seed: plain, and with a slow copy of all parameters and moments after every step,
 layer by layer, as the copy thread does it.
@@ -60,7 +60,7 @@ def fused(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) ->
 
 
 def in_backward(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
-    """An optimizer for each parameter, which steps as soon as the gradient is there, and frees it."""
+    """An optimizer for each parameter that steps as soon as the gradient exists, and frees it."""
     optimizers = {one: torch.optim.AdamW([one], lr=0.01) for one in model.parameters()}
 
     def update(parameter: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ def in_backward(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copie
 
 
 def accumulation(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
-    """An update every second step; a save after each, so also between two halves."""
+    """An update every second step; a save after each step, also between the two halves."""
     optimizer = _adamw(model)
     copies = begin([optimizer])
     for step in range(2 * STEPS):
@@ -101,7 +101,7 @@ def clipping(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies])
 
 
 def scaled(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
-    """With a GradScaler, which looks for infinities by itself and leaves out the step that has one."""
+    """A GradScaler, which looks for infinities and skips steps that have one."""
     optimizer = _adamw(model, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     copies = begin([optimizer])
@@ -225,7 +225,7 @@ def test_without_the_gate_the_copies_are_torn(loop: Loop) -> None:
 def test_a_single_optimizer_call_takes_all_parameters_unless_some_are_held(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kernel: str, state: str
 ) -> None:
-    """What makes foreach and fused fast is that one call has all tensors: the gate must not cut them up for nothing."""
+    """foreach and fused are fast because one call takes all tensors: the gate must not split the call needlessly."""
     from torch.optim import adam
 
     model = _model()
@@ -241,7 +241,7 @@ def test_a_single_optimizer_call_takes_all_parameters_unless_some_are_held(
     def counted(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         calls.append(len(params))
         real(params, *args, **kwargs)
-        gate.passed([last])  # what was held is copied only after the rest was updated
+        gate.passed([last])  # the held parameter is copied only after the rest was updated
 
     monkeypatch.setattr(adam, kernel, counted)
     if state != "open":

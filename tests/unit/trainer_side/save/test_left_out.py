@@ -1,4 +1,4 @@
-"""A script trains something that no checkpoint has: it is named once, by path. A plain script is told nothing."""
+"""A script trains something that its checkpoints lack: named once, by path. A plain script gets no message."""
 
 from __future__ import annotations
 

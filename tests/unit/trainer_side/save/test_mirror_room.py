@@ -1,4 +1,4 @@
-"""The room for a mirror is what training leaves when it holds most."""
+"""The room for a mirror is the memory that is free at the training's peak."""
 
 from __future__ import annotations
 

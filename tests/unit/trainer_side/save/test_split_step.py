@@ -1,4 +1,4 @@
-"""A step in pieces is the plain step, bit for bit, for every optimizer that torch brings."""
+"""A step in pieces equals the plain step, bit for bit, for every optimizer of torch."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _route(skeleton: Skeleton, taken: Capture, order: Mapping[int, int] | None =
 
 
 class Watcher:
-    """What the copy told, in order, and which frames were ready each time."""
+    """Records the copy's notifications in order, with the frames that were ready at each."""
 
     def __init__(self, staging: Staging, skeleton: Skeleton) -> None:
         self.staging, self.skeleton = staging, skeleton
@@ -150,7 +150,7 @@ def test_frames_become_ready_one_by_one_and_the_last_only_after_the_tensors_are_
 
 
 def test_a_frame_is_ready_only_with_the_bytes_of_this_checkpoint() -> None:
-    """Looked at in the very moment in which it is said to be ready: each frame is as it is in the end."""
+    """At the moment when a frame is reported ready, it has its final bytes."""
     state = _state()
     skeleton, taken = _plan(state, 1)
     staging = _staging(skeleton)
@@ -210,13 +210,13 @@ def test_the_next_checkpoint_starts_from_nothing() -> None:
 
 
 def _swap(model: Any, chance: random.Random) -> None:
-    """Two buffers trade their memory."""
+    """Swap the memory of two buffers."""
     one, other = chance.sample(model, 2)
     one.data, other.data = other.data, one.data
 
 
 def _relocate(model: Any, chance: random.Random) -> None:
-    """A buffer comes to lie elsewhere, and at another place in its storage."""
+    """Move a buffer to other memory, and to another offset in its storage."""
     buffer = chance.choice(model)
     buffer.data = torch.randn(buffer.numel() + 8)[chance.randrange(8) :][: buffer.numel()]
 
@@ -227,7 +227,7 @@ def _fill_in_place(model: Any, chance: random.Random) -> None:
 
 @each_seed(4)
 def test_a_copy_made_at_once_is_taken_from_where_the_state_lies_now(seed: int) -> None:
-    """One area, many checkpoints, buffers that move, or not, between them: always the bytes of this one."""
+    """One area holds many checkpoints, between which buffers may move: it always has the present one's bytes."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
     state = _state()
@@ -242,7 +242,7 @@ def test_a_copy_made_at_once_is_taken_from_where_the_state_lies_now(seed: int) -
         state["note"] = f"{count:05}"
         taken = capture(collect(state), skeleton)
         assert taken is not None
-        # Whatever lay in the area before must be gone.
+        # The area's earlier content must be gone.
         for piece in plan_of_slice.now:
             staging.view(piece.offset, piece.nbytes)[:] = b"\xff" * piece.nbytes
         staging.copy_now(taken.sources, taken.contents)
@@ -282,7 +282,7 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
 
 
 def _mapping(address: int) -> dict[str, str]:
-    """What the kernel says of the mapping with this address, sizes in KiB."""
+    """Return the kernel's facts about the mapping with this address, sizes in KiB."""
     found: dict[str, str] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

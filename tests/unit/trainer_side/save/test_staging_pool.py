@@ -1,4 +1,4 @@
-"""As many checkpoints are in flight as there are areas; none is used while it is read, or made before it is needed."""
+"""As many checkpoints in flight as areas; no area is used while it is read, or made before it is needed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whatever changes the state, and whenever: a copy is the saved instant, bit for bit, or the step is withdrawn by name.
+"""Any change of the state at any time: a copy equals the saved instant bit for bit, or the step is withdrawn.
 
-The copy is slow, so that changes right after `save()` come into it. Without detection, and without the wait of a save
-whose hooks are not proven, the same trainings give torn copies: that is shown, too.
+The copy is slow, so that changes right after `save()` could enter it. Without detection, and without the wait of a save
+whose hooks are not proven, the same trainings give torn copies: the tests show that, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Run:
-    """One training with a checkpointer, and what became of each of its saves."""
+    """One training with a checkpointer, and the outcome of each save."""
 
     def __init__(self, link: FakeLink, kind: type[Training]) -> None:
         self.link, self.training = link, kind()

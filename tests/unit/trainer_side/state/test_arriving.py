@@ -1,4 +1,4 @@
-"""Numbers of a device that are awaited where the pickle is made, and not before."""
+"""Numbers on a device are awaited where the pickle is made, and not earlier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checksum over every byte of a tensor, wherever it lies: any byte that changes, changes it; nothing else does."""
+"""A checksum over every byte of a tensor in any memory: it changes with any byte, and with nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data.pkl that is made after `save()` has returned says what was in the state at `save()`, byte for byte."""
+"""A data.pkl that is made after `save()` has returned has the state at `save()`, byte for byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 class _Counts:
-    """Anything with a `state_dict()` that gives away what it goes on with."""
+    """An object whose `state_dict()` returns its live values."""
 
     def __init__(self) -> None:
         self.saved: State = {"epoch": 0, "loss": 0.5, "names": ["a", "b"], "deep": {"er": [(1, [2])], 3: {}}}
@@ -43,7 +43,7 @@ def _state() -> State:
         {"params": model[0].parameters()},
         {"params": [*model[1].parameters(), model[2].bias]},
     ]
-    optimizer = torch.optim.AdamW(groups)  # which share one tuple of betas
+    optimizer = torch.optim.AdamW(groups)  # the groups share one tuple of betas
     box = [torch.ones(2)]
     ordered: Any = OrderedDict(b=[1], a=torch.ones(2))
     ordered.mine = {"version": [1]}
@@ -93,7 +93,7 @@ def _groups(state: State, **values: Any) -> None:
 
 
 def _spoil(state: State) -> None:
-    """What a script may do after `save()` and before its next update; and more."""
+    """Change the state as a script may after `save()` and before its next update, and more."""
     saved = _saved(state)
     saved["names"].append("c")
     saved["deep"]["er"][0][1].append(4)
@@ -318,7 +318,7 @@ def test_a_deferred_pickle_leaves_little_python_per_tensor_to_save() -> None:
 
 
 def test_snapshots_that_are_pickled_in_another_way_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason: then saves are as slow as they were, and not wrong."""
+    """Without snapshots saves are slower, but still correct."""
     state = _state()
 
     def wrong(tree: Any, known: Any) -> Snapshot | None:

@@ -1,4 +1,4 @@
-"""DTensors of a later tree are found as one by one, and at the cost of a loop in C."""
+"""The fast search for DTensors in a later tree finds the same as a slow one, at the cost of a loop in C."""
 
 from __future__ import annotations
 

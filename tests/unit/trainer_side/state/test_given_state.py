@@ -1,4 +1,4 @@
-"""The script's dictionary after the Checkpointer was made: which values are taken, and which are refused."""
+"""The script's dictionary after the Checkpointer was made: accepted and refused values."""
 
 from __future__ import annotations
 

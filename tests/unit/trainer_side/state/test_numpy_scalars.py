@@ -1,4 +1,4 @@
-"""NumPy scalars in a state: saved as the Python values that they equal, at the first save and at each later one."""
+"""NumPy scalars in a state: saved as equal Python values, at the first save and at each later one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The depth of a pickle's tuples: as Python itself finds it in what was pickled, and without building it."""
+"""The depth of a pickle's tuples: equal to Python's own result, without building the tuples."""
 
 from __future__ import annotations
 

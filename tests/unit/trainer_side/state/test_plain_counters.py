@@ -1,4 +1,4 @@
-"""A number on a module that changes is in the diary of a drill; a job outside of one writes nothing."""
+"""The diary of a drill has numbers on a module that change; a job outside of a drill writes nothing."""
 
 from __future__ import annotations
 

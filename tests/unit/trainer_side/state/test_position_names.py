@@ -1,4 +1,4 @@
-"""The names of an optimizer's parameters stand behind the pickle, follow each change, and harm no other reader."""
+"""The names of an optimizer's parameters follow the pickle, track each change, and disturb no other reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recalled capture is the capture in full, byte for byte, and costs next to nothing per tensor."""
+"""A recalled capture equals a full capture byte for byte, at almost no cost per tensor."""
 
 from __future__ import annotations
 

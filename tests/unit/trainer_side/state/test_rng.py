@@ -1,4 +1,4 @@
-"""Random numbers go on exactly where they were."""
+"""Random numbers continue exactly where they stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _draws() -> list[Any]:
     return [
         torch.rand(3).tolist(),
         torch.randn(3).tolist(),
-        np.random.standard_normal(3).tolist(),  # an odd number: the second of a pair is kept for later
+        np.random.standard_normal(3).tolist(),  # an odd count: the generator keeps the second of a pair
         np.random.randint(0, 1 << 30, 3).tolist(),
         [random.random(), random.gauss(0, 1), random.getrandbits(40)],
     ]
@@ -74,7 +74,7 @@ def test_a_generator_of_another_kind_is_refused() -> None:
 
 
 class Devices:
-    """What `torch.cuda` tells of two devices, of which this process uses one."""
+    """Replaces `torch.cuda` with two devices, of which this process uses one."""
 
     def __init__(self, own: int) -> None:
         self._own = own
@@ -90,7 +90,7 @@ class Devices:
         return 2
 
     def current_device(self) -> int:
-        return 0  # a script that writes device="cuda:1" does not set it
+        return 0  # as in a script that writes device="cuda:1" without `set_device`
 
     def memory_reserved(self, index: int) -> int:
         return 1 << 20 if index == self._own else 0

@@ -1,4 +1,4 @@
-"""What the model was trained on is in the diary of a drill, step by step; a job outside of one writes nothing."""
+"""The diary of a drill has the model's batches step by step; a job outside of a drill writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we assemble is what torch.save would have written: values, ties, structure, on any number of ranks."""
+"""The assembled file equals that of torch.save: values, ties, structure, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DTYPES = [
 
 
 def _filled(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
-    """A tensor of random bits."""
+    """Return a tensor of random bits."""
     count = int(np.prod(shape, dtype=np.int64))
     raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
     raw = raw % 2 if dtype == torch.bool else raw
@@ -142,7 +142,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def _sharing(tree: Any) -> list[int]:
-    """For each tensor that has bytes, which earlier tensor has the same storage."""
+    """Return, for each tensor with bytes, the earlier tensor with the same storage."""
     first: dict[int, int] = {}
     return [
         first.setdefault(tensor.untyped_storage()._cdata, index)
@@ -174,7 +174,7 @@ def test_our_file_reads_as_the_one_of_torch_save(state: dict[str, Any]) -> None:
 
 
 def _job(rank: int) -> dict[str, Any]:
-    """The same model on each rank; buffers, plain values and RNG differ."""
+    """Return a rank's state: the same model on each rank; buffers, plain values and RNG differ."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 40))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -206,7 +206,7 @@ def test_ranks_with_different_values_come_to_the_same_layout_and_literals() -> N
             chunk_bytes=CHUNK_BYTES,
             agreed=Agreement(
                 tables[0].pickle_bytes + 10, tables[0].per_rank_bytes
-            ),  # the others' pickles are larger
+            ),  # the other ranks' pickles are larger
         )
         for rank, (job, tree) in enumerate(zip(jobs, trees, strict=True))
     ]
@@ -348,7 +348,7 @@ def test_thousands_of_tensors(tmp_path: Path) -> None:
 
 def test_an_image_above_four_gibibytes(tmp_path: Path) -> None:
     # Zip64: one entry above 4 GiB, then headers and descriptors beyond 4 GiB. The tensor's memory is never touched,
-    # the file is written as holes.
+    # and the file is sparse.
     huge = torch.empty((4 << 30) + 64, dtype=torch.uint8)
     state = {"first": torch.arange(5.0), "huge": huge, "last": torch.arange(7.0), "note": "n"}
     skeleton = make_plan(state, chunk_bytes=1 << 24)

@@ -1,4 +1,4 @@
-"""What is split among ranks is known by its class, and the advice can be followed."""
+"""State that is split among ranks is recognized by class, and the advice in the error can be followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects that say their part of a tensor to torch.distributed.checkpoint: taken as they are, or refused by name."""
+"""Objects that describe their part of a tensor for torch.distributed.checkpoint: accepted, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of ranks with different tensors are filled to one: the same tensors in the same order on each of them."""
+"""Trees of ranks with different tensors are merged: each rank then has the same tensors in the same order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK_BYTES = 4096
 
 
 class Stage(nn.Module):
-    """Some layers of a model, under the names of the whole."""
+    """Some layers of a model, under the names of the whole model."""
 
     def __init__(self, *layers: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def stepped(*layers: int) -> State:
 
 
 def agreed(states: Sequence[State]) -> tuple[Agreement, list[Any]]:
-    """What the ranks agree on, and their trees."""
+    """Return the ranks' agreement, and their trees."""
     round_, answer = LayoutRound(len(states), 60), None
     trees = []
     names_of = [first_names(parameter_names(state)) for state in states]
@@ -128,7 +128,7 @@ def test_the_pickle_has_the_names_of_all_ranks_and_the_versions_of_their_modules
 
 
 def planned_versions(skeleton: Skeleton, pickled: bytes) -> dict[str, Any]:
-    """What a plain `torch.load` finds beside the state of the module."""
+    """Return the versions that a plain `torch.load` finds beside the module's state."""
     entry = skeleton.layout.entries[skeleton.zip_parts.pickle_entry]
     loaded = load_structure(
         SparseFile.of(skeleton.literals, skeleton.layout.image_bytes, (entry.offset, pickled))

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint calls Stateful goes into the state of a Checkpointer as it is."""
+"""A Stateful of torch.distributed.checkpoint can be passed to a Checkpointer unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer_side.state.tree import classify, collect
 
 
 class AppState(Stateful):
-    """As in the tutorial of DCP: model and optimizer in one, by name."""
+    """Model and optimizer in one object, as in DCP's tutorial."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -43,7 +43,7 @@ class AppState(Stateful):
         self.seen = state_dict["seen"]
 
     def train(self, steps: int) -> list[str]:
-        """The losses, bit for bit."""
+        """Train; return the exact losses."""
         losses = []
         for _ in range(steps):
             batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(self.seen))
@@ -78,7 +78,7 @@ def test_a_stateful_is_saved_restored_and_goes_on_the_same(tmp_path: Path, ranks
 
 
 def test_a_stateful_does_not_wait_behind_the_gate() -> None:
-    """Its optimizer is not known, so nobody would hold it back: all of it is copied before save() returns."""
+    """The gate does not know its optimizer and could not delay it, so save() copies everything before it returns."""
     app = AppState(1)
     app.train(1)
     state = {"app": app}

@@ -1,4 +1,4 @@
-"""What a rank says of its own change: the first tensor by name, with before and now."""
+"""A rank's message about its own change: the first changed tensor by name, before and after."""
 
 from __future__ import annotations
 

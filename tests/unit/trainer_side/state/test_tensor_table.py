@@ -1,4 +1,4 @@
-"""What layout and manifest cannot hold is refused by name on the rank that has it."""
+"""A tensor that layout and manifest cannot represent is refused by name on its rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks in one process: councils whose messages go through lists, and an image that each has a slice of."""
+"""Several ranks in one process: councils whose messages go through lists, and an image with a slice for each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Net:
-    """MPI as the councils see it. `cut`: nothing of that rank comes through any more. `dead`: and MPI says so."""
+    """Simulates MPI for the councils. `cut`: messages of that rank are lost. `dead`: MPI also reports the rank lost."""
 
     def __init__(self, ranks: int) -> None:
         self.inboxes: list[list[tuple[int, bytes]]] = [[] for _ in range(ranks)]
@@ -67,7 +67,7 @@ class _Port:
 
 
 class Area:
-    """A slice source whose bytes say which step they are of; frames get ready when the test says so."""
+    """A slice source whose bytes identify their step; the test makes frames ready."""
 
     def __init__(self, layout: Layout, rank: int, memory: memoryview | None = None) -> None:
         self.frames = frames_of(layout, rank)

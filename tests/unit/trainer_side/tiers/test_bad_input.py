@@ -1,4 +1,4 @@
-"""Files and directories that are not what they should be: said by name, never overwritten, never a crash."""
+"""Invalid files and directories: reported by name, never overwritten, never a crash."""
 
 from __future__ import annotations
 

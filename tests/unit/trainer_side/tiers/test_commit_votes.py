@@ -1,4 +1,4 @@
-"""Ranks agree among themselves; nobody waits for ever, whoever dies, and one who is idle hardly looks."""
+"""Ranks agree among themselves; no rank hangs, whichever one dies, and an idle rank hardly polls."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_silent_rank_0_decides_nothing_and_that_is_said_once(
     assert not ranks.heard[1], "what rank 0 may have called complete elsewhere is not called void here"
     assert isinstance(ranks.councils[1].problem, PeerLost)
     assert caplog.text.count("local tiers take nothing new") == 1
-    ranks.close(0.1)  # rank 0 hears no good-bye
+    ranks.close(0.1)  # rank 0 gets no good-bye
 
 
 def test_ranks_agree_on_the_largest_reserves(ranks: Ranks) -> None:
@@ -160,7 +160,7 @@ def test_a_rank_whose_state_alone_has_changed_waits_for_nobody(caplog: pytest.Lo
 
 
 def _concur(ranks: Ranks, errors: dict[int, HoldfastError]) -> list[HoldfastError | None]:
-    """What each rank hears."""
+    """Let all ranks agree on these errors; return each rank's result."""
     heard: list[HoldfastError | None] = [None] * len(ranks.councils)
 
     def ask(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The share of the machine's cores that a rank may take."""
+"""A rank's share of the machine's cores."""
 
 from __future__ import annotations
 

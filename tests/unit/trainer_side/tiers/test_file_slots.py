@@ -1,4 +1,4 @@
-"""The pure core: which slot is next, what stays, who gives back; and all of it under any order of events."""
+"""The pure core of slots: the next one, the kept ones, the freed ones; and all of that in any order of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large memory is touched by several threads at once; where it cannot be, the errors are those of before."""
+"""Several threads touch large memory at once; where they cannot, the errors are as before."""
 
 from __future__ import annotations
 

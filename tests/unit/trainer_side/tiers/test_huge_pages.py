@@ -1,4 +1,4 @@
-"""The doctor says why a memory tier has small pages, with the command that changes it."""
+"""The doctor explains why a memory tier has small pages, with the command that changes that."""
 
 from __future__ import annotations
 

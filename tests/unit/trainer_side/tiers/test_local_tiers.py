@@ -1,4 +1,4 @@
-"""A rank's tiers at work, with real slot files: what is kept, skipped and lost, and when an area is released."""
+"""A rank's tiers with real slot files: which steps are kept, skipped and lost, and when an area is released."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOTHING = ((), ())
 
 
 class Rank:
-    """One rank with tiers; alone, unless it is given a net."""
+    """One rank with tiers, alone unless it gets a net."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The media of slot files: each writes in its way, and names it."""
+"""The media of slot files: each has a name and its own way to write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people may write for a tier."""
+"""The syntax of the setting `tiers`."""
 
 from __future__ import annotations
 

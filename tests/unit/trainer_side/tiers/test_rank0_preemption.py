@@ -36,7 +36,7 @@ def notice(seconds: float | None, kind: NoticeKind = NoticeKind.TERMINATE) -> No
 
 
 class Bench:
-    """A coordinator of two ranks, whose clock and progress the test sets."""
+    """A coordinator of two ranks, with clock and progress set by the test."""
 
     def __init__(self, directory: Path, ranks: int = 2) -> None:
         self.ranks, self.now, self.fraction = ranks, 0.0, 0.0
@@ -62,7 +62,7 @@ class Bench:
         return self.frames(self.coordinator.hear(rank, Frame(Kind.AT, step=next_step, arg=number, body=body)))
 
     def appoint(self, frames: list[Frame]) -> Frame:
-        """All ranks are at step 10, and answer until something is appointed."""
+        """Let all ranks, at step 10, answer until a step is appointed."""
         while (frame := frames[-1]).flags == StepWord.PROPOSED.value:
             for rank in range(self.ranks):
                 frames = self.answer(rank, frame.arg, 10)
@@ -70,7 +70,7 @@ class Bench:
         return frame
 
     def keep(self, step: int, tier: int = FAR) -> None:
-        """All ranks seal a step there, the last of them a second after this one began it."""
+        """Let all ranks seal a step in a tier, the last one a second after this rank began it."""
         self.coordinator.began(tier, (3, step), 1000)
         self.now += 1.0
         for _ in range(self.ranks):
@@ -115,7 +115,7 @@ def test_a_step_is_safe_when_it_is_complete_in_the_farthest_tier(
 def test_the_plan_uses_the_time_of_the_farthest_tier(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.keep(5)
     bench.coordinator.began(NEAR, (3, 6), 1000)
-    bench.now += 100.0  # a near tier that is slow changes nothing
+    bench.now += 100.0  # a slow near tier changes nothing
     bench.coordinator.judged(StepVerdict(NEAR, (3, 6), complete=True))
     appointed = wire.json_body(bench.appoint(bench.tell(2.0)))
     assert not appointed["save"]
@@ -196,7 +196,7 @@ def test_the_farthest_tier_is_what_outlives_most() -> None:
 
 
 class Lines:
-    """MPI as the councils see it: what a rank has sent to another comes in its order, when the test lets it."""
+    """Simulates MPI for the councils: messages between two ranks arrive in order, when the test delivers them."""
 
     def __init__(self, ranks: int) -> None:
         self.under_way: dict[tuple[int, int], deque[bytes]] = {
@@ -224,13 +224,13 @@ class Lines:
                 return frozenset(lines.dead - {rank})
 
             def flush(self, seconds_max: float) -> None:
-                """Nothing is on its way for long."""
+                """Do nothing: messages are handed over at once."""
 
         return Port()
 
 
 class Rank:
-    """One rank of a world: trains, saves at what is appointed, seals."""
+    """One rank of a world: trains, saves at appointed steps, seals."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
@@ -264,12 +264,12 @@ class Rank:
 
     @property
     def waits(self) -> bool:
-        """Whether training would stand still in its next `reach`; the test has one thread."""
+        """Whether training would block in its next `reach`, which the test's only thread must avoid."""
         return self.appointments.promises.waits_at(self.step + 1)
 
     @property
     def is_due(self) -> bool:
-        """Whether something is proposed or appointed that this rank has not come to."""
+        """Whether this rank has not yet reached a proposed or appointed step."""
         return self.appointments.promises.pending
 
     def train(self) -> None:
@@ -298,7 +298,7 @@ class Rank:
 
 
 class World:
-    """Ranks that train together, a few steps apart, and are told of their end now and then."""
+    """Ranks that train together, a few steps apart, and get notices now and then."""
 
     def __init__(self, seed: int, path: Path, *, ranks: int | None = None) -> None:
         self.chance = random.Random(seed)
@@ -344,7 +344,7 @@ class World:
         rank.seal()
 
     def settle(self, seconds_max: float = 700.0) -> None:
-        """Let all come to an end: every message heard, every step that is due reached, every slice sealed."""
+        """Finish: deliver every message, reach every due step, seal every slice."""
         until, quiet_since = self.now + seconds_max, self.now
         coordinator = self.ranks[0].coordinator
         assert coordinator is not None
@@ -376,12 +376,12 @@ class World:
 
 @pytest.fixture(autouse=True)
 def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The councils' turns are the test's."""
+    """Let the test run the councils' turns instead of threads."""
     monkeypatch.setattr(CommitVotes, "_run", lambda _self: None)
 
 
 def play(seed: int, path: Path) -> World:
-    """Some notices, to any ranks at any time; in the end one checkpoint of all ranks for them, or a word why not."""
+    """Send some notices to random ranks at random times; they end in one checkpoint of all ranks, or a reason."""
     world = World(seed, path)
     for rank in world.ranks:
         for _ in range(world.chance.randint(0, 2)):
@@ -397,7 +397,7 @@ def play(seed: int, path: Path) -> World:
 
 
 def check(world: World) -> None:
-    """What holds after every schedule."""
+    """Assert the invariants that hold after every schedule."""
     acted = [rank.acted for rank in world.ranks]
     assert all(one == acted[0] for one in acted), acted
     assert not any(rank.is_due for rank in world.ranks), "a rank would wait at a step"

@@ -1,4 +1,4 @@
-"""Rank 0 compares what the ranks say of their replicas, where no stager does: said once, and refused if asked to."""
+"""Rank 0 compares the ranks' replicas if there is no stager: reports once, and refuses the step if configured."""
 
 from __future__ import annotations
 

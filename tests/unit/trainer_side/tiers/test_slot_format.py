@@ -1,4 +1,4 @@
-"""Superblock and commit sector: what is written is read, and any flipped byte is seen."""
+"""Superblock and commit sector: written ones are read back, and any flipped byte is detected."""
 
 from __future__ import annotations
 

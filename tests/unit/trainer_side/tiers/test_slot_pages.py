@@ -1,4 +1,4 @@
-"""The first save waits only for its own slot; the others are made beside training, or it is said why not."""
+"""The first save waits only for its own slot; others are made during training, or the reason is reported."""
 
 from __future__ import annotations
 

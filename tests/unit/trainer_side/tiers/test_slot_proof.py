@@ -1,4 +1,4 @@
-"""A proof lies beside the slot of its slice, goes with it, and counts for no other slice."""
+"""A proof lies beside its slice's slot, is removed with it, and counts for no other slice."""
 
 from __future__ import annotations
 

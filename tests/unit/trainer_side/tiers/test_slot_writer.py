@@ -1,4 +1,4 @@
-"""One slice on its way: what is written for it, and what happens where threads meet."""
+"""One slice in flight: what is written for it, and races between threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that does not return makes its tier hang, once, until it has returned."""
+"""A call that does not return marks its tier as hanging, once, until the call returns."""
 
 from __future__ import annotations
 

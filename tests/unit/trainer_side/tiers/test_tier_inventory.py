@@ -1,4 +1,4 @@
-"""What a tier is told of the steps that were found in it: in this order, whatever restore has brought back."""
+"""Restore's messages to a tier about the steps found in it come in this order, whichever step was restored."""
 
 from __future__ import annotations
 

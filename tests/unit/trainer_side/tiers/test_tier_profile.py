@@ -1,4 +1,4 @@
-"""The short profile: what is chosen, what is written, and where it ends."""
+"""The short profile: the choices, the writes, and the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the event log says of a step that no rank keeps in a tier."""
+"""The event for a step that no rank keeps in a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads of a tier: how many of them look for work when a frame is ready."""
+"""The threads of a tier: how many wake up for a ready frame."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Area:
 
 
 class _Writer:
-    """Keeps what it is given."""
+    """Records its frames."""
 
     memory = copy = None
 

@@ -1,4 +1,4 @@
-"""Steps that only some ranks seal: every slot becomes free again without a deadline, in whatever order ranks speak."""
+"""Steps that only some ranks seal: every slot becomes free again without a deadline, in any order of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 decides; and that one step which every rank holds always exists, however messages come."""
+"""Rank 0's decisions on votes; one step that every rank holds always exists, in any order of messages."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_the_vote_counts_memory_is_bounded() -> None:
 
 
 class _World:
-    """Ranks with slots, and rank 0's votes; messages wait in a bag, from which any may be taken next."""
+    """Ranks with slots, and rank 0's votes; pending messages are delivered in random order."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.ranks, self.count = self.chance.randint(1, 4), self.chance.randint(2, 4)
         self.slots = [FileSlots(self.count) for _ in range(self.ranks)]
         self.votes = VoteCount(self.ranks, seconds_max=50.0, open_max=self.chance.choice([2, 64]))
-        self.holds: list[dict[int, Order]] = [{} for _ in range(self.ranks)]  # sealed, by slot
+        self.holds: list[dict[int, Order]] = [{} for _ in range(self.ranks)]  # sealed steps, by slot
         self.writing: list[dict[int, Order]] = [{} for _ in range(self.ranks)]
         self.to_root: list[tuple[int, Order, bool]] = []
         self.to_ranks: list[deque[StepVerdict]] = [deque() for _ in range(self.ranks)]
@@ -124,7 +124,7 @@ class _World:
 
     def begin(self, rank: int) -> None:
         if self.step[rank] > min(self.step) + 2:
-            return  # they train together
+            return  # ranks train in step
         self.step[rank] += 1
         order = (1, self.step[rank])
         slot = None if self.chance.random() < 0.03 else self.slots[rank].begin(order)
@@ -164,7 +164,7 @@ class _World:
         inbox = self.to_ranks[rank]
         if not inbox:
             return
-        inbox.rotate(-self.chance.randrange(len(inbox)))  # not even the order of two messages is kept
+        inbox.rotate(-self.chance.randrange(len(inbox)))  # even two messages between the same ranks may swap
         verdict = inbox.popleft()
         if verdict.complete:
             self.slots[rank].complete(verdict.order)

@@ -1,4 +1,4 @@
-"""The files of offline runs of W&B, made by hand: pieces over blocks, and a tail that a kill has cut."""
+"""Hand-made files of W&B's offline runs: records across blocks, and a tail cut by a kill."""
 
 from __future__ import annotations
 

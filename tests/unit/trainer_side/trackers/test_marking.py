@@ -1,4 +1,4 @@
-"""Marks about checkpoints on their way to trackers: from events, past a tracker that raises, and one that hangs."""
+"""Marks about checkpoints on their way to trackers: from events, past a tracker that raises, and a hanging one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The marks with which an attempt begins."""
+"""The marks at the start of an attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How marks find rows of W&B, with a run that the test plays: they close none, and hide none of the script's."""
+"""How marks find rows of a simulated W&B run: they close none, and hide none of the script's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PlayedRun:
     """A run whose rows are closed by a later step, as in W&B.
 
     Attributes:
-        rows: Number → what is in the row.
+        rows: Number → content of the row.
     """
 
     id = "run-7"
