@@ -39,21 +39,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count what each test costs; end what a hung one leaves; begin none when time is up."""
+    """Measure the cost of each test, end the processes of a hung one, and skip tests when time is up."""
     config.pluginmanager.register(Costs(config))
     config.pluginmanager.register(LeftOut(config))
     config.pluginmanager.register(Hangs())
 
 
 def pytest_collection_finish() -> None:
-    """What was imported lives until the end: the collector need not look at it again with every test."""
+    """Exclude imported modules from garbage collection: they live until the end."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def no_checkpointer_of_another_test() -> Iterator[None]:
-    """A test that fails leaves its Checkpointer open: it keeps the next test from none."""
+    """Let a test open a Checkpointer although a failed test before it left one open."""
     yield
     if (seat := sys.modules.get("trainer_side.seat")) is not None:
         seat._seats.clear()
@@ -80,7 +80,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture
 def reference(finished: Finished) -> Path:
-    """What its ranks wrote."""
+    """The files that the ranks of the main job wrote."""
     return finished.out
 
 

@@ -19,7 +19,7 @@ from operator_side.status.ring_files import RingLook
 
 @dataclass(frozen=True, slots=True)
 class ShareLook:
-    """What this machine knows of a further stager of a run. `index`: of its share; 0 leads."""
+    """The files on this machine of a stager that does not lead. `index`: of its share; 0 leads."""
 
     index: int
     ring: RingLook | None

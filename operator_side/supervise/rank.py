@@ -3,7 +3,7 @@
     mpirun ── daemon ── this ── COMMAND        a line on stderr, which mpirun passes to the supervisor (job_output)
 
 With ULFM, mpirun exits with 0 although a rank was killed, and never says which; without ULFM it names only the first.
-So this program wraps each process of the job. SIGURG, which has no other effect and which mpirun forwards to all
+This program therefore wraps each process of the job. SIGURG, which has no other effect and which mpirun forwards to all
 processes of the job, asks the job to end: a trainer then gets SIGTERM, and the stager continues until the trainers have
 left.
 

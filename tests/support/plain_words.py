@@ -33,7 +33,7 @@ IDIOM = re.compile(r"\b(?:anew|in vain|at one go|is none|so many|likewise|to the
 # The number of such sentences, which may only fall: if you remove more than SLACK, write the new count here.
 RECORDED = {
     "docstrings": 0,
-    "docstrings of tests and benchmarks": 169,
+    "docstrings of tests and benchmarks": 0,
     "comments": 0,
     "messages": 0,
     "README.md": 0,
