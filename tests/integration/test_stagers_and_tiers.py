@@ -96,8 +96,10 @@ def test_a_stager_that_dies_in_the_middle_of_its_share_costs_no_checkpoint_in_th
 def test_after_a_notice_all_ranks_keep_one_step_although_a_stager_is_lost(tmp_path: Path) -> None:
     for name in ("disk", "store"):
         (tmp_path / name).mkdir()
-    tiers = {"HOLDFAST_TIERS": f"file:{tmp_path / 'disk'}", "TRAIN_STEP_SECONDS": "0.02"}
-    with several(tmp_path / "scene", str(tmp_path / "store"), STAGERS, **tiers) as scene:
+    tiers, store = f"file:{tmp_path / 'disk'}", str(tmp_path / "store")
+    with several(
+        tmp_path / "scene", store, STAGERS, HOLDFAST_TIERS=tiers, TRAIN_STEP_SECONDS="0.02"
+    ) as scene:
         with scene.start(str(MANY), str(NEVER)) as job:
             out = scene.cluster.out(1)
             path = out / "losses-1"
