@@ -151,7 +151,7 @@ def _name(config: TrainerConfig, world: World, index: int) -> str:
     """The name of a stager in messages; of an MPI job none has an address."""
     if world.stagers == 1:
         return "the stager"
-    place = f" at {config.stagers[index]}" if config.stagers else ""
+    place = f" at {config.stagers[index]}" if len(config.stagers) == world.stagers else ""
     return f"stager {index + 1}/{world.stagers}{place}"
 
 
