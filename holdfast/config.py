@@ -33,6 +33,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import CHUNK_BYTES
 from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.setting_values import (
+    OWN_PER_NODE,
     OWN_STAGER,
     address_value,
     checkpoint_values,
@@ -48,6 +49,7 @@ from holdfast.setting_values import (
 
 __all__ = [
     "IN_FLIGHT_MAX",
+    "OWN_PER_NODE",
     "OWN_STAGER",
     "RING_BYTES",
     "RING_CHUNKS_MIN",
@@ -184,8 +186,9 @@ class TrainerConfig(RoleConfig):
         stager: HOST:PORT of the stager, in a job that torchrun or another launcher than mpirun has started. Several
             stagers, each with a share of every checkpoint, are separated by commas, in the order of their shares
             (docs/scaling.md). `own`: rank 0 starts a stager on its machine, which ends with the job (docs/torchrun.md).
-            In holdfast.toml, set it in the table [trainer]. Must be the same on every rank. None: the job has no
-            stager; under mpirun the stager is a process of the job.
+            `own-per-node`: the first rank of each node starts one, for a share; not under mpirun. In holdfast.toml, set
+            it in the table [trainer]. Must be the same on every rank. None: the job has no stager; under mpirun the
+            stager is a process of the job.
         key: The key of that stager, at least 32 characters. No message shows it.
         key_file: A file that contains only that key, instead of `key`.
         tls_ca: File with the certificates to trust, as PEM, for a stager that was started with `tls_cert`: either its
@@ -244,7 +247,8 @@ class TrainerConfig(RoleConfig):
     @field_validator("stager", mode="after")
     @classmethod
     def _one_stager_may_be_replaced(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and "," in value and info.data.get("on_stager_lost") == OWN_STAGER:
+        several = value == OWN_PER_NODE or (value is not None and "," in value)
+        if several and info.data.get("on_stager_lost") == OWN_STAGER:
             raise ValueError(
                 "one address where on_stager_lost is own: a stager of the job's own replaces one stager, not several"
             )

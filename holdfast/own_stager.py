@@ -19,6 +19,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError, HoldfastError, StoreError
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.net.address import Address
 from holdfast.ring.directory import make_private_directory, open_private_file, run_key
 from holdfast.wire.frames import peer_error
@@ -29,10 +30,11 @@ _PAUSE_SECONDS = 0.05
 
 
 class OwnStagerPlace(NamedTuple):
-    """Where ranks reach the stager of their job. `address`: HOST:PORT."""
+    """Where ranks reach a stager of their job. `address`: HOST:PORT. `share`: as K/S."""
 
     address: str
     key: str
+    share: str = str(WHOLE)
 
     def to_bytes(self) -> bytes:
         return json.dumps(self._asdict()).encode()
@@ -44,7 +46,7 @@ class OwnStagerPlace(NamedTuple):
             said = _Said.model_validate_json(data)
         except ValidationError:
             raise ValueError("expected the address and the key of a stager") from None
-        return cls(said.address, said.key)
+        return cls(said.address, said.key, said.share)
 
 
 def say_place(place: OwnStagerPlace) -> None:
@@ -75,6 +77,7 @@ class _Said(BaseModel):
 
     address: str = Field(min_length=1, max_length=1024)
     key: str = Field(max_length=1024)
+    share: str = Field(max_length=16)
 
 
 def note_path(store_url: str, runtime_dir: Path) -> Path:
@@ -84,11 +87,13 @@ def note_path(store_url: str, runtime_dir: Path) -> Path:
 class OwnStagerNote:
     """Note of a living stager, until `close`. Raises `ConfigError`: another stager holds it, or it is not private."""
 
-    def __init__(self, store_url: str, runtime_dir: Path, address: Address, key: bytes) -> None:
+    def __init__(
+        self, store_url: str, runtime_dir: Path, address: Address, key: bytes, share: ShareNumber = WHOLE
+    ) -> None:
         self._path = note_path(store_url, runtime_dir)
         self._fd = self._hold()
         os.truncate(self._fd, 0)
-        os.write(self._fd, OwnStagerPlace(str(address), key.decode()).to_bytes())
+        os.write(self._fd, OwnStagerPlace(str(address), key.decode(), str(share)).to_bytes())
 
     def _hold(self) -> int:
         deadline = time.monotonic() + _HELD_SECONDS_MAX

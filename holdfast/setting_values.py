@@ -13,6 +13,7 @@ from holdfast.image.shares import WRITERS_MAX, ShareNumber
 from holdfast.net.address import parse_address
 
 OWN_STAGER = "own"  # value of the trainer setting `stager`: rank 0 starts the stager
+OWN_PER_NODE = "own-per-node"  # the first rank of each node starts a stager for a share
 _STEP_AT_END = re.compile(r"@(\d{1,18}|latest)/*$")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|[kmgtp]i?b)", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -94,13 +95,13 @@ def share_value(value: Any) -> ShareNumber:
 
 
 def stager_values(value: Any) -> str:
-    if value == OWN_STAGER:
-        return OWN_STAGER
+    if value in (OWN_STAGER, OWN_PER_NODE):
+        return str(value)
     listed = value if isinstance(value, list | tuple) else str(value).split(",")
     try:
         addresses = [address_value(one) for one in listed]
     except ValueError as error:
-        raise ValueError(f"own, or {error}") from None
+        raise ValueError(f"own, own-per-node, or {error}") from None
     if len(set(addresses)) != len(addresses) or len(addresses) > WRITERS_MAX:
         raise ValueError(f"each address once, and at most {WRITERS_MAX}")
     return ",".join(addresses)

@@ -1,4 +1,4 @@
-"""The stager that rank 0 of a job has started: it serves that job and its restarts, and ends by itself.
+"""A stager that a rank of a job has started: it serves that job and its restarts, and ends by itself.
 
     rank 0 ─► listening, says so on stdout ─► serving ─┬─ all ranks have left ─► what is staged is written ─► ended
                                                  ▲     └─ ranks are lost ─► waits for the next start ─┬─► ended
@@ -35,8 +35,8 @@ class OwnStager(StandingStager):
         self._serving = self._is_last = False  # first: a signal may come at once
         super().__init__(config)
         place = Address(host, self.address.port)
-        self._note = OwnStagerNote(config.store, config.runtime_dir, place, key_of(config))
-        say_place(OwnStagerPlace(str(place), ""))
+        self._note = OwnStagerNote(config.store, config.runtime_dir, place, key_of(config), config.share)
+        say_place(OwnStagerPlace(str(place), "", str(config.share)))
 
     def _attach_early(self) -> Flusher | None:
         return None  # attach at the first job, so that its ranks are told why there is no flusher

@@ -189,7 +189,7 @@ def _pacer(
 
 def _to_stager(link: ToStager) -> Callable[[Notice], None]:
     def send(notice: Notice) -> None:
-        if link.job.problem is not None:
+        if link.job.lead_problem is not None:
             _log.error(
                 "rank %d: %s; the stager is lost, so no step is named at which all ranks save",
                 link.job.rank,

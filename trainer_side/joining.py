@@ -86,14 +86,8 @@ def _meet_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: 
 def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:
     """Meet the lead, and then each of the other stagers, as `meet_stager`. Main thread.
 
-    ConfigError also: a stager writes another run than the lead, or in other chunks; or a setting is not supported with
-    several stagers.
+    ConfigError also: a stager writes another run than the lead, or in other chunks.
     """
-    if config.tiers:
-        raise ConfigError(
-            f"trainer setting tiers: expected none with {world.stagers} stagers, got {', '.join(config.tiers)}: "
-            "local tiers beside several stagers are not supported; unset HOLDFAST_TIERS, or start one stager"
-        )
     lead = _meet_lead(config, world, inbox, events)
     links = [lead]
     try:
@@ -157,7 +151,7 @@ def _name(config: TrainerConfig, world: World, index: int) -> str:
     """Return a stager's name for messages; in an MPI job stagers have no address."""
     if world.stagers == 1:
         return "the stager"
-    place = f" at {config.stagers[index]}" if config.stagers else ""
+    place = f" at {config.stagers[index]}" if len(config.stagers) == world.stagers else ""
     return f"stager {index + 1}/{world.stagers}{place}"
 
 

@@ -5,7 +5,7 @@ holdfast saves every 100 steps to s3://bucket/run through the stager node-0:2941
 
 from __future__ import annotations
 
-from holdfast.config import OWN_STAGER, TrainerConfig
+from holdfast.config import OWN_PER_NODE, OWN_STAGER, TrainerConfig
 
 _SIGNALS = ("sigterm", "sigusr1")
 
@@ -38,7 +38,9 @@ def _through_stagers(config: TrainerConfig, store_url: str, stagers: int) -> str
         stager = f"the stagers {', '.join(config.stagers)}"
     elif stagers > 1:
         stager = f"{stagers} stagers"
-    elif config.stager == OWN_STAGER:
+        if config.stager == OWN_PER_NODE:
+            stager += " of this job, one on each node"
+    elif config.stager in (OWN_STAGER, OWN_PER_NODE):
         stager = "a stager of this job on rank 0's machine"
     beside = f", and in {', '.join(config.tiers)}" if config.tiers else ""
     return f"to {store_url} through {stager}{beside}"

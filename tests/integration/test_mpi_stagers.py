@@ -239,15 +239,6 @@ def _refused(scene: Scene, exception: type[Exception], *words: str, **more: Any)
     assert_nothing_left(scene.runtime)
 
 
-def test_local_tiers_beside_several_stagers_are_refused_by_name(tmp_path: Path) -> None:
-    words = (
-        "expected none with 2 stagers, got memory",
-        "local tiers beside several stagers are not supported",
-    )
-    env = {"HOLDFAST_TIERS": "memory"}
-    _refused(Scene(tmp_path), ConfigError, *words, rewrite=with_stagers(2), env=env)
-
-
 def test_a_share_that_is_given_under_mpirun_is_refused_by_name(tmp_path: Path) -> None:
     scene = Scene(tmp_path, "--share", "1/2")
     _refused(scene, ConfigError, "leave the setting share out", rewrite=with_stagers(2))

@@ -62,6 +62,11 @@ class JobState:
         return self.has_stager and self.problem is None
 
     @property
+    def lead_problem(self) -> HoldfastError | None:
+        """Why the stager that names a step after a notice is lost: the only one, or the lead of several."""
+        return self.problem
+
+    @property
     def times_lost(self) -> TimesLost:
         if self.problem is None:
             return self._lost_before

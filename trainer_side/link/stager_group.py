@@ -62,6 +62,10 @@ class GroupState(JobState):
     def stagers(self) -> int:
         return len(self._links)
 
+    @property
+    def lead_problem(self) -> HoldfastError | None:
+        return self._links[0].job.problem
+
     def has_lost(self, error: HoldfastError) -> bool:
         return super().has_lost(error) or any(link.job.has_lost(error) for link in self._links)
 

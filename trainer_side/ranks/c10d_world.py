@@ -21,8 +21,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from holdfast.config import OWN_STAGER, TrainerConfig
+from holdfast.config import OWN_PER_NODE, OWN_STAGER, TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
+from holdfast.image.shares import WRITERS_MAX, ShareNumber
 from holdfast.net.handshake import Start
 from holdfast.net.key import read_key
 from holdfast.process import at_exit, tie
@@ -31,7 +32,14 @@ from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_j
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
 from trainer_side.ranks.ports import no_stager
-from trainer_side.ranks.started_stager import StagerTarget, StartedStager, connected
+from trainer_side.ranks.started_stager import (
+    OwnShare,
+    StagerTarget,
+    StartedStager,
+    connected,
+    living_share,
+    roots_by_share,
+)
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _T = TypeVar("_T")
@@ -55,7 +63,8 @@ class C10dWorld:
         incarnation: 16 random bytes, the same on all ranks of this start of the job.
 
     Raises:
-        ConfigError: The environment does not tell which rank this is, or where the ranks meet.
+        ConfigError: The environment does not tell which rank this is, or where the ranks meet; or there are too many
+            nodes for a stager on each.
         PeerLost: A rank did not come within `start_seconds_max`.
     """
 
@@ -65,6 +74,7 @@ class C10dWorld:
             tie()  # end with torchrun's agent: a worker that outlives it would disturb the next start
         self.rank, self.ranks = _own_place()
         self.stagers = len(config.stagers)
+        self._is_own = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint((config.stager, config.on_stager_lost))
         self.stager_advice = (
             f"start `holdfast stager --store URL --listen HOST:PORT --ranks {self.ranks}` and set "
             "HOLDFAST_STAGER=HOST:PORT; or set HOLDFAST_STAGER=own and HOLDFAST_STORE=URL, and rank 0 starts one"
@@ -72,12 +82,7 @@ class C10dWorld:
         seconds_max = config.start_seconds_max
         try:  # a store whose process is stopped has no deadline of its own
             self._job, met = within(
-                lambda: _open_and_meet(
-                    self.rank,
-                    self.ranks,
-                    seconds_max,
-                    own_stager=OWN_STAGER in (config.stager, config.on_stager_lost),
-                ),
+                lambda: _open_and_meet(self.rank, self.ranks, seconds_max, own_stager=self._is_own),
                 seconds_max + _SLACK_SECONDS,
                 name="holdfast-meeting",
             )
@@ -89,6 +94,15 @@ class C10dWorld:
         incarnation, self.launch, hosts = met
         self.incarnation, self._under = bytes.fromhex(incarnation), f"holdfast/{incarnation}"
         self.one_machine = len(set(hosts)) == 1
+        self._roots = [0]  # the ranks that start the job's own stagers, by share once it has any
+        if config.stager == OWN_PER_NODE:
+            self._roots = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+            self.stagers = len(self._roots)
+            if self.stagers > WRITERS_MAX:
+                raise ConfigError(
+                    f"trainer setting stager: own-per-node on {self.stagers} nodes, expected at most {WRITERS_MAX}; "
+                    "set it to own, or start stagers and name them"
+                )
         of_host = [rank for rank in range(self.ranks) if hosts[rank] == hosts[self.rank]]
         said = os.environ.get("LOCAL_RANK", "")
         self.local_rank = int(said) if said.isdecimal() else of_host.index(self.rank)
@@ -96,7 +110,7 @@ class C10dWorld:
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
         self._ports: dict[int, TcpStagerPort] = {}  # by the stager's share
-        self._own: StartedStager | None = None
+        self._own: dict[int, StartedStager] = {}  # the same
         at_exit(self._leave)
 
     def port(self) -> TcpStagerPort:
@@ -106,25 +120,36 @@ class C10dWorld:
         config = self._config
         if config.stager is None:
             raise no_stager(self)
-        if not self._ports and OWN_STAGER in (config.stager, config.on_stager_lost):
-            self._own = StartedStager(
-                config,
-                self.peers(),
-                self._start(0),
-                one_machine=self.one_machine,
-                announcements=_Announced(self.store("stager"), self._job.place),
-            )
-            self._ports[0] = self._own.port
-        return self._ports.get(0) or self._connect(0, 0, 0)
+        if not self._ports and self.stagers > 1 and self._is_own:
+            mine = living_share(config).encode()
+            said = [self.peers().broadcast(mine if root == self.rank else None, root) for root in self._roots]
+            self._roots = roots_by_share(self._roots, [text.decode() for text in said])
+        return self._ports.get(0) or self._reach(0, 0, 0)
 
     def member(self, index: int, attempt: int, generation: int = 0) -> TcpStagerPort:
-        return self._connect(index, attempt, generation)
+        """As `World.member`; collective the first time where the stagers are the job's own."""
+        return self._reach(index, attempt, generation)
 
     def again(self, generation: int) -> TcpStagerPort:
-        if self._own is None:
-            return self._connect(0, 0, generation)
-        port = self._ports[0] = self._own.again(generation)
-        return port
+        return self._reach(0, 0, generation)
+
+    def _reach(self, index: int, lead_attempt: int, generation: int) -> TcpStagerPort:
+        if not self._is_own:
+            return self._connect(index, lead_attempt, generation)
+        started = self._own.get(index)
+        if started is None:
+            started = self._own[index] = StartedStager(
+                self._config,
+                self.peers(),
+                self._start(generation),
+                one_machine=self.one_machine,
+                announcements=_Announced(self.store("stager"), self._job.place) if index == 0 else None,
+                own=OwnShare(self._roots[index], ShareNumber(index, self.stagers), lead_attempt),
+            )
+        else:
+            started.again(generation, lead_attempt)
+        self._ports[index] = started.port
+        return started.port
 
     def _start(self, generation: int) -> Start:
         return Start(self.launch, self.incarnation, generation)

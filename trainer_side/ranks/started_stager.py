@@ -5,7 +5,8 @@
                   └── the job is started again                 └─ dies: restarted at the same address; ranks reconnect
 
 The own stager outlives the ranks, and ends by itself (stager/own.py). If a rank cannot reach it at the start, all ranks
-end. With `on_stager_lost="own"` it replaces the stager that `stager` names once that is lost. The claim on the run
+end. With `stager="own-per-node"` the first rank of each node does what rank 0 does here, for a stager with a share.
+With `on_stager_lost="own"` the own stager replaces the one that `stager` names once that is lost. The claim on the run
 prevents two writers: while the lost stager's flusher lives, the own stager refuses, and rank 0 retries the named one.
 """
 
@@ -18,11 +19,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, NamedTuple, Protocol
 
-from holdfast.config import OWN_STAGER, StagerConfig, TrainerConfig
+from holdfast.config import OWN_PER_NODE, OWN_STAGER, StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
+from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.log_files import last_lines, log_path
 from holdfast.net.address import Address, parse_address
 from holdfast.net.handshake import Start
@@ -40,27 +42,71 @@ _ANY_ADDRESS = frozenset({_ANY, "::"})
 _LOOPBACK = "127.0.0.1"
 _SOMEWHERE = ("192.0.2.1", 9)  # in a documentation network (RFC 5737); no packet is sent
 _LINE_BYTES_MAX = 1 << 16
+_LOOK_SECONDS = 0.2  # while a stager of an earlier start ends
 # A launcher's variables would make it a rank; those of `holdfast run` are about another stager.
 _NOT_ITS_OWN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_VARIABLE, "HOLDFAST_KEY_FILE")
 
 
+class OwnShare(NamedTuple):
+    """One of the stagers that a job starts for itself.
+
+    Attributes:
+        root: The rank that starts it on its machine.
+        share: Its share of each checkpoint.
+        lead_attempt: As `Hello.lead_attempt`.
+    """
+
+    root: int = 0
+    share: ShareNumber = WHOLE
+    lead_attempt: int = 0
+
+
+_ONLY = OwnShare()
+
+
+def living_share(config: TrainerConfig) -> str:
+    """The share of the own stager that an earlier start of the job has left on this machine, as K/S; empty if none."""
+    with contextlib.suppress(HoldfastError):  # `StagerStarter` meets the same, and all ranks hear of it
+        if config.store is not None:
+            stager = StagerConfig.from_sources(store=config.store)
+            found = living_own_stager(config.store, stager.runtime_dir)
+            return "" if found is None else found.share
+    return ""
+
+
+def roots_by_share(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
+    """The rank that starts the stager of each share. A stager that lives keeps its share, because its ring has that of
+    the newest checkpoints.
+
+    Args:
+        nodes: The first rank of each node.
+        living: `living_share` there.
+    """
+    texts = [str(ShareNumber(index, len(nodes))) for index in range(len(nodes))]
+    kept = dict(zip(living, nodes, strict=True))
+    rest = iter([rank for rank in nodes if rank not in {kept.get(text) for text in texts}])
+    return [kept[text] if text in kept else next(rest) for text in texts]
+
+
 class StagerStarter:
-    """Rank 0's handle of the own stager: finds or starts it. One thread at a time.
+    """Handle of an own stager, on the rank that starts it: finds or starts the stager. One thread at a time.
 
     Args:
         one_machine: Whether all ranks are on this machine; the stager then listens on loopback.
+        own: Which of the job's stagers it is.
 
     Raises:
         ConfigError: A setting of the stager is wrong, or other machines could not reach its address.
     """
 
-    def __init__(self, config: TrainerConfig, *, one_machine: bool) -> None:
+    def __init__(self, config: TrainerConfig, *, one_machine: bool, own: OwnShare = _ONLY) -> None:
+        rank = self._rank = f"rank {own.root}"
         if config.store is None:
             raise ConfigError(
                 "trainer setting stager: own, and no store is set for the stager to write to; set store "
                 "(HOLDFAST_STORE) to the URL of the run"
             )
-        self._config, self._store = config, config.store
+        self._config, self._store, self._share = config, config.store, own.share
         stager = StagerConfig.from_sources(store=config.store)
         self._runtime_dir, self._seconds_max = stager.runtime_dir, config.start_seconds_max
         listen = Address(_LOOPBACK if one_machine else _ANY, 0)
@@ -68,17 +114,17 @@ class StagerStarter:
             listen = parse_address(stager.listen)
         if config.tls_ca is not None and stager.tls_cert is None:
             raise ConfigError(
-                "trainer setting tls_ca: set, and the stager that rank 0 starts has no tls_cert; give rank 0's machine "
-                "a certificate (HOLDFAST_TLS_CERT and HOLDFAST_TLS_KEY), or unset tls_ca"
+                f"trainer setting tls_ca: set, and the stager that {rank} starts has no tls_cert; give {rank}'s "
+                "machine a certificate (HOLDFAST_TLS_CERT and HOLDFAST_TLS_KEY), or unset tls_ca"
             )
         if listen.is_loopback and not one_machine:
             raise ConfigError(
-                f"stager setting listen: {listen} is reached from rank 0's machine alone, and this job has ranks on "
-                "other machines; set HOLDFAST_LISTEN to an address of rank 0's machine that they reach, or unset it"
+                f"stager setting listen: {listen} is reached from {rank}'s machine alone, and this job has ranks on "
+                f"other machines; set HOLDFAST_LISTEN to an address of {rank}'s machine that they reach, or unset it"
             )
         self._listen, self._host = listen, listen.host
         if listen.host in _ANY_ADDRESS:
-            self._host = _LOOPBACK if one_machine else _own_host()
+            self._host = _LOOPBACK if one_machine else _own_host(is_master=own.root == 0)
         given = read_key(
             None if stager.key is None else stager.key.get_secret_value(), stager.key_file
         ).decode()
@@ -86,10 +132,25 @@ class StagerStarter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def living(self) -> OwnStagerPlace | None:
-        """The living stager that this start of the job, or an earlier one, has started on this machine."""
+        """Return the living stager that this start of the job, or an earlier one, has started on this machine.
+
+        Waits for the end of a stager with another share, which an earlier start on other nodes has left. PeerLost: it
+        does not end within `start_seconds_max`.
+        """
         if self._process is not None:
             self._process.poll()  # reaps a dead stager
-        return living_own_stager(self._store, self._runtime_dir)
+        deadline, is_logged = time.monotonic() + self._seconds_max, False
+        while True:
+            found = living_own_stager(self._store, self._runtime_dir)
+            if found is None or found.share == str(self._share):
+                return found
+            what = f"the stager at {found.address}, which has share {found.share} of an earlier start on other nodes"
+            if time.monotonic() > deadline:
+                raise PeerLost(f"{what}, did not end within {self._seconds_max:g} s; see its log")
+            if not is_logged:
+                is_logged = True
+                _log.warning("waiting for %s, to end: it waits idle_seconds_max for its job", what)
+            time.sleep(_LOOK_SECONDS)
 
     def start(self) -> OwnStagerPlace:
         """Start the stager, at its last address if it had one, and wait until it listens, at most `start_seconds_max`.
@@ -115,7 +176,7 @@ class StagerStarter:
         except TimeoutError:
             self._process.kill()
             raise PeerLost(
-                f"the stager that rank 0 has started (process {self._process.pid}) does not listen within "
+                f"the stager that {self._rank} has started (process {self._process.pid}) does not listen within "
                 f"{self._seconds_max:g} s, and was ended; see {log}"
             ) from None
         try:
@@ -123,7 +184,7 @@ class StagerStarter:
         except ValueError:
             self._process.wait()
             raise PeerLost(
-                "the stager that rank 0 has started has ended before it listened; the end of its log "
+                f"the stager that {self._rank} has started has ended before it listened; the end of its log "
                 f"({log}):\n{last_lines(log)}"
             ) from None
         self._listen = self._listen._replace(port=parse_address(place.address).port)
@@ -139,6 +200,8 @@ class StagerStarter:
         config = self._config
         line = [sys.executable, "-P", "-m", "holdfast", "stager", "--own", self._host]
         line += ["--listen", str(self._listen), "--store", self._store]
+        if self._share != WHOLE:
+            line += ["--share", str(self._share)]
         if config.create:
             line.append("--create")
         if config.events is not None:
@@ -169,6 +232,7 @@ class StartedStager:
 
     Args:
         announcements: None: the stager keeps its address, and the ranks get no later announcement.
+        own: Which of the job's stagers it is; `own.root` takes the part of rank 0.
 
     Attributes:
         port: The connection of the newest generation.
@@ -185,34 +249,35 @@ class StartedStager:
         *,
         one_machine: bool,
         announcements: Announcements | None = None,
+        own: OwnShare = _ONLY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._rank, self._ranks, self._start = config, peers.rank, peers.ranks, start
-        self._announcements, self._clock = announcements, clock
-        named = config.stager if config.stager != OWN_STAGER else None
+        self._announcements, self._own, self._clock = announcements, own, clock
+        named = config.stager if config.stager not in (OWN_STAGER, OWN_PER_NODE) else None
         self._named = None if named is None else OwnStagerPlace(named, "")
         self._place = self._named or OwnStagerPlace("", "")
         self._lost_at: float | None = None  # the named one
         self._process: StagerStarter | None = None
         port: TcpStagerPort | None = None
         error: HoldfastError | None = None
-        if peers.rank == 0:
+        if peers.rank == own.root:
             try:
-                self._process = StagerStarter(config, one_machine=one_machine)
+                self._process = StagerStarter(config, one_machine=one_machine, own=own)
                 port = self._find_or_start(self._process)
             except HoldfastError as failed:
                 error = failed
         raise_agreed(peers, error)
         self._place = OwnStagerPlace.from_bytes(
-            peers.broadcast(self._place.to_bytes() if peers.rank == 0 else None)
+            peers.broadcast(self._place.to_bytes() if peers.rank == own.root else None, own.root)
         )
         if port is None:
             try:
                 port = self._connect(0, config.start_seconds_max)
             except PeerLost as lost:
                 error = PeerLost(
-                    f"{lost}. Rank 0 has started this stager on its machine: open the port to the other machines, or "
-                    "set HOLDFAST_LISTEN to HOST:PORT of rank 0's machine, as they reach it"
+                    f"{lost}. Rank {own.root} has started this stager on its machine: open the port to the other "
+                    f"machines, or set HOLDFAST_LISTEN to HOST:PORT of rank {own.root}'s machine, as they reach it"
                 )
             except HoldfastError as failed:
                 error = failed
@@ -220,11 +285,12 @@ class StartedStager:
         assert port is not None
         self.port = port
 
-    def again(self, generation: int) -> TcpStagerPort:
+    def again(self, generation: int, lead_attempt: int = 0) -> TcpStagerPort:
         """As `World.again`. Rank 0 restarts a dead own stager, and replaces a named one that was lost for
         `own_after_seconds`; the other ranks follow its announcement.
         """
         seconds_max = self._config.reconnect_seconds_max
+        self._own = self._own._replace(lead_attempt=lead_attempt)
         if self._process is None:
             said = b"" if self._announcements is None else self._announcements.heard()
             if said:
@@ -258,7 +324,7 @@ class StartedStager:
 
     def _ensure(self, process: StagerStarter) -> None:
         if process.living() is None:
-            _log.warning("the stager that rank 0 has started has died; it is started again")
+            _log.warning("the stager that rank %d has started has died; it is started again", self._rank)
             process.start()
 
     def _go_to(self, place: OwnStagerPlace) -> None:
@@ -294,7 +360,7 @@ class StartedStager:
             key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
         return connected(
             config,
-            StagerTarget(self._place.address, key or None),
+            StagerTarget(self._place.address, key or None, self._own.lead_attempt),
             rank=self._rank,
             ranks=self._ranks,
             start=self._start._replace(generation=generation),
@@ -336,13 +402,17 @@ def connected(
     )
 
 
-def _own_host() -> str:
-    """Guess the address at which other machines reach this one: MASTER_ADDR, else that of the default route."""
+def _own_host(*, is_master: bool) -> str:
+    """Guess the address at which other machines reach this one: MASTER_ADDR on rank 0's, else that of the route to
+    rank 0, or of the default route.
+    """
     told = os.environ.get("MASTER_ADDR", "")
-    if told and not Address(told, 0).is_loopback:
+    if Address(told, 0).is_loopback:
+        told = ""
+    if told and is_master:
         return told
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(_SOMEWHERE)
+        probe.connect((told, _SOMEWHERE[1]) if told else _SOMEWHERE)
         return str(probe.getsockname()[0])
     return socket.gethostname()
 

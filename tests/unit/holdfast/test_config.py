@@ -408,13 +408,17 @@ def test_the_tier_store_is_refused_and_the_own_stager_is_named() -> None:
 
 
 def test_stager_is_an_address_or_own() -> None:
-    assert TrainerConfig(stager="own").stager == "own"
+    for own in ("own", "own-per-node"):
+        assert TrainerConfig(stager=own).stager == own
     assert TrainerConfig(stager="node-0:29411").stager == "node-0:29411"
     for wrong in ("mine", "own:7000000", ""):
-        with pytest.raises(ConfigError, match=r"stager: expected own, or .*HOST:PORT|a port from 0"):
+        with pytest.raises(
+            ConfigError, match=r"stager: expected own, own-per-node, or .*HOST:PORT|a port from 0"
+        ):
             TrainerConfig(stager=wrong)
 
 
 def test_several_stagers_are_not_replaced_by_one() -> None:
-    with pytest.raises(ConfigError, match="one address where on_stager_lost is own"):
-        TrainerConfig(stager="a:1,b:1", on_stager_lost="own")
+    for several in ("a:1,b:1", "own-per-node"):
+        with pytest.raises(ConfigError, match="one address where on_stager_lost is own"):
+            TrainerConfig(stager=several, on_stager_lost="own")

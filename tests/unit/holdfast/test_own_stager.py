@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import own_stager
 from holdfast.errors import ConfigError, FencedError
+from holdfast.image.shares import ShareNumber
 from holdfast.net.address import Address
 from holdfast.own_stager import OwnStagerNote, OwnStagerPlace, heard, living_own_stager, note_path
 
@@ -29,6 +30,14 @@ def test_the_next_start_finds_it_while_it_lives_and_not_afterwards(tmp_path: Pat
     note.close()
     assert living_own_stager(RUN, tmp_path) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_the_note_tells_the_share(tmp_path: Path) -> None:
+    note = OwnStagerNote(RUN, tmp_path, HERE, KEY, ShareNumber(1, 3))
+    found = living_own_stager(RUN, tmp_path)
+    assert found is not None
+    assert found.share == "2/3"
+    note.close()
 
 
 def test_the_note_of_a_killed_one_says_nothing_and_the_next_one_writes_over_it(tmp_path: Path) -> None:
@@ -60,7 +69,7 @@ def test_a_note_that_is_no_note_says_nothing(tmp_path: Path, text: str) -> None:
 
 
 def test_rank_0_hears_where_it_listens_or_its_own_error() -> None:
-    assert heard(OwnStagerPlace("127.0.0.1:7", "").to_bytes()) == ("127.0.0.1:7", "")
+    assert heard(OwnStagerPlace("127.0.0.1:7", "").to_bytes()) == ("127.0.0.1:7", "", "1/1")
     with pytest.raises(FencedError, match="another writes"):
         heard(b'{"error": ["fenced", "another writes"]}\n')
     for line in (b"", b"Traceback", b"7", b'{"error": 7}'):

@@ -15,9 +15,17 @@ from holdfast.crc import crc32 as true_crc32
 from holdfast.errors import PeerLost
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
+from tests.unit.trainer_side.stager_port import FakePort
 from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.checkpointer import Checkpointer
+from trainer_side.link import link as real
+from trainer_side.link.greeting import Greeted
+from trainer_side.link.inbox import ShareInbox
+from trainer_side.link.stager_group import StagerGroup
 from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
 from trainer_side.tiers.open_tiers import open_tiers
 from trainer_side.tiers.tier_inventory import TierInventory
@@ -33,8 +41,31 @@ class Link(FakeLink):
         return super().offer(step, source, record, layout)
 
 
+class Stagers:
+    """Two stagers, each with a share, and messages that the test plays."""
+
+    def __init__(self) -> None:
+        self.ports = [FakePort(), FakePort()]
+
+    def meet(self, config: TrainerConfig, _world: Any, inbox: ShareInbox, events: EventLog) -> StagerGroup:
+        welcome = Welcome("/run", 1, 4096, 64, 1, 60.0, 5.0)
+        links = [
+            real.Link(config, Greeted(port, welcome, name), own, events, rank=0)
+            for port, name, own in zip(
+                self.ports, ("stager 1/2", "stager 2/2"), (inbox, ShareInbox(0, lambda: -1)), strict=True
+            )
+        ]
+        return StagerGroup(links, events)
+
+
 class Rank:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, specs: list[str], **settings: Any) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        specs: list[str],
+        stagers: Stagers | None = None,
+        **settings: Any,
+    ) -> None:
         self.link = Link()
         usual = {"tiers": specs, "tier_slots": 3, "tier_writers": 1, "on_not_durable": "warn"}
         self.config = TrainerConfig(**{**usual, **settings})
@@ -53,7 +84,7 @@ class Rank:
             )
             return self.local
 
-        monkeypatch.setattr("trainer_side.builder.join", self.link.meet)
+        monkeypatch.setattr("trainer_side.builder.join", (stagers or self.link).meet)
         monkeypatch.setattr("trainer_side.builder.open_tier_set", opened)
         self.model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(1000)) for _ in range(20))
         self.checkpointer = Checkpointer({"model": self.model, "note": 1}, config=self.config)
@@ -116,6 +147,45 @@ def test_checkpoints_go_on_when_the_stager_is_lost(monkeypatch: pytest.MonkeyPat
     assert rank.save(9)
     until(lambda: rank.local.is_idle)
     assert rank.holds(9)
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("declining", [0, 1])
+def test_a_step_that_one_of_two_stagers_declines_is_kept_in_the_tiers(
+    monkeypatch: pytest.MonkeyPatch, specs: list[str], declining: int
+) -> None:
+    stagers = Stagers()
+    other = stagers.ports[1 - declining]
+    rank = Rank(monkeypatch, specs, stagers, close_seconds_max=0.1)
+    assert rank.save(3)
+    until(lambda: all(port.of(Kind.OFFER) for port in stagers.ports))
+    stagers.ports[declining].say(Kind.DECLINED, step=3, body={"reason": "rank 1: busy", "cause": "busy"})
+    until(lambda: other.of(Kind.DECLINE))
+    until(lambda: is_idle_once_woken(rank))
+    assert rank.holds(3)
+    assert rank.holds(3, 1)
+    assert rank.checkpointer.kept_step == 3
+    assert rank.checkpointer.stats.saved == 1
+    rank.checkpointer.close()
+
+
+def test_while_one_of_two_stagers_is_lost_checkpoints_go_to_the_tiers_and_the_other_one_hears_why(
+    monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    stagers = Stagers()
+    rank = Rank(monkeypatch, specs, stagers)
+    assert rank.save(1)
+    until(lambda: all(port.of(Kind.OFFER) for port in stagers.ports))
+    stagers.ports[1].dead = True  # it has received nothing
+    until(lambda: stagers.ports[0].of(Kind.DECLINE))
+    for step in (3, 5):
+        assert rank.save(step)
+        until(lambda: is_idle_once_woken(rank))
+    assert rank.holds(5)
+    assert rank.checkpointer.kept_step == 5
+    assert rank.checkpointer.stats.declined == 0
+    until(lambda: [frame.step for frame in stagers.ports[0].of(Kind.DECLINE)] == [1, 3, 5])
+    assert [frame.step for frame in stagers.ports[0].of(Kind.OFFER)] == [1]
     rank.checkpointer.close()
 
 

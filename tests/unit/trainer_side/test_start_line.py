@@ -42,6 +42,13 @@ def line(
             ),
         ),
         (
+            line(3, stagers=2, stager="own-per-node"),
+            (
+                "holdfast saves every 3 steps to s3://bucket/run through 2 stagers of this job, one on each node "
+                "(attempt 1); watches for no preemption notices"
+            ),
+        ),
+        (
             line(5, stagers=0, tiers=("memory", "nvme:/mnt/nvme0")),
             (
                 "holdfast saves every 5 steps in memory, nvme:/mnt/nvme0 alone and not to s3://bucket/run (attempt "

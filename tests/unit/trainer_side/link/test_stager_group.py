@@ -162,6 +162,7 @@ def test_a_step_is_offered_to_no_stager_while_one_is_lost_and_the_others_hear_wh
     until(lambda: scene.group.job.problem)
     assert not scene.group.job.lives
     assert "stager 2/2: the stager: its process is dead" in str(scene.group.job.problem)
+    assert scene.group.job.lead_problem is None, "it names a step after a notice"
     transfer = scene.offer()
     assert (transfer.state, transfer.released.is_set()) == (TransferState.DECLINED, True)
     until(lambda: scene.ports[0].of(Kind.DECLINE))
@@ -233,6 +234,7 @@ def test_the_others_are_left_at_once_when_the_lead_is_lost_for_good(scene: Scene
     scene.ports[0].dead = True
     until(lambda: scene.ports[1].left)  # it would else take the rank for silent
     assert scene.group.job.problem is not None
+    assert scene.group.job.lead_problem is not None
 
 
 def test_close_waits_until_the_lead_says_durable_and_leaves_all(scene: Scene) -> None:

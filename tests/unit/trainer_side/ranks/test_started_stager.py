@@ -9,14 +9,23 @@ import pytest
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
+from holdfast.image.shares import ShareNumber
 from holdfast.net.handshake import Start
 from holdfast.own_stager import OwnStagerPlace
 from tests.support.restoring import Ranks, ThreadPeers
 from trainer_side.ranks import started_stager
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.ranks.started_stager import StagerStarter, StagerTarget, StartedStager
+from trainer_side.ranks.started_stager import (
+    OwnShare,
+    StagerStarter,
+    StagerTarget,
+    StartedStager,
+    living_share,
+    roots_by_share,
+)
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
+RANK_0 = OwnShare()
 NAMED, OWN = "node-9:29411", OwnStagerPlace("127.0.0.1:7", "k" * 32)
 
 
@@ -38,6 +47,7 @@ class Net:
         self.deaf: set[int] = set()  # ranks that reach none
         self.now = 0.0
         self.announced = b""
+        self.lead_attempts: set[int] = set()
         monkeypatch.setattr(started_stager, "connected", self._connected)
         monkeypatch.setattr(started_stager, "living_own_stager", lambda *_: self.living)
         monkeypatch.setattr(StagerStarter, "start", lambda _: self._start())
@@ -60,6 +70,7 @@ class Net:
     ) -> TcpStagerPort:
         assert ranks >= 1
         address, key = target.address, target.key
+        self.lead_attempts.add(target.lead_attempt)
         self.asked.append((rank, address, key, start.generation))
         if address not in self.answer or rank in self.deaf:
             self.now += seconds_max
@@ -71,18 +82,23 @@ class Net:
         if address == OWN.address:
             self.living = None
 
+    def die_quietly(self) -> None:
+        self.living = None
+
     def say(self, data: bytes) -> None:
         self.announced = data
 
     def heard(self) -> bytes:
         return self.announced
 
-    def own(self, peers: LonePeers | ThreadPeers | None = None, **settings: object) -> StartedStager:
+    def own(
+        self, peers: LonePeers | ThreadPeers | None = None, share: OwnShare = RANK_0, **settings: object
+    ) -> StartedStager:
         config = TrainerConfig.from_sources(**{"store": "/mnt/run", "stager": "own", **settings})
         start = Start("launch", b"i" * 16)
         made = peers or LonePeers()
         return StartedStager(
-            config, made, start, one_machine=True, announcements=self, clock=lambda: self.now
+            config, made, start, one_machine=True, announcements=self, own=share, clock=lambda: self.now
         )
 
 
@@ -106,6 +122,52 @@ def test_a_stager_that_an_earlier_start_has_left_is_taken_and_one_that_ends_is_n
     net.living = left  # it is ending, and its note is there still
     net.own()
     assert (net.starts, net.asked[-1][1]) == (1, OWN.address)
+
+
+def test_the_stager_of_another_share_is_started_by_the_first_rank_of_its_node(net: Net) -> None:
+    share = OwnShare(2, ShareNumber(1, 2), lead_attempt=7)
+    doors = Ranks(3).run(lambda peers: net.own(peers, share, stager="own-per-node"))
+    assert net.starts == 1
+    assert {asked[:2] for asked in net.asked} == {(rank, OWN.address) for rank in range(3)}
+    assert net.lead_attempts == {7}
+    net.die(OWN.address)
+    with pytest.raises(PeerLost):
+        doors[0].again(1, 8)
+    doors[2].again(1, 8)
+    doors[0].again(1, 8)
+    assert (net.starts, net.lead_attempts) == (2, {7, 8})
+
+
+@pytest.mark.parametrize(
+    ("living", "roots"),
+    [
+        (["", "", ""], [0, 2, 4]),
+        (["2/3", "1/3", "3/3"], [2, 0, 4]),
+        (["", "1/3", ""], [2, 0, 4]),
+        (["3/3", "", "3/3"], [0, 2, 4]),  # of two starts: one of them is waited for
+        (["2/2", "1/1", "no share"], [0, 2, 4]),
+    ],
+)
+def test_a_node_whose_stager_lives_keeps_its_share(living: list[str], roots: list[int]) -> None:
+    assert roots_by_share([0, 2, 4], living) == roots
+
+
+def test_the_share_of_a_living_stager_is_empty_without_one(net: Net) -> None:
+    config = TrainerConfig.from_sources(store="/mnt/run", stager="own-per-node")
+    assert living_share(config) == ""
+    net.living = OwnStagerPlace("127.0.0.1:9", "l" * 32, "2/2")
+    assert living_share(config) == "2/2"
+    assert living_share(TrainerConfig.from_sources(stager="own-per-node")) == ""
+
+
+def test_a_stager_with_another_share_is_waited_for_until_it_has_ended(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net.living = OwnStagerPlace("127.0.0.1:9", "l" * 32, "1/3")
+    net.answer = {"127.0.0.1:9"}
+    monkeypatch.setattr("trainer_side.ranks.started_stager.time.sleep", lambda _: net.die_quietly())
+    net.own(share=OwnShare(0, ShareNumber(0, 2)), stager="own-per-node")
+    assert (net.starts, [asked[1] for asked in net.asked]) == (1, [OWN.address])
 
 
 def test_a_rank_that_does_not_reach_it_ends_all_ranks_and_says_which_setting_helps(net: Net) -> None:
