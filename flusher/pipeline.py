@@ -13,7 +13,8 @@ Rules:
 3. Published means staged, and all parts written. Whatever fails before drops the whole checkpoint; but when what was
    written is lost and every chunk is still here, it starts over.
 4. A slot is freed once, when no job reads it any more; a dropped checkpoint is discarded when its last job has ended.
-5. A known event may be repeated (a stager that has found a new flusher says all it knows): nothing happens.
+5. A known event may be repeated (a stager that has found a new flusher says all it knows): nothing happens. The next
+   stager of a share is sent all its chunks again: one that is here already only costs its slot.
 6. Bytes that a dead flusher had written count once the upload is open again. Until then its chunks only wait: if the
    store has lost the upload, those that are still in the ring are needed.
 7. Where several flushers write one file, this one writes a range of chunks. Parts whose CRC fields state entries of
@@ -251,6 +252,8 @@ class Pipeline:
                 return [FreeSlots((event.slot,))]
             self._note(flight, event)
             return []
+        if flight.share is not None and flight.share.index and event.chunk in flight.seen:
+            return [FreeSlots((event.slot,))]
         complaint = chunk_complaint(flight, event)
         if complaint:
             error = ProtocolError(f"{flight.key}: slot {event.slot}, chunk {event.chunk}: {complaint}")

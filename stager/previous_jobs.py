@@ -1,4 +1,4 @@
-"""Waits for checkpoints of earlier jobs that neither the ring nor the store has whole: restore would miss them.
+"""Checkpoints in the ring from before this stager. Waits for those of earlier jobs that restore would miss.
 
     HELLO ─► anything staged by an earlier attempt? ── yes ─► all its chunks in the ring? ─ no ─► wait, deadline ─┐
                             │ no                                       │ yes: fetched from there                  │
@@ -92,15 +92,23 @@ class PreviousJobs:
 
 def _staged_before(ring: Ring, attempt: int) -> list[CheckpointId]:
     """Oldest first. The flusher reports a record that cannot be read."""
-    found = []
+    return [key for key, state in _states(ring) if key.attempt < attempt and state == "staged"]
+
+
+def left_behind(ring: Ring, attempt: int) -> dict[int, bool]:
+    """Steps of this attempt that the stager before this one has left: whether its share of each was staged."""
+    return {key.step: state == "staged" for key, state in _states(ring) if key.attempt == attempt}
+
+
+def _states(ring: Ring) -> list[tuple[CheckpointId, str]]:
+    found: list[tuple[CheckpointId, str]] = []
     for key in ring.checkpoint_names():
-        if key.attempt < attempt:
-            try:
-                said = ring.checkpoint(*key)
-            except ProtocolError:
-                continue
-            if said is not None and said.state == "staged":
-                found.append(key)
+        try:
+            said = ring.checkpoint(*key)
+        except ProtocolError:
+            continue
+        if said is not None:
+            found.append((key, said.state))
     return found
 
 

@@ -45,7 +45,7 @@ _RETRY_SECONDS = 0.02
 FIELDS: dict[str, dict[str, type]] = {
     # stager → flusher
     # attempt 0: a new job. share: index and writers. lead_attempt: what a new job's ring gets where another stager
-    # leads, which has it from its own flusher; 0 from the lead
+    # leads, which has it from its own flusher; 0 from the lead. standing: it may be started again within its job
     "hello": {"version": int, "pid": int, "attempt": int, "share": list, "lead_attempt": int},
     "begin": {"attempt": int, "step": int, "layout_digest": str},
     "chunk": {"slot": int},

@@ -24,6 +24,7 @@ class Welcome:
     beat_seconds: float
     share: int = 1  # which of several stagers it is, from 1
     shares: int = 1  # how many there are
+    ring: str = ""  # its ring's identity; empty: not known
     seen: FailureCount = NONE_SEEN  # the failures of the run before this job
 
     def to_frame(self) -> bytes:
@@ -47,6 +48,7 @@ class Welcome:
             beat_seconds=float,
             share=int,
             shares=int,
+            ring=str,
         )
         seen = FailureCount.from_json(document.get("seen"))
         welcome = cls(**{name: document[name] for name in cls.__slots__ if name != "seen"}, seen=seen)

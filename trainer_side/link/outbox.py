@@ -119,14 +119,21 @@ class Outbox:
             self._forget_if_over(active)
         return moved
 
-    def lose(self, error: HoldfastError) -> None:
-        """The stager is lost: all transfers fail, and their memory is read no more."""
+    def lose(self, error: HoldfastError, *, comes_again: bool = False) -> list[Outgoing]:
+        """The stager is lost: memory is read no more, and all transfers fail but those that wait for it to come again,
+        which are returned.
+        """
         self._lost = True
+        held = []
         for active in list(self._active.values()):
             active.forget_sending()
-            self._end(active, TransferState.FAILED, Reason.of_error(error))
+            if comes_again and active.transfer.hold():
+                held.append(active)
+            else:
+                self._end(active, TransferState.FAILED, Reason.of_error(error))
             active.release()
             self._forget_if_over(active)
+        return held
 
     def close(self) -> None:
         """The link is closed: what became of the rest is not heard any more."""
@@ -163,6 +170,7 @@ class Outbox:
         match kind:
             case Kind.STAGED:
                 self._job.staged_step = max(self._job.staged_step, step)
+                active.staged()
                 active.transfer.reach(TransferState.STAGED)
                 self._emit(active.transfer, {})
             case Kind.DURABLE:

@@ -2,7 +2,7 @@
 
     offer, decline ──► every stager with a share        agree, tell ──► the lead alone
     a share is declined, fails, or its stager is lost ──► the step is given up, and the other stagers hear why
-    a stager is lost ──► no checkpoint is taken until it is reached again; training goes on
+    a stager is lost ──► no checkpoint is taken until it is reached again; what is not staged is offered to it once more
     the lead is lost ──► the others are left, because the lead's next attempt is theirs, too
 
 A rank that loses a stager after it had sent everything to it tells the others nothing: the share may be staged there.
@@ -114,7 +114,7 @@ class StagerGroup:
         self._newest_step = step
         shares = self._shares_of(layout)
         transfer = Transfer(step, record)
-        whole = WholeTransfer(transfer, shares.count, self._changed)
+        whole = WholeTransfer(transfer, shares.count, self._changed, source)
         for share, link in zip(whole.shares, self._links, strict=False):
             link.send(share, source, layout, shares.chunks_of(share.index))
         whole.share_changed()
@@ -147,7 +147,7 @@ class StagerGroup:
             for whole in (
                 self._accepted
             ):  # a step that failed is declined at the other stagers before this rank leaves
-                whole.told()
+                whole.give_up_held()
             self._leaving = True
         for link in self._links:  # first: none of them waits for another one's good-bye
             link.leave()
@@ -189,7 +189,7 @@ class StagerGroup:
         if cause is None or self._leaving:
             return
         name = self._links[cause.index].name
-        if cause.was_sent and self._links[cause.index].job.problem is not None:
+        if cause.in_doubt or (cause.was_sent and self._links[cause.index].job.problem is not None):
             _log.warning(
                 "rank %d: step %d was sent to %s, which is lost: whether it becomes durable, the others find out",
                 self.job.rank,
