@@ -2,6 +2,7 @@
 
     checkpoint staged      ─► flushed; parts that a dead flusher recorded as written are not written again
     receiving              ─► waits for its stager to reconnect; given up after a timeout
+    receiving, of a share  ─► also waits for its stager's next process, to which the ranks send the share again
     FULL, of no checkpoint ─► freed
 
 Everything read here was written by dead processes, perhaps interrupted in the middle of a word: a damaged record or
@@ -35,9 +36,9 @@ def take_up(engine: Engine, ring: Ring) -> list[CheckpointId]:
     return [key for key in keys if not engine.knows(key) and _take_up_one(engine, ring, key, slots)]
 
 
-def settle(engine: Engine, ring: Ring, why: str) -> None:
-    """Publish what is staged and give up the rest, because no stager will come back. `why`: the stager's fate, for the
-    errors of checkpoints that are given up.
+def settle(engine: Engine, ring: Ring, why: str, *, keep: int = 0) -> None:
+    """Publish what is staged and give up the rest, because the stager is gone. `why`: the stager's fate, for the
+    errors of checkpoints that are given up. `keep`: the attempt whose checkpoints are not given up.
     """
     engine.doubt()  # the message may have been lost
     engine.prove()
@@ -49,14 +50,9 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
         said = _said(ring, key)
         if said is not None and said.state == "staged":
             engine.staged(key)
-        else:
+        elif key.attempt != keep:
             engine.abort(key, _not_staged(key, why, engine.missing(key)))
-    for slot in range(ring.ring_chunks):
-        try:
-            if ring.state(slot) is SlotState.FILLING:
-                ring.free(slot)  # its writer is gone, so the flusher may free it
-        except ProtocolError as error:
-            _log.error("a slot of the ring stays out of use until the next start: %s", error)
+    _free_filling(ring)
     take_up(engine, ring)
     slots = _full_slots(ring)
     for key in ring.checkpoint_names():
@@ -64,7 +60,17 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
             for record in slots:
                 if (record.attempt, record.step) == key:
                     ring.free(record.slot)
-            engine.give_up(key, _not_staged(key, why))
+            if key.attempt != keep:
+                engine.give_up(key, _not_staged(key, why))
+
+
+def _free_filling(ring: Ring) -> None:
+    for slot in range(ring.ring_chunks):
+        try:
+            if ring.state(slot) is SlotState.FILLING:
+                ring.free(slot)  # its writer is gone, so this state is ours now
+        except ProtocolError as error:
+            _log.error("a slot of the ring stays out of use until the next start: %s", error)
 
 
 def _not_staged(key: CheckpointId, why: str, missing: int | None = None) -> PeerLost:

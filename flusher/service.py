@@ -2,7 +2,8 @@
 
     wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger, keeper)
                            └──stager gone─► dead ─► settle ─► drain ─► grace ─► end, or the next stager attaches
-                                            └ alive: wait until it is dead, or reconnects
+                                            ├ alive: wait until it is dead, or reconnects
+                                            └ of a share: wait for its next process before giving up unstaged steps
     kept by `holdfast run` (holdfast/ring/ring_keeper.py): only a signal ends it, until the keeper is gone
     a signal at any time (SIGTERM, SIGINT, SIGHUP) ─► publish what is staged, leave the rest in the ring, end
 
@@ -29,6 +30,7 @@ from flusher.verify_and_prune import Maintenance
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
@@ -79,6 +81,8 @@ class FlusherService:
         self._handler: StagerHandler | None = None
         self._is_ours = not adopted  # the ring has the lease's attempt, and no stager has used it
         self._waits_for_old_stager = adopted
+        self._is_standing = False  # the old one, or the one that is there
+        self._awaits_next_stager = False  # the old one is dead
         self._grace_after_wait_seconds = 0.0
         self._adopted = adopted
         self._drained_said = False
@@ -233,7 +237,10 @@ class FlusherService:
             handler.check_share()
             if not resumed:
                 self._check_old_stager_is_gone()
-                self._end_waiting("its stager did not come back: another job began")
+                if self._waits_for_old_stager and handler.lead_attempt == self._ring.attempt:
+                    settle(self._engine, self._ring, "another stager came", keep=self._ring.attempt)
+                else:
+                    self._end_waiting("its stager did not come back: another job began")
                 self._set_attempt(handler.lead_attempt or handler.attempt)
                 self._ring.note_writers(self._ring.attempt, self._config.share.writers)
         except FencedError:
@@ -242,7 +249,8 @@ class FlusherService:
             self._forget_channel(handler)
             handler.refuse(error)
             return
-        self._is_ours = self._waits_for_old_stager = self._kept = False
+        self._is_standing = handler.standing
+        self._is_ours = self._waits_for_old_stager = self._awaits_next_stager = self._kept = False
         self._ends_at = None
         if resumed and self._ring.attempt < self._lease.attempt:  # its previous flusher died
             self._lease.resume_work()
@@ -285,11 +293,31 @@ class FlusherService:
                 self._ends_at = time.monotonic() + _DYING_SECONDS
                 return
             self._lease.end_work(lost=True)
-            settle(self._engine, self._ring, f"the stager (process {handler.channel.peer_pid}) ended")
+            why = f"the stager (process {handler.channel.peer_pid}) ended"
+            if not handler.finishing and self._keeps_share(why):
+                return
+            settle(self._engine, self._ring, why)
             grace_seconds = 0.0 if handler.finishing else self._config.grace_seconds
             self._ends_at = time.monotonic() + grace_seconds
         elif self._ends_at is None:
             self._ends_at = time.monotonic() + self._config.grace_seconds
+
+    def _keeps_share(self, why: str) -> bool:
+        """Whether unstaged checkpoints wait for the next stager of this share and attempt. The loss of the lead ends
+        the attempt, and under MPI no stager is started again.
+        """
+        if self._config.share.leads or self._terminating or not self._is_standing:
+            return False
+        attempt, engine = self._ring.attempt, self._engine
+        settle(engine, self._ring, why, keep=attempt)
+        receiving = engine.receiving()
+        names = [key for key in self._ring.checkpoint_names() if key.attempt == attempt]
+        if all(engine.knows(key) and key not in receiving for key in names):
+            return False
+        self._waits_for_old_stager = self._awaits_next_stager = True
+        self._grace_after_wait_seconds = 0.0
+        self._ends_at = time.monotonic() + LOST_STAGER_SECONDS_MAX
+        return True
 
     def _forget_channel(self, handler: StagerHandler) -> None:
         """Stop watching a channel. The kernel has dropped a closed socket already; the selector still has its key."""
@@ -325,6 +353,8 @@ class FlusherService:
                 )
                 self._warned_of_hang = True
             self._ends_at = time.monotonic() + _LOOK_AGAIN_SECONDS
+            return
+        if not self._awaits_next_stager and self._keeps_share("its stager ended"):
             return
         self._end_waiting("its stager ended, and no stager came back")
         self._ends_at, self._grace_after_wait_seconds = time.monotonic() + self._grace_after_wait_seconds, 0.0

@@ -42,6 +42,7 @@ class StagerHandler(FlushListener):
         self.channel, self._ring, self._store_url, self._share = channel, ring, store_url, share
         self.welcomed = self.resumed = False
         self.attempt = self.lead_attempt = 0
+        self.standing = False  # it may be started again within its job
         self._said_share: list[int] = []
         self.finishing = False
         self.has_begun = False  # a checkpoint
@@ -67,6 +68,7 @@ class StagerHandler(FlushListener):
                     self.attempt = message.fields["attempt"]
                     self.lead_attempt = message.fields["lead_attempt"]
                     self._said_share = message.fields["share"]
+                    self.standing = message.fields.get("standing") is True
                     return False
                 self._take(message, engine)
         return True

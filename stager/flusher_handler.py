@@ -38,20 +38,33 @@ def replay(line: FlusherLine, session: Session) -> FlusherBack:
     """Tell the flusher what the session knows; return the slots that the last flusher freed without a message."""
     ring, attempt = line.flusher.ring, line.flusher.attempt
     freed = tuple(slot for slot in sorted(session.flusher_slots) if ring.state(slot) is SlotState.FREE)
-    known = session.known()
+    known, before = session.known(), _slots_before(ring, attempt, session)
     for checkpoint in known:
         step = checkpoint.step
         line.send("begin", attempt=attempt, step=step, layout_digest=checkpoint.layout_digest)
-        for slot in checkpoint.slots:
+        for slot in (*checkpoint.slots, *before.get(step, ())):
             if ring.state(slot) is SlotState.FULL:
                 line.send("chunk", slot=slot)
         if checkpoint.staged:
             line.send("staged", attempt=attempt, step=step)
-    steps = {checkpoint.step for checkpoint in known}
+    steps = {checkpoint.step for checkpoint in known} | session.left
     for other, step in ring.checkpoint_names():
         if other == attempt and step not in steps and not session.is_durable(step):
             line.send("abort", attempt=attempt, step=step, reason="given up while there was no flusher")
     return FlusherBack(freed)
+
+
+def _slots_before(ring: Ring, attempt: int, session: Session) -> dict[int, list[int]]:
+    """Step → slots with chunks that the stager before this one has received. The flusher has freed later copies."""
+    found: dict[int, list[int]] = {}
+    for slot in session.slots_before:
+        try:
+            record = ring.record(slot)
+        except ProtocolError:
+            continue  # the flusher's to report
+        if record.attempt == attempt:
+            found.setdefault(record.step, []).append(slot)
+    return found
 
 
 _log = logging.getLogger("holdfast.stager")

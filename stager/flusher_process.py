@@ -129,6 +129,7 @@ def attach(
         "attempt": attempt,
         "share": [config.share.index, config.share.writers],
         "lead_attempt": lead_attempt,
+        "standing": config.listen is not None,
     }
     greeted = _greet(socket_path, hello, deadline)
     if greeted is None:

@@ -1,4 +1,4 @@
-"""Waits for checkpoints of earlier jobs that are whole neither in the ring nor in the store: restore would miss them.
+"""Checkpoints in the ring from before this stager. Waits for those of earlier jobs that restore would miss.
 
     HELLO ─► anything staged by an earlier attempt? ── yes ─► all its chunks in the ring? ─ no ─► wait, deadline ─┐
                             │ no                                       │ yes: fetched from there                  │
@@ -90,15 +90,23 @@ class PreviousJobs:
 
 def _staged_before(ring: Ring, attempt: int) -> list[CheckpointId]:
     """Return staged checkpoints of earlier attempts, oldest first. The flusher reports unreadable records."""
-    found = []
+    return [key for key, state in _states(ring) if key.attempt < attempt and state == "staged"]
+
+
+def left_behind(ring: Ring, attempt: int) -> dict[int, bool]:
+    """Return the steps of this attempt that the previous stager left: whether its share of each was staged."""
+    return {key.step: state == "staged" for key, state in _states(ring) if key.attempt == attempt}
+
+
+def _states(ring: Ring) -> list[tuple[CheckpointId, str]]:
+    found: list[tuple[CheckpointId, str]] = []
     for key in ring.checkpoint_names():
-        if key.attempt < attempt:
-            try:
-                said = ring.checkpoint(*key)
-            except ProtocolError:
-                continue
-            if said is not None and said.state == "staged":
-                found.append(key)
+        try:
+            said = ring.checkpoint(*key)
+        except ProtocolError:
+            continue
+        if said is not None:
+            found.append((key, said.state))
     return found
 
 

@@ -214,6 +214,7 @@ class RankHandler:
             beat_seconds=self._trainers.beat_seconds,
             share=self._config.share.index + 1,
             shares=self._config.share.writers,
+            ring=flusher.ring.identity,
             seen=flusher.seen,
         )
 

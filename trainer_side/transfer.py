@@ -86,6 +86,14 @@ class Transfer:
         if state.final:
             self.ended.set()
 
+    def hold(self) -> bool:
+        """Whether it waits for the next process of its stager, which is lost. Link's thread."""
+        return False
+
+    def offer_again(self) -> SliceSource | None:
+        """The memory to send from once more, if `hold` has returned True; None: it has ended. Link's thread."""
+        return None
+
     def release(self) -> None:
         """Note that the source is not read any more. Threads as for `reach`."""
         self.released.set()

@@ -18,6 +18,8 @@ from holdfast.errors import ProtocolError
 from holdfast.image.layout import Layout
 
 WRITERS_MAX = 64
+# How long ranks, and the flusher of its share, wait for a lost stager's next process before they give a step up.
+LOST_STAGER_SECONDS_MAX = 60.0
 _TEXT = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})", re.ASCII)
 
 

@@ -45,7 +45,7 @@ _RETRY_SECONDS = 0.02
 FIELDS: dict[str, dict[str, type]] = {
     # stager → flusher
     # attempt 0: a new job. share: index and writers. lead_attempt: the attempt for a new job's ring, which the lead has
-    # from its own flusher and the others from the lead; 0 from the lead
+    # from its own flusher and the others from the lead; 0 from the lead. standing: restarts within its job are possible
     "hello": {"version": int, "pid": int, "attempt": int, "share": list, "lead_attempt": int},
     "begin": {"attempt": int, "step": int, "layout_digest": str},
     "chunk": {"slot": int},

@@ -7,6 +7,7 @@
         flush-<attempt>-<step>     which parts of it the store has (flusher/progress.py)
         layout-<digest>            Layout.to_bytes()
         writers-<attempt>          how many flushers write its checkpoints, if this one is not alone
+        identity                   random: the ring that a later process finds is this one, or another
         stager-<attempt>           locked by the stager of that attempt, with its token
         sources-<slot>             senders of a chunk that do not fit into its record
         flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/writer_lease.py)
@@ -127,7 +128,9 @@ class Ring:
             finally:
                 os.close(journal_fd)
             Journal.write_header(journal, header)
-            return cls(directory, journal, ring_fd)
+            ring = cls(directory, journal, ring_fd)
+            ring._write("identity", secrets.token_hex(16).encode())
+            return ring
         finally:
             os.close(ring_fd)
 
@@ -250,7 +253,7 @@ class Ring:
         """Remove all that a ring put into `directory`, but not the directory. Flusher only. `keeps_doubts`: leave the
         file of doubted steps, whose manifests are not marked yet.
         """
-        names = {"ring", "journal", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - (
+        names = {"ring", "journal", "identity", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - (
             {DOUBTS_NAME} if keeps_doubts else set()
         )
         for path in directory.iterdir():
@@ -271,6 +274,14 @@ class Ring:
         """Change the attempt. Flusher only, between two stagers."""
         stager_file(self.directory, self.attempt).unlink(missing_ok=True)
         self._journal.set_attempt(attempt)
+
+    @property
+    def identity(self) -> str:
+        """32 random hex digits, made with the ring; empty if they cannot be read."""
+        try:
+            return read_side_file(self.directory / "identity").decode("ascii", "replace")
+        except (FileNotFoundError, ConfigError, ProtocolError):
+            return ""
 
     def note_writers(self, attempt: int, writers: int) -> None:
         """Record how many flushers write the checkpoints of an attempt, before the first one begins. Flusher only."""

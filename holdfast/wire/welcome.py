@@ -24,6 +24,7 @@ class Welcome:
     beat_seconds: float
     share: int = 1  # the stager's number among several, from 1
     shares: int = 1  # number of stagers
+    ring: str = ""  # identity of the stager's ring; empty: unknown
     seen: FailureCount = NONE_SEEN  # failures of the run before this job
 
     def to_frame(self) -> bytes:
@@ -47,6 +48,7 @@ class Welcome:
             beat_seconds=float,
             share=int,
             shares=int,
+            ring=str,
         )
         seen = FailureCount.from_json(document.get("seen"))
         welcome = cls(**{name: document[name] for name in cls.__slots__ if name != "seen"}, seen=seen)

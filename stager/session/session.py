@@ -16,18 +16,22 @@ than the ring needs `began`. The death of a flusher ends no checkpoint: credits 
 slots are free. The next flusher gets the list of `known` and continues.
 
 Each of several stagers has a session for its share of the chunks, and *staged* means that share. A staged share is
-useless if another share fails: the ranks then decline the step, and it ends here although it is staged.
+useless if another share fails: the ranks then decline the step, and it ends here although it is staged. After the loss
+of a stager, the next process finds its steps in the ring: it reports the staged ones, and the ranks offer or abort the
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, KeysView
+import math
+from collections.abc import Callable, Iterable, KeysView, Mapping
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import OnDivergence, Replicas
 from holdfast.image.save_record import SaveRecord
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.notices.should_save import InFlight
 from holdfast.wire.frames import Kind
 from holdfast.wire.layout_round import pickle_reserve_bytes
@@ -91,6 +95,8 @@ class Session:
         self._offer_seconds_max, self._chunk_seconds_max = offer_seconds_max, chunk_seconds_max
         self._admission = Admission()
         self._slots = RingSlots(free_slots, flusher_slots)
+        self._left: dict[int, bool] = {}
+        self._left_until = math.inf
         self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
         self._no_flusher = ""  # why no flusher is connected; empty if one is
         self._actions: list[Action] = []
@@ -172,10 +178,26 @@ class Session:
             )
         return found
 
+    @property
+    def left(self) -> set[int]:
+        """Steps whose share the stager before this one had staged, and of which no end is known."""
+        return {step for step, staged in self._left.items() if staged}
+
+    @property
+    def slots_before(self) -> list[int]:
+        """The flusher's slots that were filled before this session."""
+        return [slot for slot, held in self._slots.flushers.items() if held is None]
+
     def is_durable(self, step: int) -> bool:
         """Whether the flusher has reported this step as durable; False for steps long ago."""
         verdict = self._admission.verdict(step)
         return verdict is not None and verdict.kind is Kind.DURABLE
+
+    def take_over(self, left: Mapping[int, bool]) -> None:
+        """Know the steps of this attempt that a stager before this one left in the ring, and whether its share of each
+        was staged. Before the first event.
+        """
+        self._left = dict(left)
 
     def stop(self) -> None:
         """From now on decline each step that no rank has offered yet; steps in flight continue. Safe to call again."""
@@ -198,6 +220,7 @@ class Session:
         assert not self._open, "credits are still out"
         self._admission.ended_for_good = self._no_flusher = ""
         self._slots = RingSlots(free_slots, flusher_slots)
+        self._left.clear()
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -211,6 +234,9 @@ class Session:
         verdict = self._admission.verdict(step)
         if verdict is not None:
             self._actions.append(Tell(rank, verdict.kind, step, verdict.body))
+            return None
+        if self._left.get(step):
+            self._actions.append(Tell(rank, Kind.STAGED, step))
             return None
         for older in list(self._open.values()):
             if older.phase is Phase.OFFERING and older.step < step and rank not in older.digests:
@@ -257,6 +283,7 @@ class Session:
                 ),
             )
             return
+        self._left.pop(checkpoint.step, None)
         checkpoint.prepare(layout, chunks, self._now)
         self._actions.append(BeginReceiving(checkpoint.step, layout))
 
@@ -329,6 +356,7 @@ class Session:
     def _fail(self, checkpoint: Checkpoint, error: HoldfastError) -> None:
         is_begun = checkpoint.phase is not Phase.OFFERING
         if self._share is not None and not is_begun and isinstance(error, PeerLost):
+            self._left.pop(checkpoint.step, None)
             # The other stagers' shares may be complete, and their flushers wait for this one.
             self._actions.append(Abort(checkpoint.step, str(error)))
         body = {"code": error.code, "message": str(error)}
@@ -340,7 +368,8 @@ class Session:
 
     def _end(self, checkpoint: Checkpoint, verdict: Tell, reason: str) -> None:
         """End a checkpoint on all ranks. It keeps the slots of unsettled credits until they are settled."""
-        if checkpoint.phase is not Phase.OFFERING:
+        was_left = self._left.pop(checkpoint.step, None) is not None
+        if was_left or checkpoint.phase is not Phase.OFFERING:
             self._actions.append(Abort(checkpoint.step, reason))
         checkpoint.phase = Phase.ENDED
         checkpoint.queue = None
@@ -403,8 +432,11 @@ class Session:
 
     def _on_durable(self, event: Durable) -> None:
         checkpoint = self._open.get(event.step)
-        if checkpoint is None and self.is_durable(event.step):
-            return  # a new flusher repeats what its predecessor has reported
+        if checkpoint is None and self._left.pop(event.step, None) is not None:
+            self._tell(Tell(None, Kind.DURABLE, event.step, event.body))
+            return
+        if checkpoint is None and (self._share is not None or self.is_durable(event.step)):
+            return  # repeated by a new flusher, or reported to the previous stager
         if checkpoint is None or checkpoint.phase is not Phase.STAGED:
             raise ProtocolError(f"the flusher says step {event.step} is durable; it is not staged")
         del self._open[event.step]
@@ -412,9 +444,11 @@ class Session:
 
     def _on_failed(self, event: Failed) -> None:
         checkpoint = self._open.get(event.step)
+        body = {"code": event.code, "message": event.message}
+        if checkpoint is None and self._left.pop(event.step, None) is not None:
+            self._tell(Tell(None, Kind.FAILED, event.step, body))
         if checkpoint is None or checkpoint.phase is Phase.ENDED:
             return
-        body = {"code": event.code, "message": event.message}
         self._end(checkpoint, Tell(None, Kind.FAILED, event.step, body), event.message)
 
     def _on_tick(self, _event: Tick) -> None:
@@ -428,3 +462,10 @@ class Session:
             )
             if overdue:
                 self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {overdue}"))
+        self._left_until = min(self._left_until, self._now + LOST_STAGER_SECONDS_MAX)
+        if self._now > self._left_until:
+            for step in [step for step, staged in self._left.items() if not staged]:
+                if step not in self._open:
+                    reason = f"step {step}: the stager was lost, and no rank has offered it to the next one"
+                    self._actions.append(Abort(step, reason))
+                    self._on_failed(Failed(step, PeerLost.code, reason))

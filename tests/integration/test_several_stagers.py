@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.errors import PeerLost
 from holdfast.net.key import new_key
 from tests.integration.jobs import train
-from tests.support.cluster import Cluster, check_continued, check_loadable, wait_until
+from tests.support.cluster import Cluster, check_continued, check_loadable, same, wait_until
 from tests.support.events import read_events
 from tests.support.job import Job, environment
-from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS
+from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS, Finished
 from tests.support.s3_place import S3Place, plain_client
 from tests.support.standing_stager import StandingProcess, standing_stager
 from tests.support.torchrun import by_torchrun
@@ -198,6 +199,31 @@ def test_a_job_resumes_from_the_rings_of_two_stagers(tmp_path: Path, reference: 
         assert all(set(event["sources"]) == {RING} for event in restores), restores
         scene.stop()
     check_loadable(_files(store))
+
+
+@pytest.mark.parametrize("point", ["chunk_received#5", "chunk_full#5", "staged#2"])
+def test_a_stager_that_dies_and_is_started_again_is_sent_its_share_of_the_same_step(
+    tmp_path: Path, finished: Finished, point: str
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    fine = ("--chunk-bytes", "8KiB")
+    fault = {1: f"stager@{point}=kill"}  # of the second checkpoint
+    with several(tmp_path / "scene", str(store), 2, fine, fault, TRAIN_WIDTH="64") as scene:
+        with scene.start(*RUN, TRAIN_STAGED_SECONDS_MAX="60") as job:
+            scene.stagers[1].process.wait(240)
+            wait_until(lambda: len(scene.events("stager_lost")) == RANKS, 120, job.output)
+            scene.again(1)
+            job.succeed(240)
+        scene.stop()
+    assert len(scene.events("stager_back")) == RANKS
+    assert not scene.events("failed") + scene.events("declined")
+    assert [int(path.name[5:14]) for path in _files(store)] == list(STEPS_SAVED)
+    check_loadable(_files(store))
+    for path in _files(store):
+        one = finished.store / path.name
+        assert same(*(torch.load(file, weights_only=True) for file in (path, one))), path.name
+    assert not _left_of_shares(store)
 
 
 @pytest.mark.parametrize("killed", [0, 1], ids=["lead", "member"])

@@ -89,6 +89,22 @@ SHARE_MUTATIONS = {
             ),
         ),
         Mutation(
+            "lost_share_voided",
+            "what a lost stager has not staged is given up before its next process comes",
+            (("flusher.recovery", "        elif key.attempt != keep:\n", "        else:\n"),),
+        ),
+        Mutation(
+            "chunk_sent_again_twice",
+            "a chunk that the next process of a stager is sent counts as sent twice",
+            (
+                (
+                    "flusher.pipeline",
+                    "        if flight.share is not None and flight.share.index and event.chunk in flight.seen:\n",
+                    "        if False:\n",
+                ),
+            ),
+        ),
+        Mutation(
             "start_without_record",
             "the others may join an upload that the lead has not recorded",
             (

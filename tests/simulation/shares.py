@@ -5,9 +5,10 @@
     python -m tests.simulation.shares --mutation seal_of_another_write --count 500
 
 The flushers are real (`live`): lease, engine, pipeline, recovery. The stagers are simulated: each sends its share, and
-attaches again to the next flusher. Flushers, stagers and whole nodes die or freeze at any operation; the store fails
-and loses answers; a stranger's seal lies where one is awaited. A listed file must be whole, and a step that all stagers
-have staged must be listed in the end, unless its bytes are lost.
+attaches again to the next flusher. Flushers, stagers and whole nodes die or freeze at any operation; the next process
+of a stager that died is sent its share again; the store fails and loses answers; a stranger's seal lies where one is
+awaited. A listed file must be whole, and a step that all stagers have staged must be listed in the end, unless its
+bytes are lost.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from tests.simulation.mutations import Mutation
 from tests.simulation.runtime import SIM, readable
 from tests.simulation.scheduler import Process, Scheduler
@@ -101,7 +103,19 @@ class Plan:
                 fault.at_event, fault.number = 0, int(2 ** chance.uniform(0, 6))
                 fault.seconds = chance.choice([20.0, 100.0, 100.0, 2000.0])
             plan.faults.append(fault)
+        if chance.random() < 0.4:
+            number, seconds = int(2 ** chance.uniform(0, 4)), chance.choice([0.0, 1.0, 10.0, 20.0, 100.0])
+            share = chance.randrange(1, plan.writers)
+            plan.faults.append(Fault("again", share, number=number, seconds=seconds))
         return plan
+
+    @property
+    def must_list_all(self) -> bool:
+        """Nothing may be lost: a stager comes again in time, and that is all."""
+        again = all(
+            fault.what == "again" and fault.seconds < LOST_STAGER_SECONDS_MAX for fault in self.faults
+        )
+        return again and self.fail_share == self.abort_share == 0.0
 
 
 class Checks:
@@ -134,6 +148,8 @@ class SharesWorld:
         self.job_attempts: dict[int, int] = {}
         self.job_writers: dict[int, int] = {}
         self.stagers: list[Process] = []
+        self.played: dict[int, Stager] = {}
+        self.stager_acted: dict[int, int] = {}
         self.over = self.calm = False
         self.usurpers: list[Process] = []
         self.acts: dict[int, int] = {}
@@ -250,10 +266,10 @@ class SharesWorld:
             client, budget=RetryBudget(attempts_max=5, seconds_max=1e9), sleep=_FAKES["time"].sleep
         )
 
-    def _start_stager(self, job: int, share: int) -> Process:
-        return self._start(
-            "stager", f"stager {share} of job {job}", lambda: Stager(self, job, share).run(), share
-        )
+    def _start_stager(self, job: int, share: int, again: Again | None = None) -> Process:
+        self.played[share] = stager = Stager(self, job, share, again)
+        name = f"stager {share} of job {job}{', again' if again else ''}"
+        return self._start("stager", name, stager.run, share)
 
     def image(self, step: int) -> Image:
         from tests.simulation.images import image
@@ -290,6 +306,10 @@ class SharesWorld:
                 for one in stagers:
                     one.notes["lost"] = True
                     sim.kill(one, "a fault")
+            case "again" if stagers[-1].alive:
+                sim.kill(stagers[-1], "a fault, and its next process comes")
+                again = Again(self.played[share], fault.seconds)
+                self.stagers[share] = self._start_stager(self.job, share, again)
             case "node":
                 self._excuse_unsealed(share)
                 for one in stagers:
@@ -382,6 +402,15 @@ class SharesWorld:
                     self.scheduler.later(fault.seconds / 10, self._usurp)
                 self.scheduler.step("frozen")
 
+    def stager_acts(self, share: int) -> None:
+        """In its process: here it may die."""
+        self.stager_acted[share] = self.stager_acted.get(share, 0) + 1
+        for fault in self.plan.faults:
+            if fault.what == "again" and (fault.share, fault.number) == (share, self.stager_acted[share]):
+                fault.done = True
+                self.scheduler.later(0.0, functools.partial(self._strike, fault))
+                self.scheduler.step("killed")
+
     def _usurp(self) -> None:
         """Freeze the lead while another host takes its run over."""
         if self.calm:
@@ -448,6 +477,10 @@ class SharesWorld:
                 raise Broken(
                     f"step {key[1]} of attempt {key[0]} was staged by all, and is not listed: {sorted(found)}"
                 )
+        if self.plan.must_list_all:
+            steps = {step for attempt, step in found if attempt == self.job_attempts[0]}
+            if len(steps) < self.plan.steps:
+                raise Broken(f"a stager came again in time, and listed are {sorted(found)}")
         left = [name for name in objects if name.startswith(".holdfast/shares/")]
         intents = [name for name in objects if name.startswith(".holdfast/intent-")]
         if left or intents or self.store.uploads:
@@ -457,11 +490,21 @@ class SharesWorld:
         return next(job for job, attempt in self.job_attempts.items() if attempt == key[0])
 
 
+@dataclass
+class Again:
+    """A stager's next process. `before`: the one before it; `seconds`: how long nobody was there."""
+
+    before: Stager
+    seconds: float
+
+
 class Stager:
     """One simulated stager, in its process: sends its share of each step, and continues with the next flusher."""
 
-    def __init__(self, world: SharesWorld, job: int, share: int) -> None:
-        self.world, self.job, self.share = world, job, share
+    def __init__(self, world: SharesWorld, job: int, share: int, again: Again | None = None) -> None:
+        self.world, self.job, self.share, self.again = world, job, share, again
+        self.identity = ""
+        self.left: set[int] = set()  # steps that are in the ring and that were not sent to this process
         self.writers = world.job_writers[job]
         self.chance = random.Random(f"stager {world.seed} {job} {share}")
         self.channel: Any = None
@@ -475,7 +518,11 @@ class Stager:
         from holdfast.errors import HoldfastError
 
         try:
+            if self.again is not None:
+                SIM.now.wait(None, self.again.seconds, "start")
             self._attach()
+            if self.again is not None:
+                self._take_up(self.again)
             for step in range(self.world.plan.steps):
                 self._save(step)
             self._await(lambda: self.begun.keys() <= self.ended.keys())
@@ -517,6 +564,7 @@ class Stager:
                 attempt=self.attempt,
                 share=[self.share, self.writers],
                 lead_attempt=lead_attempt,
+                standing=True,
             )
             welcome = self._answer()
             if welcome is None:
@@ -527,12 +575,29 @@ class Stager:
             raise PeerLost("the flusher has another ring")
         if not self.attempt:
             self.ring = Ring.attach(directory)
-            self.attempt = self.ring.attempt
+            self.attempt, self.identity = self.ring.attempt, self.ring.identity
             self.ring.hold(self.attempt)
             if self.share == 0:
                 world.job_attempts[self.job] = self.attempt
         else:
             self._replay()
+
+    def _take_up(self, again: Again) -> None:
+        """The ranks offer again what was not staged, unless the ring is another one, or it is late."""
+        before, is_late = again.before, again.seconds > LOST_STAGER_SECONDS_MAX
+        for step, state in before.begun.items():
+            said = self.ring.checkpoint(self.attempt, step)
+            staged = state == "staged" or (said is not None and said.state == "staged")
+            if not staged and not is_late and self.identity == before.identity and step not in before.ended:
+                continue
+            self.begun[step] = state
+            self.left.add(step)
+            if staged:
+                self.world.staged.setdefault((self.attempt, step), set()).add(self.share)
+            elif said is not None:
+                self._tell("abort", step, reason="no rank has offered it again")
+            if step in before.ended or said is None:
+                self.ended[step] = before.ended.get(step, "not heard")
 
     def _answer(self) -> Any:
         while True:
@@ -550,6 +615,13 @@ class Stager:
 
         for step, state in self.begun.items():
             if step in self.ended:
+                continue
+            if step in self.left:
+                said = self.ring.checkpoint(self.attempt, step)
+                if said is None:
+                    self.ended[step] = "not heard"
+                elif said.state != "staged":
+                    self._tell("abort", step, reason="given up while there was no flusher")
                 continue
             self._tell("begin", step, layout_digest=self.world.image(step).layout.digest)
             for slot in range(self.ring.ring_chunks):
@@ -595,7 +667,7 @@ class Stager:
         world, image = self.world, self.world.image(step)
         shares = _shares(world, image.layout.chunks, self.writers)
         chunks = list(shares.chunks_of(self.share)) if self.writers > 1 else list(range(image.layout.chunks))
-        if not chunks:
+        if not chunks or step in self.begun:
             return
         digest = self.ring.put_layout(image.layout)
         self.ring.write_checkpoint(self.attempt, step, "receiving", digest, {})
@@ -607,6 +679,7 @@ class Stager:
             if step in self.ended:
                 return
             free = self._free()
+            world.stager_acts(self.share)
             at = self.chance.randrange(len(chunks)) if len(free) > _RING_CHUNKS // 2 else 0
             self._fill(image, step, chunks.pop(at), self.chance.choice(free))
             SIM.now.wait(None, self.chance.choice([0.0, 0.0, 0.1, 2.0]), "next chunk")
@@ -618,6 +691,7 @@ class Stager:
         if step in self.ended:
             return
         self.ring.write_checkpoint(self.attempt, step, "staged", digest, {"stager": {"staged_at_unix": 1.5}})
+        world.stager_acts(self.share)
         self.begun[step] = "staged"
         world.staged.setdefault((self.attempt, step), set()).add(self.share)
         self._tell("staged", step)
@@ -629,6 +703,7 @@ class Stager:
 
     def _fill(self, image: Image, step: int, chunk: int, slot: int) -> None:
         self.ring.mark_filling(slot, self.attempt, step, chunk)
+        self.world.stager_acts(self.share)
         data = image.chunk_bytes(chunk)
         self.ring.slot_memory(slot)[: len(data)] = data
         self.ring.mark_full(slot, image.sources(chunk), len(data))

@@ -38,6 +38,7 @@ ALWAYS = {
     "seal_of_another_write",
     "part_outside_the_share",
     "one_seal_missing",
+    "lost_share_voided",
 }
 
 

@@ -33,6 +33,7 @@ from holdfast.wire.frames import Kind
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.background_thread import BackgroundThread, ThreadDied, thread_died
 from trainer_side.link.greeting import Greeted
+from trainer_side.link.held_shares import HeldShares
 from trainer_side.link.inbox import ShareInbox, StagerSession
 from trainer_side.link.job_state import JobState
 from trainer_side.link.last_transfers import LastTransfers
@@ -102,6 +103,7 @@ class Link:
                 last_step=lambda: inbox.last_step,
                 kept_there=self._kept_there,
             )
+        self._held = HeldShares(clock)
         self._untold: list[StagerMessage] = []  # while the stager is lost
         self._leaving = self._is_dead = False
         self._closed = False
@@ -267,6 +269,7 @@ class Link:
         if self._rejoining is not None:
             self._rejoining.end()
         self._session.outbox.close()
+        self._held.give_up(PeerLost(f"rank {self.job.rank}: the link was closed while the stager was lost"))
         self._session.requests.end(self.job.problem or PeerLost(f"rank {self.job.rank}: the link is closed"))
         lost = isinstance(self.job.problem, PeerLost) and not isinstance(self.job.problem, ThreadDied)
         self._session.port.leave(0.0 if self.job.problem else _LEAVE_SECONDS_MAX, lost=lost)
@@ -309,6 +312,7 @@ class Link:
             self._break(error)
         finally:
             self.job.problem = self.job.problem or error
+            self._held.give_up(error)
             self._obey()
 
     def _begin(self, active: Outgoing) -> None:
@@ -348,20 +352,26 @@ class Link:
         self.job.lose(error)
         self.on_lost(error)
         self._inbox.end()
-        self._session.outbox.lose(error)
+        held = self._session.outbox.lose(error, comes_again=comes_again)
+        self._held.hold(held, error)
         self._session.requests.end(error)
 
     def _look_for_stager(self) -> bool:
         """Open a session once the stager is reached again; return whether it is."""
+        self._held.look()
         try:
             found = None if self._rejoining is None else self._rejoining.look()
         except ThreadDied as died:
             self.job.problem, self._rejoining = died, None
+            self._held.give_up(died)
             self.on_lost(died)
             return True
         if found is None:
             return False
-        self.job.join_again(found.greeted.welcome.attempt)
+        before, welcome = self._session.welcome, found.greeted.welcome
+        if not welcome.ring or (welcome.attempt, welcome.ring) != (before.attempt, before.ring):
+            self._held.give_up(PeerLost(f"{self.name} was lost, and with it the ring or the attempt"))
+        self.job.join_again(welcome.attempt)
         self._session = self._open(found.greeted)
         self._backoff.outbox = self._session.outbox
         reach(Point.REJOINED)
@@ -379,8 +389,15 @@ class Link:
         passed = self._newest_step  # the training thread offers the next one as soon as `problem` is cleared
         # After log and event: a thread that sees the link alive finds both.
         self.job.recover()
-        # Ranks reconnect one by one: end at once a step of the others that this rank has passed without a stager.
-        if passed > self.job.durable_step:
+        # In the order of their steps. Ranks reconnect one by one: end at once a step of the others that this rank has
+        # passed without a stager.
+        held = self._held.take()
+        for step, again in held:
+            if again is None:
+                self._decline_passed(step)
+            else:
+                self._session.outbox.begin(again)
+        if passed > max((step for step, _ in held), default=self.job.durable_step):
             self._decline_passed(passed)
         self.on_back()
         untold, self._untold = self._untold, []

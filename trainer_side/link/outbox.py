@@ -120,14 +120,21 @@ class Outbox:
             self._forget_if_over(active)
         return moved
 
-    def lose(self, error: HoldfastError) -> None:
-        """Fail all transfers, since the stager is lost; their memory is not read any more."""
+    def lose(self, error: HoldfastError, *, comes_again: bool = False) -> list[Outgoing]:
+        """Fail all transfers, since the stager is lost, except those that wait for its next process: return them. No
+        memory is read any more.
+        """
         self._lost = True
+        held = []
         for active in list(self._active.values()):
             active.forget_sending()
-            self._end(active, TransferState.FAILED, Reason.of_error(error))
+            if comes_again and active.transfer.hold():
+                held.append(active)
+            else:
+                self._end(active, TransferState.FAILED, Reason.of_error(error))
             active.release()
             self._forget_if_over(active)
+        return held
 
     def close(self) -> None:
         """Fail the transfers whose outcome is still unknown when the link is closed."""
@@ -164,6 +171,7 @@ class Outbox:
         match kind:
             case Kind.STAGED:
                 self._job.staged_step = max(self._job.staged_step, step)
+                active.staged()
                 active.transfer.reach(TransferState.STAGED)
                 self._emit(active.transfer, {})
             case Kind.DURABLE:

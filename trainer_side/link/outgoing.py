@@ -184,6 +184,16 @@ class Outgoing:
         self._source = None
         self.transfer.release()
 
+    def again(self) -> Outgoing | None:
+        """The same, to be sent once more; None: it has ended."""
+        source = self.transfer.offer_again()
+        return None if source is None else Outgoing(self.transfer, source, self.plan)
+
+    def staged(self) -> None:
+        """All is at the stager, whether this process of it was sent it or the one before."""
+        self._unsent.clear()
+        self._done_said = True
+
     def forget_sending(self) -> None:
         """Forget payloads in flight, since their reader is gone."""
         self._sending.clear()

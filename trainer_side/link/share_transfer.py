@@ -8,18 +8,22 @@
     DURABLE                            when the lead says so: its flusher publishes the file
     DECLINED, FAILED                   when one share is; the other stagers are told, since no checkpoint can be whole
 
+A share whose stager is lost is held until that stager's next process is there: the memory stays, and the share is
+offered once more. The lead's is not, because the lead's next process begins another attempt.
+
 Each stager's link changes its share in a thread of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from holdfast.image.save_record import SaveRecord
-from holdfast.telemetry.causes import Reason
-from trainer_side.transfer import Transfer, TransferState
+from holdfast.telemetry.causes import DeclineCause, Reason
+from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 _PROGRESS = (
     TransferState.OFFERED,
@@ -31,7 +35,13 @@ _PROGRESS = (
 
 
 class ShareTransfer(Transfer):
-    """The share of one stager. `was_sent`: The whole share was sent."""
+    """The share of one stager.
+
+    Attributes:
+        was_sent: The whole share was sent.
+        in_doubt: The stager was lost after that.
+        held: The stager is lost, and the share waits for its next process.
+    """
 
     is_share: ClassVar[bool] = True
 
@@ -39,12 +49,29 @@ class ShareTransfer(Transfer):
         # The lead writes the manifest, so only the lead gets the times and the fingerprints of this save.
         own = SaveRecord(saved_at_unix=whole.transfer.record.saved_at_unix)
         super().__init__(whole.transfer.step, whole.transfer.record if index == 0 else own)
-        self.index, self.was_sent, self._whole = index, False, whole
+        self.index, self._whole = index, whole
+        self.was_sent = self.in_doubt = self.held = False
 
     def reach(self, state: TransferState, reason: Reason | None = None) -> None:
         super().reach(state, reason)
         self.was_sent = self.was_sent or state in (TransferState.SENT, TransferState.STAGED)
         self._whole.share_changed()
+
+    def hold(self) -> bool:
+        with self._whole.open_still() as is_open:
+            if not is_open or self.index == 0 or self.state.final:
+                return False
+            self.state, self.in_doubt, self.held = TransferState.OFFERED, self.was_sent, True
+            self.settled.clear()
+            return True
+
+    def offer_again(self) -> SliceSource | None:
+        with self._whole.open_still() as is_open:
+            if not is_open or self.state.final:
+                return None
+            self.held = False
+            self.released.clear()
+            return self._whole.source
 
     def release(self) -> None:
         super().release()
@@ -62,15 +89,20 @@ class WholeTransfer:
         count: How many stagers have a share.
         changed: Called in a link's thread when a share has changed, with this object and the state that `transfer` has
             thereby reached, if any.
+        source: The memory of this rank's slice.
 
     Attributes:
         shares: One per stager, the lead's first.
     """
 
     def __init__(
-        self, transfer: Transfer, count: int, changed: Callable[[WholeTransfer, TransferState | None], None]
+        self,
+        transfer: Transfer,
+        count: int,
+        changed: Callable[[WholeTransfer, TransferState | None], None],
+        source: SliceSource | None = None,
     ) -> None:
-        self.transfer, self._tell = transfer, changed
+        self.transfer, self._tell, self.source = transfer, changed, source
         self._lock = threading.RLock()  # `changed` may end another share in the same thread
         self.shares = [ShareTransfer(self, index) for index in range(count)]
 
@@ -85,6 +117,12 @@ class WholeTransfer:
         """Whether the lead has reported DURABLE, regardless of the other shares."""
         return self.shares[0].state is TransferState.DURABLE
 
+    @contextlib.contextmanager
+    def open_still(self) -> Iterator[bool]:
+        """Whether the memory is kept, because the whole is neither staged nor given up; that stays so in the block."""
+        with self._lock:
+            yield not self.transfer.settled.is_set()
+
     def share_changed(self) -> None:
         """Update the whole, after a share has reached another state or released its memory."""
         with self._lock:
@@ -93,14 +131,21 @@ class WholeTransfer:
             transfer.frames_left = sum(share.frames_left for share in self.shares)
             self._combine()
             if transfer.settled.is_set() and all(share.released.is_set() for share in self.shares):
+                self.source = None  # a staging area is not kept longer than it is read
                 transfer.release()
-            # Under the lock, so that `told` returns after it.
+            # Under the lock, so that `give_up_held` returns after it.
             self._tell(self, transfer.state if transfer.state is not before else None)
 
-    def told(self) -> None:
-        """Wait until `changed` has been called for all states reached so far. Any thread."""
+    def give_up_held(self) -> None:
+        """Fail the shares that wait for a lost stager. Any thread.
+
+        Returns once `changed` has been called for all states reached so far.
+        """
         with self._lock:
-            pass
+            for share in self.shares:
+                if share.held:
+                    late = DeclineCause.UNKNOWN.because("its stager was lost, and this rank leaves")
+                    share.reach(TransferState.FAILED, late)
 
     def _combine(self) -> None:
         transfer, given_up = self.transfer, self.given_up

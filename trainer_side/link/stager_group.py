@@ -2,7 +2,7 @@
 
     offer, decline ──► every stager with a share        agree, tell ──► the lead alone
     a share is declined, fails, or its stager is lost ──► give up the step, and tell the other stagers why
-    a stager is lost ──► no checkpoint is taken until it is reached again; training continues
+    a stager is lost ──► no checkpoint is taken until it is reached again; unstaged shares are then offered to it again
     the lead is lost ──► leave the others, because the lead's next attempt is theirs, too
 
 A rank that loses a stager after sending it the whole share tells the others nothing: the share may be staged there.
@@ -118,7 +118,7 @@ class StagerGroup:
         self._newest_step = step
         shares = self._shares_of(layout)
         transfer = Transfer(step, record)
-        whole = WholeTransfer(transfer, shares.count, self._changed)
+        whole = WholeTransfer(transfer, shares.count, self._changed, source)
         for share, link in zip(whole.shares, self._links, strict=False):
             link.send(share, source, layout, shares.chunks_of(share.index))
         whole.share_changed()
@@ -150,7 +150,7 @@ class StagerGroup:
             LastTransfers(self.job, transfers, self._clock).wait(wait_for, seconds_max)
             # A failed step is declined at the other stagers before this rank leaves.
             for whole in self._accepted:
-                whole.told()
+                whole.give_up_held()
             self._leaving = True
         for link in self._links:  # all first, so that no link waits for the good-bye of another
             link.leave()
@@ -192,7 +192,7 @@ class StagerGroup:
         if cause is None or self._leaving:
             return
         name = self._links[cause.index].name
-        if cause.was_sent and self._links[cause.index].job.problem is not None:
+        if cause.in_doubt or (cause.was_sent and self._links[cause.index].job.problem is not None):
             _log.warning(
                 "rank %d: step %d was sent to %s, which is lost: the other stagers find out whether it becomes durable",
                 self.job.rank,

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,10 +19,13 @@ from flusher.retention import Keep
 from flusher.service import FlusherService
 from flusher.verify_and_prune import Maintenance, MaintenanceRules
 from flusher.workers import Inbox
-from flusher.writer_lease import WriterLease
+from flusher.writer_lease import MemberLease, WriterLease
 from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.lease import Lease, failures_seen
+from holdfast.checkpoints.share_records import ShareRecords
 from holdfast.config import FlusherConfig
+from holdfast.image.checkpoint_id import CheckpointId
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX, WHOLE, ShareNumber
 from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Channel, Listener, Message, connect
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
@@ -104,6 +107,7 @@ class Bench:
         *,
         adopted: bool = True,
         store: MemoryStore | None = None,
+        share: ShareNumber = WHOLE,
     ) -> None:
         self.store = store or MemoryStore()
         self.directory = directory
@@ -113,12 +117,14 @@ class Bench:
         if adopted:
             self.ring.write_checkpoint(1, 7, "receiving", self.ring.put_layout(layout), {})
             self.ring.mark_filling(2, 1, 7, 0)
-        config = FlusherConfig(store="memory://run", chunk_bytes=4096, ring_bytes=8 * 4096, grace_seconds=0)
+        config = FlusherConfig(
+            store="memory://run", chunk_bytes=4096, ring_bytes=8 * 4096, grace_seconds=0, share=share
+        )
         inbox = Inbox()
         held.callback(inbox.close)
-        lease = WriterLease(self.store, config.heartbeat_seconds)
+        lease = WriterLease(self.store, config.heartbeat_seconds) if share.leads else MemberLease()
         held.callback(lease.end)
-        context = FlusherContext(self.store, lease, inbox, EventLog(None, role="flusher"))
+        context = FlusherContext(self.store, lease, inbox, EventLog(None, role="flusher"), share=share)
         maintenance = Maintenance(context, MaintenanceRules(verify=False, keep=Keep(0)))
         held.callback(maintenance.stop)
         listener = Listener(directory / SOCKET_NAME)
@@ -353,3 +359,99 @@ def test_a_stager_that_was_hung_up_on_and_dies_leaves_its_slots(bench: Bench) ->
     assert seen == [SlotState.FILLING]
     assert bench.ring.state(2) is SlotState.FREE
     assert bench.ring.checkpoint_names() == []
+
+
+class MemberBench(Bench):
+    """A service with share 2/2, whose lead never begins: everything that it has to say is in the store."""
+
+    def __init__(self, directory: Path, held: contextlib.ExitStack) -> None:
+        super().__init__(directory, held, adopted=False, share=ShareNumber(1, 2))
+        self.layout = made_up(3, entries=20, chunk_bytes=4096, ranks=1, entry_bytes_max=5000).layout
+        assert self.layout.chunks > 1
+        self.key = CheckpointId(3, 9)
+
+    def voided(self) -> str:
+        void = ShareRecords(self.store, self.key).void()
+        return "" if void is None else void.reason
+
+    def hello(self, *, standing: bool = True, lead_attempt: int = 3) -> Channel:
+        channel = connect(self.directory / SOCKET_NAME)
+        hello = {"version": VERSION, "pid": 1, "attempt": 0, "share": [1, 2], "lead_attempt": lead_attempt}
+        channel.send("hello", **hello, standing=standing)
+        assert not await_kinds(channel, "welcome")[0].fields["resumed"]
+        return channel
+
+    def begin(self, channel: Channel) -> None:
+        digest = self.ring.put_layout(self.layout)
+        self.ring.write_checkpoint(*self.key, "receiving", digest, {})
+        channel.send("begin", attempt=3, step=9, layout_digest=digest)
+
+    def lose(self, channel: Channel) -> None:
+        """The stager has begun the step, and dies in the middle of a chunk."""
+        self.begin(channel)
+        self.ring.mark_filling(2, 3, 9, self.layout.chunks - 1)
+        channel.close()
+        deadline = time.monotonic() + SECONDS_MAX
+        while self.ring.state(2) is not SlotState.FREE and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an image of a few chunks has two shares."""
+    monkeypatch.setattr("flusher.engine.part_chunks_for", lambda *_: 1)
+
+
+def play(directory: Path, act: Callable[[MemberBench], None]) -> MemberBench:
+    with contextlib.ExitStack() as held, ThreadPoolExecutor(1) as pool:
+        bench = MemberBench(directory, held)
+        acted = pool.submit(act, bench)
+        bench.service.run()
+        acted.result(SECONDS_MAX)
+        assert bench.ring.checkpoint_names() == []
+    return bench
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_the_next_stager_of_a_share_begins_the_same_step_again(tmp_path: Path) -> None:
+    def act(bench: MemberBench) -> None:
+        bench.lose(bench.hello())
+        assert not bench.voided()
+        channel = bench.hello()
+        bench.begin(channel)
+        channel.send("abort", attempt=3, step=9, reason="a rank is gone")
+        assert "a rank is gone" in await_kinds(channel, "failed")[-1].fields["message"]
+        channel.send("finish")
+        await_kinds(channel, "drained")
+        channel.close()
+
+    assert "a rank is gone" in play(tmp_path / "run", act).voided()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_share_whose_stager_does_not_come_again_is_given_up_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flusher.service.LOST_STAGER_SECONDS_MAX", 0.3)
+    bench = play(tmp_path / "run", lambda bench: bench.lose(bench.hello()))
+    assert "no stager came back" in bench.voided()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_share_is_given_up_when_the_next_stager_is_of_another_attempt(tmp_path: Path) -> None:
+    def act(bench: MemberBench) -> None:
+        bench.lose(bench.hello())
+        channel = bench.hello(lead_attempt=4)
+        channel.send("finish")
+        await_kinds(channel, "drained")
+        channel.close()
+
+    assert "another job began" in play(tmp_path / "run", act).voided()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_share_of_a_stager_that_is_never_started_again_is_given_up_at_once(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    bench = play(tmp_path / "run", lambda bench: bench.lose(bench.hello(standing=False)))
+    assert "the stager (process" in bench.voided()
+    assert time.monotonic() - begun < LOST_STAGER_SECONDS_MAX / 2

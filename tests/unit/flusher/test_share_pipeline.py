@@ -376,3 +376,33 @@ def test_slots_are_kept_for_the_parts_that_wait_for_others() -> None:
     ]
     assert late
     assert second.pipeline.chunks_together(KEY) == min(1 + len(late), len(store.shares.chunks_of(1)), 8)
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10_000), st.integers(2, 4), st.integers(1, 3), st.integers(3, 12), st.integers(0, 100))
+def test_a_share_that_the_next_stager_sends_again_makes_the_same_file(
+    seed: int, writers: int, part_chunks: int, ring_chunks: int, steps: int
+) -> None:
+    store, flushers, chance = made(seed, writers, part_chunks, ring_chunks)
+    if store.shares.count == 1:
+        return
+    for _ in range(steps):
+        one = chance.choice(flushers)
+        one.work_one() or one.send_one()
+    again = chance.choice(flushers[1:])
+    if again.to_send:
+        again.to_send = list(again.share.chunks)
+    run(flushers, chance)
+    assert store.published is not None, [job for flusher in flushers for job in flusher.jobs]
+    assert store.file() == store.image.final
+    for flusher in flushers:
+        assert flusher.pipeline.idle
+        assert flusher.slots == [None] * ring_chunks
+
+
+def test_the_stager_that_leads_may_not_send_a_chunk_twice() -> None:
+    _, flushers, chance = split()
+    assert flushers[0].send_one()
+    flushers[0].to_send = list(flushers[0].share.chunks)
+    run(flushers, chance)
+    assert "came twice" in str(flushers[0].discarded)

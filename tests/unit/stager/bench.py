@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,11 +103,17 @@ class Bench:
     """A service with simulated ranks and flusher. `now` is the time, set by the test unless the clock `runs`."""
 
     def __init__(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, share: ShareNumber = WHOLE
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        share: ShareNumber = WHOLE,
+        before: Callable[[Ring], None] = lambda _: None,
     ) -> None:
         self.port = FakePort()
         self.directory = tmp_path / "base" / "run"
         self.ring = Ring.create(self.directory, chunk_bytes=CHUNK, ring_chunks=8, attempt=3, room_chunks=32)
+        before(self.ring)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.flusher = Channel(theirs)
         self.attached = Flusher(Channel(mine), Ring.attach(self.directory), 3, "file:///run", 1234)

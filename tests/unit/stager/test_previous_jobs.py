@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from holdfast.ring.ring import Ring
-from stager.previous_jobs import PreviousJobs
+from stager.previous_jobs import PreviousJobs, left_behind
 from tests.support.images import made_up
 
 DIGEST = "0" * 64
@@ -48,6 +48,12 @@ def test_a_partial_one_and_this_jobs_own_are_not(ring: Ring) -> None:
     _left(ring, 1, 7, "receiving")
     _left(ring, 2, 8, "staged")
     assert PreviousJobs(10, clock=Clock()).settled(ring, 2)
+
+
+def test_steps_of_this_attempt_were_left_by_the_stager_before(ring: Ring) -> None:
+    for attempt, step, state in ((1, 6, "staged"), (2, 7, "receiving"), (2, 8, "staged")):
+        _left(ring, attempt, step, state)  # type: ignore[arg-type]
+    assert left_behind(ring, 2) == {7: False, 8: True}
 
 
 def test_an_unreadable_checkpoint_file_is_not_waited_for(ring: Ring) -> None:

@@ -10,14 +10,15 @@ import pytest
 from holdfast.errors import PeerLost
 from holdfast.image.shares import ShareNumber
 from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from holdfast.wire.welcome import Welcome
 from stager import service
 from stager.standing import _wrong_place
-from tests.unit.stager.bench import Bench
+from tests.unit.stager.bench import LAYOUT, Bench
 
-Make = Callable[[ShareNumber], Bench]
+Make = Callable[..., Bench]
 LEAD, MEMBER = ShareNumber(0, 2), ShareNumber(1, 2)
 
 
@@ -25,8 +26,8 @@ LEAD, MEMBER = ShareNumber(0, 2), ShareNumber(1, 2)
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     benches: list[Bench] = []
 
-    def make(share: ShareNumber) -> Bench:
-        benches.append(Bench(tmp_path, monkeypatch, share=share))
+    def make(share: ShareNumber, before: Callable[[Ring], None] = lambda _: None) -> Bench:
+        benches.append(Bench(tmp_path, monkeypatch, share=share, before=before))
         benches[0].welcome_all()
         return benches[0]
 
@@ -98,6 +99,35 @@ def test_a_member_waits_at_the_end_for_no_one_who_may_never_publish(
     bench.service.run()
     bench.heard += [message.kind for message in bench.flusher.poll()]
     assert "finish" not in bench.heard
+
+
+def test_the_next_process_of_a_member_says_what_the_one_before_had_staged(make: Make) -> None:
+    def before(ring: Ring) -> None:
+        ring.write_checkpoint(3, 1, "staged", ring.put_layout(LAYOUT), {})
+
+    bench = make(MEMBER, before)
+    bench.offer_all()
+    assert [rank for rank, _ in bench.port.told(Kind.STAGED)] == [0, 1]
+    assert not bench.port.credits()
+    bench.kill_flusher()
+    bench.next_flusher()
+    assert not bench.heard, "the next flusher finds it in the ring"
+
+
+def test_the_next_flusher_hears_of_the_chunks_that_the_stager_before_had_received(make: Make) -> None:
+    def before(ring: Ring) -> None:
+        ring.write_checkpoint(3, 1, "receiving", ring.put_layout(LAYOUT), {})
+        ring.mark_filling(7, 3, 1, 2)
+        sources = [(rank, 0) for rank in LAYOUT.senders(2)]
+        ring.mark_full(7, sources, LAYOUT.chunk_extent(2).nbytes)
+
+    bench = make(MEMBER, before)
+    bench.offer_all()
+    bench.flusher.send("began", attempt=3, step=1, part_chunks=1)
+    bench.pay_all()
+    bench.kill_flusher()
+    bench.next_flusher()
+    assert sorted(bench.heard) == ["begin", "chunk", "chunk", "chunk", "staged"]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def make(
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Link:
-    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
+    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0, ring="a")
     config = TrainerConfig(**settings)
     agreed = AgreedSteps(wait_seconds_max=config.stager_seconds_max)
     inbox = (

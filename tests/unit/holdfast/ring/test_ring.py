@@ -148,7 +148,7 @@ def test_a_journal_whose_records_have_room_for_all_sources_is_of_version_1(
     raw = struct.pack("<8sIIQQ", b"HFRING\r\n", 1, RING_CHUNKS, CHUNK_BYTES, 7)
     header = raw + struct.pack("<I", zlib.crc32(raw))
     assert (directory / "journal").read_bytes()[: len(header)] == header
-    assert {path.name for path in directory.iterdir()} == {"ring", "journal"}
+    assert {path.name for path in directory.iterdir()} == {"ring", "journal", "identity"}
 
 
 @pytest.mark.parametrize("count", [SOURCES_INSIDE_MAX + 1, 1100, SOURCES_MAX])
@@ -452,3 +452,16 @@ def test_a_stager_holds_its_ring_until_it_is_dead(directory: Path) -> None:
         assert not ring.is_held()
         Ring.remove(ring.directory)
         assert list(ring.directory.iterdir()) == []
+
+
+def test_another_ring_has_another_identity(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        with Ring.create(tmp_path / "run", chunk_bytes=4096, ring_chunks=1, attempt=1) as ring:
+            with Ring.attach(tmp_path / "run") as attached:
+                assert attached.identity == ring.identity
+            found.append(ring.identity)
+        Ring.remove(tmp_path / "run")
+        assert ring.identity == ""
+    assert len({*found, ""}) == 3
+    assert not list((tmp_path / "run").iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.image.entries import REPLICATED, Entry
@@ -52,7 +53,14 @@ def slots_of(session: Session) -> tuple[set[int], set[int], set[int]]:
 class Stager:
     """Drives a session and records its actions, with a manual clock."""
 
-    def __init__(self, layout: Layout, *, slots: int = 8, share: range | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        slots: int = 8,
+        share: range | None = None,
+        left: Mapping[int, bool] | None = None,
+    ) -> None:
         self.layout = layout
         self.now = 0.0
         self.session = Session(
@@ -62,6 +70,7 @@ class Stager:
             chunk_seconds_max=120,
             share=None if share is None else lambda _: share,
         )
+        self.session.take_over(left or {})
         self.credits: dict[tuple[int, int, int], int] = {}
         self.done: list[Action] = []
         self.take(NewLayout(layout))

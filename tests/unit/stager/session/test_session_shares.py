@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase
@@ -10,6 +11,7 @@ from stager.session.session_messages import (
     Decline,
     Done,
     Durable,
+    Failed,
     GrantCredit,
     KnownCheckpoint,
     MarkFull,
@@ -17,6 +19,7 @@ from stager.session.session_messages import (
     Offer,
     RankLost,
     SlotsFreed,
+    Tick,
 )
 from tests.unit.stager.session.sessions import Stager, is_empty, make_layout, phases_of
 
@@ -133,3 +136,62 @@ def test_a_stager_without_a_share_of_the_image_fails_an_offer_by_name() -> None:
     (failed,) = stager.said(Kind.FAILED)
     assert "no share of an image of 7 chunks" in str(failed.body["message"])
     assert not stager.of(Abort)
+
+
+def test_a_rank_hears_that_its_share_was_staged_by_the_stager_before() -> None:
+    stager = Stager(LAYOUT, share=SHARE, left={1: True})
+    stager.take(Offer(0, 1, LAYOUT.digest))
+    stager.take(Decline(1, 1, LATE))  # it has heard so before the loss, and has gone on
+    assert [(tell.rank, tell.step) for tell in stager.said(Kind.STAGED)] == [(0, 1), (1, 1)]
+    assert is_empty(stager.session)
+    assert not stager.of(Abort)
+    stager.take(Durable(1))
+    assert [tell.rank for tell in stager.said(Kind.DURABLE)] == [None]
+    assert not stager.session.left
+
+
+def test_ranks_hear_that_a_share_of_the_stager_before_has_failed() -> None:
+    stager = Stager(LAYOUT, share=SHARE, left={1: True})
+    stager.take(Failed(1, "peer_lost", "share 1 was given up"))
+    stager.take(Offer(0, 1, LAYOUT.digest))
+    assert [tell.rank for tell in stager.said(Kind.FAILED)] == [None, 0]
+
+
+def test_a_share_that_the_stager_before_had_begun_is_received_as_a_whole() -> None:
+    stager = Stager(LAYOUT, share=SHARE, left={1: False})
+    stager.offer_all(1)
+    assert not stager.session.left
+    stager.pay_all(1)
+    for rank in range(LAYOUT.ranks):
+        stager.take(Done(rank, 1))
+    assert [full.chunk for full in stager.of(MarkFull)] == list(SHARE)
+    assert stager.of(MarkStaged)
+    assert not stager.of(Abort)
+
+
+def test_a_share_that_the_stager_before_had_begun_is_aborted_when_a_rank_declines_it() -> None:
+    stager = Stager(LAYOUT, share=SHARE, left={1: False})
+    stager.take(Decline(0, 1, LATE))
+    assert [abort.step for abort in stager.of(Abort)] == [1]
+    stager.take(Failed(1, "peer_lost", "aborted"))
+    assert not stager.said(Kind.FAILED)
+
+
+def test_a_share_that_no_rank_offers_again_is_aborted_once() -> None:
+    stager = Stager(LAYOUT, share=SHARE, left={1: False, 2: True})
+    stager.take(Tick())
+    stager.now = LOST_STAGER_SECONDS_MAX
+    stager.take(Tick())
+    assert not stager.of(Abort)
+    stager.now += 1
+    for _ in range(2):
+        stager.take(Tick())
+    assert [abort.step for abort in stager.of(Abort)] == [1]
+    assert [tell.step for tell in stager.said(Kind.FAILED)] == [1]
+    assert stager.session.left == {2}
+
+
+def test_the_end_of_a_step_of_the_stager_before_that_is_not_known_here_changes_nothing() -> None:
+    stager = Stager(LAYOUT, share=SHARE)
+    stager.take(Durable(1))
+    assert is_empty(stager.session)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import PeerLost
 from holdfast.image.save_record import SaveRecord
-from holdfast.image.shares import Shares
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX, Shares
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.telemetry.events import EventLog
@@ -34,12 +35,14 @@ class Scene:
     def __init__(self, tmp_path: Path, *, again: bool = False) -> None:
         self.ports = [FakePort() for _ in range(STAGERS)]
         self.back: list[list[FakePort]] = [[], []]
-        self.attempt = 1
+        self.attempt, self.ring, self.now = 1, "a", 0.0
+        self.closed: set[int] = set()  # stagers that nobody answers for
         self.events = tmp_path / "events"
         links = [
             make(
                 port,
                 member=index > 0,
+                clock=lambda: time.monotonic() + self.now,
                 again=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0) if again else None,  # type: ignore[misc]
             )
             for index, port in enumerate(self.ports)
@@ -49,8 +52,10 @@ class Scene:
         self.group = StagerGroup(links, EventLog(self.events, role="trainer", rank=0))
 
     def _come_again(self, index: int) -> FakePort:
+        if index in self.closed:
+            raise PeerLost("nobody answers")
         port = FakePort()
-        welcome = Welcome("file:///run", self.attempt, CHUNK, 8, 2, 60.0, 5.0)
+        welcome = Welcome("file:///run", self.attempt, CHUNK, 8, 2, 60.0, 5.0, ring=self.ring)
         port.inbox.append(welcome.to_frame())
         self.back[index].append(port)
         return port
@@ -58,6 +63,18 @@ class Scene:
     def offer(self, step: int = 1, source: Source | None = None) -> Transfer:
         record = SaveRecord(saved_at_unix=time.time())
         return self.group.offer(step, source or Source(0), record, LAYOUT)
+
+    def lose(self, index: int, *, comes_again: bool = True) -> None:
+        """A stager dies; its next process has welcomed the rank when this returns."""
+        if not comes_again:
+            self.closed.add(index)
+        times = len(self.back[index])
+        self.ports[index].dead = True
+        if not comes_again:
+            until(lambda: self.group.job.problem)
+            return
+        until(lambda: len(self.back[index]) > times and self.group.job.problem is None)
+        self.ports[index] = self.back[index][-1]
 
     def send(self, index: int, step: int = 1) -> None:
         """Have the rank send its whole share to a stager."""
@@ -266,3 +283,147 @@ def test_a_closed_group_tells_no_stager_of_the_others(scene: Scene) -> None:
     scene.group.close(seconds_max=0.0)
     assert (transfer.state, transfer.released.is_set()) == (TransferState.FAILED, True)
     assert not any(port.of(Kind.DECLINE) for port in scene.ports)
+
+
+@pytest.fixture
+def again(tmp_path: Path) -> Iterator[Scene]:
+    """As `scene`, where stagers come again."""
+    scene = Scene(tmp_path, again=True)
+    yield scene
+    scene.group.close(seconds_max=0.0)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_next_process_of_a_stager_is_sent_the_same_step_once_more(again: Scene, sent: bool) -> None:
+    transfer = again.offer()
+    again.send(0)
+    again.ports[0].say(Kind.STAGED, step=1)
+    if sent:
+        again.send(1)
+    before = again.ports[1].payloads
+    again.lose(1)
+    assert not transfer.settled.is_set()
+    assert not transfer.released.is_set()
+    assert [frame.step for frame in again.ports[1].of(Kind.OFFER)] == [1]
+    assert not again.ports[1].of(Kind.DECLINE)
+    again.send(1)
+    assert [frame.chunk for frame in again.ports[1].of(Kind.SENT)] == FRAMES[1]
+    assert not before or again.ports[1].payloads == before
+    assert not transfer.settled.is_set()
+    again.ports[1].say(Kind.STAGED, step=1)
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert (transfer.state, again.group.job.staged_step) == (TransferState.STAGED, 1)
+    again.ports[0].say(Kind.DURABLE, step=1)
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert not again.ports[0].of(Kind.DECLINE)
+    until(lambda: again.emitted() == [("staged", 1), ("durable", 1)])
+
+
+def test_a_share_that_the_stager_before_had_staged_is_not_sent_again(again: Scene) -> None:
+    transfer = again.offer()
+    for index in range(STAGERS):
+        again.send(index)
+    again.ports[0].say(Kind.STAGED, step=1)
+    again.lose(1)
+    again.ports[1].say(Kind.STAGED, step=1)  # its ring says so
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.STAGED
+    assert not again.ports[1].of(Kind.SENT) + again.ports[1].of(Kind.DONE)
+
+
+def test_a_stager_may_be_lost_twice(again: Scene) -> None:
+    transfer = again.offer()
+    for _ in range(2):
+        again.lose(1)
+        assert again.ports[1].of(Kind.OFFER)
+    again.now = LOST_STAGER_SECONDS_MAX - 10
+    again.lose(1, comes_again=False)
+    again.now = LOST_STAGER_SECONDS_MAX + 10
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert "not reached again within 60 s" in str(transfer.reason)
+    assert transfer.released.wait(SECONDS_MAX)
+    until(lambda: again.ports[0].of(Kind.DECLINE))
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_stager_that_does_not_come_again_costs_the_step_after_a_while(again: Scene, sent: bool) -> None:
+    transfer = again.offer()
+    again.send(0)
+    if sent:
+        again.send(1)
+    again.lose(1, comes_again=False)
+    time.sleep(0.05)
+    assert not transfer.ended.is_set()
+    again.now = LOST_STAGER_SECONDS_MAX + 1
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    until(lambda: again.emitted() == [("failed", 1)])
+    if sent:  # it may be staged there
+        assert not again.ports[0].of(Kind.DECLINE)
+    else:
+        until(lambda: again.ports[0].of(Kind.DECLINE))
+
+
+def test_a_stager_with_another_ring_costs_the_step(again: Scene) -> None:
+    transfer = again.offer()
+    again.ring = "b"
+    again.lose(1)
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.FAILED
+    assert not again.ports[1].of(Kind.OFFER)
+    until(lambda: again.ports[0].of(Kind.DECLINE))
+    until(lambda: again.ports[1].of(Kind.DECLINE))
+
+
+def test_a_step_that_fails_elsewhere_meanwhile_is_declined_at_the_next_process(again: Scene) -> None:
+    transfer = again.offer()
+    again.lose(1, comes_again=False)
+    again.ports[0].say(Kind.FAILED, step=1, body={"code": "store", "message": "the store is full"})
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    again.closed.clear()
+    until(lambda: again.back[1] and again.back[1][-1].of(Kind.DECLINE))
+    assert not again.back[1][-1].of(Kind.OFFER)
+    assert [frame.step for frame in again.back[1][-1].of(Kind.DECLINE)] == [1]
+
+
+def test_a_step_that_fails_after_it_was_offered_again_frees_its_memory(again: Scene) -> None:
+    transfer = again.offer()
+    again.lose(1)
+    again.ports[1].say(Kind.FAILED, step=1, body={"code": "peer_lost", "message": "rank 1 is gone"})
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    until(lambda: again.ports[0].of(Kind.DECLINE))
+
+
+def test_a_lost_lead_costs_a_step_that_waits_for_another_stager(again: Scene) -> None:
+    transfer = again.offer()
+    again.lose(1, comes_again=False)
+    again.closed.add(0)
+    again.ports[0].dead = True
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.FAILED
+
+
+def test_a_rank_that_leaves_declines_a_step_that_waits_for_a_stager(again: Scene) -> None:
+    transfer = again.offer()
+    again.lose(1, comes_again=False)
+    again.group.close(seconds_max=0.0)
+    assert (transfer.state, transfer.released.is_set()) == (TransferState.FAILED, True)
+    assert [frame.step for frame in again.ports[0].of(Kind.DECLINE)] == [1]
+
+
+def test_the_newest_step_that_passed_without_the_stager_is_declined_after_the_older_is_offered(
+    again: Scene,
+) -> None:
+    again.offer(1)
+    again.lose(1, comes_again=False)
+    again.offer(2)
+    again.closed.clear()
+    until(lambda: again.back[1] and again.back[1][-1].of(Kind.DECLINE))
+    said = [(frame.kind, frame.step) for frame in again.back[1][-1].messages if frame.step]
+    assert said[:2] == [(Kind.OFFER, 1), (Kind.DECLINE, 2)]

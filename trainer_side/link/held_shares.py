@@ -1,0 +1,51 @@
+"""Shares of checkpoints whose stager is lost. Each is offered again to the stager's next process.
+
+    stager lost ─► hold ─┬─ reached again, same attempt and ring ─► offered again, from the staging area
+                         ├─ reached again, another ring ──────────► failed
+                         ├─ the step has ended meanwhile ─────────► declined there
+                         └─ LOST_STAGER_SECONDS_MAX after the first loss ─► failed
+
+The flusher of the ring has what came before the loss, and gives it up by itself if nobody comes. On another ring there
+is another flusher, and one of the two could give up what the other one has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.errors import HoldfastError, PeerLost
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
+from holdfast.telemetry.causes import Reason
+from trainer_side.link.outgoing import Outgoing
+from trainer_side.transfer import TransferState
+
+
+class HeldShares:
+    """See the module. Link's thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: list[Outgoing] = []  # oldest first
+        self._until: dict[int, float] = {}  # step → deadline, from the first loss on
+        self._error: HoldfastError | None = None
+
+    def hold(self, shares: list[Outgoing], error: HoldfastError) -> None:
+        until = self._clock() + LOST_STAGER_SECONDS_MAX
+        self._until = {one.transfer.step: self._until.get(one.transfer.step, until) for one in shares}
+        self._held, self._error = shares, error
+
+    def take(self) -> list[tuple[int, Outgoing | None]]:
+        """Each held step, oldest first, and what to offer again; None: the step has ended."""
+        held, self._held = self._held, []
+        return [(one.transfer.step, one.again()) for one in held]
+
+    def look(self) -> None:
+        """Give up the shares whose time is over."""
+        now = self._clock()
+        if any(now > self._until[one.transfer.step] for one in self._held):
+            self.give_up(PeerLost(f"{self._error}; not reached again within {LOST_STAGER_SECONDS_MAX:g} s"))
+
+    def give_up(self, error: HoldfastError) -> None:
+        held, self._held = self._held, []
+        for one in held:
+            one.transfer.reach(TransferState.FAILED, Reason.of_error(error))
