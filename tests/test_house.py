@@ -84,25 +84,25 @@ BUDGETS = {
     "operator_side/report": 1350,
     "operator_side/simulate": 1750,
     "operator_side/status": 1100,
-    "operator_side/supervise": 3050,
-    "stager": 5000,
-    "stager/session": 1400,
+    "operator_side/supervise": 3000,
+    "stager": 5050,
+    "stager/session": 1450,
     "trainer_side": 2250,
     "trainer_side/convert": 1900,
     "trainer_side/data": 950,
     "trainer_side/frameworks": 1150,
-    "trainer_side/link": 2250,
+    "trainer_side/link": 2400,
     "trainer_side/notice": 1150,
     "trainer_side/pace": 550,
     "trainer_side/proof": 750,
-    "trainer_side/ranks": 3050,
+    "trainer_side/ranks": 3150,
     "trainer_side/restore": 6800,
     "trainer_side/save": 5900,
     "trainer_side/state": 4700,
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_600
+PRODUCT_LINES_MAX = 85_800
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 

@@ -398,7 +398,7 @@ class MemberBench(Bench):
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that an image of a few chunks has two shares."""
+    """Small parts: an image of a few chunks then has two shares."""
     monkeypatch.setattr("flusher.engine.part_chunks_for", lambda *_: 1)
 
 
