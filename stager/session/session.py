@@ -194,8 +194,9 @@ class Session:
         return verdict is not None and verdict.kind is Kind.DURABLE
 
     def take_over(self, left: Mapping[int, bool]) -> None:
-        """Know the steps of this attempt that a stager before this one left in the ring, and whether its share of each
-        was staged. Before the first event.
+        """Take over the steps of this attempt that the previous stager left in the ring. Call before the first event.
+
+        `left`: By step: whether the previous stager had staged its share.
         """
         self._left = dict(left)
 

@@ -5,8 +5,8 @@
                          ├─ the step has ended meanwhile ─────────► declined there
                          └─ LOST_STAGER_SECONDS_MAX after the first loss ─► failed
 
-The flusher of the ring has what came before the loss, and gives it up by itself if nobody comes. On another ring there
-is another flusher, and one of the two could give up what the other one has written.
+The ring's flusher keeps the chunks that arrived before the loss, and gives them up by itself after the same time. Another
+ring has another flusher, and one of the two could give up what the other has written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer_side.transfer import TransferState
 
 
 class HeldShares:
-    """See the module. Link's thread."""
+    """The shares that wait for the next process of one link's stager. Link's thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -35,12 +35,12 @@ class HeldShares:
         self._held, self._error = shares, error
 
     def take(self) -> list[tuple[int, Outgoing | None]]:
-        """Each held step, oldest first, and what to offer again; None: the step has ended."""
+        """Return the held steps, oldest first, each with the transfer to offer again; None: the step has ended."""
         held, self._held = self._held, []
         return [(one.transfer.step, one.again()) for one in held]
 
     def look(self) -> None:
-        """Give up the shares whose time is over."""
+        """Fail the shares whose deadline has passed."""
         now = self._clock()
         if any(now > self._until[one.transfer.step] for one in self._held):
             self.give_up(PeerLost(f"{self._error}; not reached again within {LOST_STAGER_SECONDS_MAX:g} s"))
