@@ -134,7 +134,7 @@ class OpenRequests:
         self._fetches.popleft().set_result(frame)
 
     def end(self, problem: HoldfastError) -> None:
-        """Raise `problem` in all who wait, and in later requests."""
+        """Raise `problem` in all waiting threads, and in later requests."""
         self._problem = problem
         self.agreed(problem)
         while self._fetches:

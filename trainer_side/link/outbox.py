@@ -121,8 +121,9 @@ class Outbox:
         return moved
 
     def lose(self, error: HoldfastError, *, comes_again: bool = False) -> list[Outgoing]:
-        """Fail all transfers, since the stager is lost, except those that wait for its next process: return them. No
-        memory is read any more.
+        """Fail or hold all transfers, since the stager is lost, and read no more of their memory.
+
+        Returns those that are held for the stager's next process; none unless `comes_again`.
         """
         self._lost = True
         held = []

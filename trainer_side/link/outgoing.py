@@ -185,12 +185,12 @@ class Outgoing:
         self.transfer.release()
 
     def again(self) -> Outgoing | None:
-        """The same, to be sent once more; None: it has ended."""
+        """Return this checkpoint, to be offered again; None: the step has ended."""
         source = self.transfer.offer_again()
         return None if source is None else Outgoing(self.transfer, source, self.plan)
 
     def staged(self) -> None:
-        """All is at the stager, whether this process of it was sent it or the one before."""
+        """Note that the stager has all frames, even if they were sent to an earlier process of it."""
         self._unsent.clear()
         self._done_said = True
 

@@ -7,8 +7,8 @@ a payload that moves only while both sides poll ─► no pause, as long as it m
 After a long wait the pause is a fiftieth of the wait so far, at most 20 ms: polling every half millisecond does not
 make a slow store faster, and the pause delays no message by more than that.
 
-With more than two processes per core, the limits grow with the number of processes: otherwise ranks that poll without
-result would leave the stager no time to receive what the others send.
+With more than two processes per core, the limits grow with the number of processes, up to 20 ms: otherwise ranks that
+poll without result would leave the stager no time to receive what the others send.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CROWD = 2.0  # processes per core, above which the pauses grow
 
 
 class PollBackoff:
-    """The pauses of the link's thread, which alone uses this.
+    """The pauses of the link's thread. Link's thread, except `wake`.
 
     `outbox`: The checkpoints in flight; replaced together with the stager. `crowding`: Processes of the job on this
     machine per core.

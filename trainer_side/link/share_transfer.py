@@ -119,7 +119,7 @@ class WholeTransfer:
 
     @contextlib.contextmanager
     def open_still(self) -> Iterator[bool]:
-        """Whether the memory is kept, because the whole is neither staged nor given up; that stays so in the block."""
+        """Yield whether the whole keeps its memory: it is neither staged nor given up, and stays so in the block."""
         with self._lock:
             yield not self.transfer.settled.is_set()
 

@@ -13,9 +13,8 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-HANGING_SHARE = (
-    0.1  # of the deadline for a restore: a source without progress for this time counts as hanging
-)
+# Of the deadline for a restore: a source without progress for this time counts as hanging.
+HANGING_SHARE = 0.1
 
 
 def within(

@@ -172,7 +172,7 @@ class MpiWorld:
         return port
 
     def member(self, index: int, attempt: int, generation: int = 0) -> MpiStagerPort | TcpStagerPort:  # noqa: ARG002
-        """As `World.member`; the first stager sends the others the attempt, and no stager is ever reconnected."""
+        """As `World.member`; the first stager sends the others the attempt, and a member is never reconnected."""
         return self._ports[index]
 
     def peers(self) -> MpiPeers:

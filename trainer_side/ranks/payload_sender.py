@@ -30,9 +30,8 @@ _LOOK_SECONDS = 1.0
 _QUIET_SECONDS_MAX = 5.0
 _BYTES_PER_CALL_MAX = 4 << 20
 _TASK = "sends payloads to the stager"
-_BYTES_HEARD_MAX = (
-    32 * 1024
-)  # more than one TLS record, so that no decrypted bytes stay behind unseen by poll
+# More than one TLS record, so that no decrypted bytes stay behind unseen by poll.
+_BYTES_HEARD_MAX = 32 * 1024
 
 
 class PayloadSender:
@@ -86,9 +85,8 @@ class PayloadSender:
         """Stop sending; wait until the thread reads no payload's memory."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
-        self._quiet.wait(
-            _QUIET_SECONDS_MAX
-        )  # returns at once while the thread connects: it then reads no payload
+        # Returns at once while the thread connects: it then reads no payload.
+        self._quiet.wait(_QUIET_SECONDS_MAX)
 
     def _end(self, error: ThreadDied) -> None:
         self._quiet.set()

@@ -25,7 +25,7 @@ class GenerationOver(PeerLost):
 
 
 class StartReplaced(PeerLost):
-    """The launcher has restarted the job, so the stager refuses this older start for good."""
+    """The launcher has restarted the job, so no stager serves this older start any more."""
 
 
 class StagerPort(Protocol):

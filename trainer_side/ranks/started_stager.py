@@ -65,8 +65,8 @@ _ONLY = OwnShare()
 
 
 def living_share(config: TrainerConfig) -> str:
-    """The share of the own stager that an earlier start of the job has left on this machine, as K/S; empty if none."""
-    with contextlib.suppress(HoldfastError):  # `StagerStarter` meets the same, and all ranks hear of it
+    """Return the share, as K/S, of the own stager that an earlier start has left on this machine; empty if none."""
+    with contextlib.suppress(HoldfastError):  # `StartedStager` raises the same error, on all ranks
         if config.store is not None:
             stager = StagerConfig.from_sources(store=config.store)
             found = living_own_stager(config.store, stager.runtime_dir)
@@ -75,8 +75,9 @@ def living_share(config: TrainerConfig) -> str:
 
 
 def roots_by_share(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
-    """The rank that starts the stager of each share. A stager that lives keeps its share, because its ring has that of
-    the newest checkpoints.
+    """Return the rank that starts the stager of each share.
+
+    A living stager keeps its share, because its ring has this share of the newest checkpoints.
 
     Args:
         nodes: The first rank of each node.

@@ -55,10 +55,9 @@ class TcpStagerPort:
         self._died: ThreadDied | None = None  # not raised yet
         self._left = False
         self._last_number = 0
-        self._over: set[int] = (
-            set()
-        )  # numbers with a receipt; the senders' threads only call the atomic `add`
-        self._payloads = 0  # payloads for which `sent` was not True yet
+        # Numbers of payloads with a receipt; the senders' threads only call the atomic `add`.
+        self._over: set[int] = set()
+        self._payloads = 0  # for which `sent` was not True yet
         self._senders = [
             PayloadSender(
                 connector,

@@ -30,9 +30,8 @@ _log = logging.getLogger("holdfast.trainer")
 
 _LISTEN_SECONDS = 2.0  # an agreed refusal is raised on all ranks almost at once
 _PAUSE_SECONDS = 5e-3
-_NEXT_RANKS = (
-    16  # a rank other than 0 tells only these: thousands of ranks would send each other millions of messages
-)
+# A rank other than 0 tells only this many: thousands of ranks would send each other millions of messages.
+_NEXT_RANKS = 16
 _OF_A_RANK = re.compile(r"^(rank \d+: )+")
 _PACKAGES = frozenset({"trainer_side", "holdfast"})
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

@@ -88,7 +88,7 @@ def check_received(
     *,
     threads: int,
 ) -> DamageError | None:
-    """Compare the CRC of each entry with bytes from other ranks with the one in the manifest.
+    """For each entry that has bytes from other ranks, compare its CRC with the manifest's.
 
     Every rank must have read its units without an error. `sums`: `Reading.sums` and `Reading.received`, which are not
     computed again.

@@ -354,9 +354,8 @@ def load(
             elif isinstance(value, torch.Tensor):
                 if saved is not value:  # a DTensor
                     with writable(value):
-                        value.copy_(
-                            saved
-                        )  # a no-op if read in place: torch sees that both are the same memory
+                        # A no-op if read in place: torch sees that both are the same memory.
+                        value.copy_(saved)
             elif _loadable(value):
                 _load_object(name, value, saved, live[name], on_host)
             else:

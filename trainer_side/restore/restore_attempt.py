@@ -117,7 +117,7 @@ class Restored:
 class RestoreOptions:
     """Which checkpoint to restore, and limits on reading it."""
 
-    step: int | None = None  # restore only this step, even if it is damaged
+    step: int | None = None  # restore only this step; if it is damaged, restore none
     # Restore the best checkpoint of the store by this metric, or after damage the next best.
     best: WantedBest | None = None
     # Limit for reading one checkpoint, and again for its exchange. A tier or ring that takes more than a tenth of it

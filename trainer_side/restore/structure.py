@@ -305,9 +305,8 @@ class _StructureFile(RangedFile):
         self._data = memoryview(data)
         self._head_bytes, self._tail_offset = ends_of(image)
         self._end = image.image_bytes
-        self.failure: HoldfastError | None = (
-            None  # the store's error, which torch's reader replaces by others
-        )
+        # The store's error, which torch's reader replaces by others.
+        self.failure: HoldfastError | None = None
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         view = memoryview(buffer).cast("B")

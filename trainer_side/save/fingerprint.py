@@ -92,9 +92,8 @@ class DeviceSamples:
         self._device, self._span = device, span
         self._places: list[tuple[int, int]] = []
         self._plan: _Plan | None = None
-        self._groups: list[
-            tuple[int, int]
-        ] = []  # distance between rows, and the last row that may be the first one
+        # Distance between rows, and the last row that may be the first one.
+        self._groups: list[tuple[int, int]] = []
         self._rows = self._index = self._group = torch.empty(0, device="cpu")
 
     def gather(self, sources: Sequence[StorageSource], step: int) -> DeviceRows | None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("holdfast.trainer.gate")
 
-_CLEAN_AFTER_ESCAPE = 16  # saves; doubled after each further escape
+_CLEAN_AFTER_ESCAPE = 16  # saves; doubled whenever a proof has failed
 _CLEAN_MAX = 1024
 
 

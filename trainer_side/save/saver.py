@@ -130,7 +130,7 @@ class Saver:
     def save(
         self, step: int, wait_seconds_max: float | None = None, metrics: dict[str, float] | None = None
     ) -> bool:
-        """Begin a save, as `Checkpointer.save`. `wait_seconds_max` for room replaces that of the settings."""
+        """Begin a save, as `Checkpointer.save`. `wait_seconds_max`: For room, regardless of the settings."""
         begun, saved_at_unix = time.monotonic(), time.time()
         self._settle_late(step)
         reach(Point.SAVE_BEGUN)

@@ -129,7 +129,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 def settle(tree: Mapping[str, Any]) -> None:
-    """Replace each `Arriving` number, which lies in a dict at the top level of the tree. In place; any thread."""
+    """Wait for each `Arriving` number in a dict at the tree's top level, and replace it. In place; any thread."""
     for below in tree.values():
         if type(below) is dict:
             for key, value in below.items():
@@ -315,7 +315,7 @@ def _plain_parameter(kind: type) -> bool:
 
 
 def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
-    """Return, by `UntypedStorage._cdata`, who sends each storage of `tree`, and whether its copy may wait for the gate.
+    """Return, by `UntypedStorage._cdata`, who sends each storage of `tree`, and whether it is copied behind the gate.
 
     A storage that several tensors share is replicated, or gated, only if all of them are. A DTensor counts as its local
     tensor. `state`: The argument of `collect` for this tree; its modules and optimizers define the roles.

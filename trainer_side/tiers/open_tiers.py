@@ -68,7 +68,8 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         place = TierDirectory(Path(directory), run_url)
     if nearness is Nearness.MEMORY:
         refuse_disk(spec, place.base, warn=True)
-        # The copy engine itself puts slices there, so the writers only compute CRCs, and measuring them is no use.
+        # The copy engine itself puts slices there, so the writers only compute CRCs. Nor is the number of slots
+        # measured, since each costs memory.
         slots = SLOTS if slots is None else slots
         if writers is None:
             # Each computes CRCs at about 10 GB/s; the other cores are left to training.

@@ -44,7 +44,7 @@ class SlotPages:
             return self._running
 
     def start(self, made: Callable[[int], object], ended: Callable[[], object]) -> bool:
-        """Start the thread, which calls `made` with each finished slot and then `ended`. False: no work, or stopped."""
+        """Start the thread; False if it runs, was stopped, or has no work. Calls `made` per finished slot, then `ended`."""
         with self._changed:
             if self._running or self._stopped.is_set() or not self._missing:
                 return False

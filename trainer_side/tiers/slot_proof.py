@@ -1,4 +1,4 @@
-"""The proof of one slice: the data that its rank used in the next step, in a small file beside the slot file.
+"""The proof of one slice: a digest of the step that its rank did next, in a small file beside the slot file.
 
     slot 1 of rank-00003-e289a332.slots is sealed ─► rank-00003-e289a332.1.proof, by rename
     the slot is used again, or its file is removed ─► the proof is removed

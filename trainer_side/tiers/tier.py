@@ -161,7 +161,7 @@ class Keeps(ABC):
         return functools.partial(self.read_into, kept)
 
     def proof(self, kept: Kept) -> Digest | None:  # noqa: ARG002
-        """Return the proof of a slice: the data of the rank's next step; None if unknown. DamageError: damaged."""
+        """Return the proof of a slice: the digest of its rank's next step; None if unknown. DamageError: damaged."""
         return None
 
 

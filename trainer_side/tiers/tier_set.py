@@ -160,7 +160,7 @@ class TierSet:
         """Free the slots of a step that is not copied after all."""
 
     def prove(self, order: Order, digest: Digest) -> None:
-        """Keep the data of this rank's step after `order` beside its slices, once they are sealed."""
+        """Keep the digest of this rank's step after `order` beside its slices, once they are sealed."""
 
     def skip(self, step: int, reason: Reason) -> None:
         """Tell the other ranks that this rank takes no checkpoint of `step`, so that they do not wait for it."""

@@ -23,7 +23,7 @@ from trainer_side.transfer import SliceSource
 
 @dataclass(eq=False)
 class TierWrite:
-    """A step that `LocalTiers.begin` has made."""
+    """One step in the tiers. Made by `LocalTiers.begin`."""
 
     order: Order
     frames: tuple[SliceFrame, ...]

@@ -205,7 +205,7 @@ class TierWriterThreads:
             self._changed.notify_all()
 
     def judge(self, verdict: StepVerdict) -> None:
-        """Deliver a verdict to the tier, as soon as no other part reads the slots that it may free."""
+        """Deliver a verdict to the tier, as soon as nothing else reads the slots that it may free."""
         with self._changed:
             if not verdict.complete:
                 for part in self._parts:
