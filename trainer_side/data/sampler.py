@@ -361,9 +361,8 @@ class ReadAhead(torch.utils.data.Sampler[Any]):
 
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, epochs: bool) -> None:
         self.sampler, self.batch_size, self._epochs = sampler, batch_size, epochs
-        sampler._span(
-            batch_size, _Position(0, 0)
-        )  # raises here if the size is wrong, not in a loader's worker
+        # A wrong size raises here, not in a loader's worker.
+        sampler._span(batch_size, _Position(0, 0))
 
     @property
     def batches_per_epoch(self) -> int:

@@ -44,7 +44,7 @@ class SlotPages:
             return self._running
 
     def start(self, made: Callable[[int], object], ended: Callable[[], object]) -> bool:
-        """Start the thread; False if it runs, was stopped, or has no work. Calls `made` per finished slot, then `ended`."""
+        """Start the thread, which calls `made` per finished slot, then `ended`. False: no work, running, or stopped."""
         with self._changed:
             if self._running or self._stopped.is_set() or not self._missing:
                 return False

@@ -18,8 +18,8 @@ class Tracker(ABC):
         kind: Name of the tracker in checkpoints.
         run: The library's own object; None on ranks other than 0.
         run_id: Id by which the library finds the run again. At most 1024 characters.
-        last_step: Newest step of which the run already has points, up to which `log` skips; -1: none, or the library
-            itself hides points that are logged twice.
+        last_step: Newest step of which the run already has points; `log` skips steps up to it. -1: none, or the
+            library itself hides points that are logged twice.
     """
 
     kind: ClassVar[str]
