@@ -294,8 +294,8 @@ class StartedStager:
         self.port = port
 
     def again(self, generation: int, lead_attempt: int = 0) -> TcpStagerPort:
-        """As `World.again`. Rank 0 restarts a dead own stager, and replaces a named one that was lost for
-        `own_after_seconds`; the other ranks follow its announcement.
+        """As `World.again`. Rank `own.root` restarts a dead own stager. Rank 0 replaces a named one that was lost for
+        `own_after_seconds`, and the other ranks follow its announcement.
         """
         seconds_max = self._config.reconnect_seconds_max
         self._own = self._own._replace(lead_attempt=lead_attempt)
