@@ -77,7 +77,7 @@ class _Said(BaseModel):
 
     address: str = Field(min_length=1, max_length=1024)
     key: str = Field(max_length=1024)
-    share: str = Field(max_length=16)
+    share: str = Field(default=str(WHOLE), max_length=16)  # a note of an older version has none
 
 
 def note_path(store_url: str, runtime_dir: Path) -> Path:

@@ -20,6 +20,7 @@ from holdfast.policy.hazard import Hazard
 
 _LONGER, _SHORTER = 1.25, 0.75  # two measurements that are each wrong by a tenth stay within
 _LONGER_TIMES, _SHORTER_TIMES = 2, 3
+_ROUNDED_FROM = 8  # steps: from here on, rounding to whole steps does not count as a change
 _EVERY_MAX = 1_000_000
 
 
@@ -60,8 +61,11 @@ class Governor:
         every = change.advice.every
         if current is None:
             return self._settle(change)
-        self._longer = self._longer + 1 if every >= max(current + 1, _LONGER * current) else 0
-        self._shorter = self._shorter + 1 if every <= min(current - 1, _SHORTER * current) else 0
+        rounding = 1 if current >= _ROUNDED_FROM else 0
+        longer = every >= max(current + 1, _LONGER * current + rounding)
+        shorter = every <= min(current - 1, _SHORTER * current - rounding)
+        self._longer = self._longer + 1 if longer else 0
+        self._shorter = self._shorter + 1 if shorter else 0
         if self._longer >= _LONGER_TIMES or self._shorter >= _SHORTER_TIMES:
             return self._settle(change)
         return None

@@ -5,7 +5,8 @@
                          ├─ the step has ended meanwhile ─────────► declined there
                          └─ LOST_STAGER_SECONDS_MAX after the first loss ─► failed
 
-The ring's flusher keeps the chunks that arrived before the loss, and gives them up by itself after the same time.
+A rank with local tiers holds no share: its memory is needed for the next steps, which go to the tiers. The ring's
+flusher keeps the chunks that arrived before the loss, and gives them up by itself after the same time.
 Another ring has another flusher, and one of the two could give up what the other has written.
 """
 

@@ -352,7 +352,8 @@ class Link:
         self.job.lose(error)
         self.on_lost(error)
         self._inbox.end()
-        held = self._session.outbox.lose(error, comes_again=comes_again)
+        # With tiers a held step would keep its memory, perhaps a slot, from the next steps, which the tiers can take.
+        held = self._session.outbox.lose(error, comes_again=comes_again and not self._kept_there)
         self._held.hold(held, error)
         self._session.requests.end(error)
 

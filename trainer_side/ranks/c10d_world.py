@@ -94,7 +94,7 @@ class C10dWorld:
         incarnation, self.launch, hosts = met
         self.incarnation, self._under = bytes.fromhex(incarnation), f"holdfast/{incarnation}"
         self.one_machine = len(set(hosts)) == 1
-        self._roots = [0]  # the ranks that start the job's own stagers, by share once it has any
+        self._roots = [0]  # ranks that start the job's own stagers: by node, from `port` on by share
         if config.stager == OWN_PER_NODE:
             self._roots = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
             self.stagers = len(self._roots)
@@ -110,7 +110,7 @@ class C10dWorld:
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
         self._ports: dict[int, TcpStagerPort] = {}  # by the stager's share
-        self._own: dict[int, StartedStager] = {}  # the same
+        self._own: dict[int, StartedStager] = {}  # by the stager's share
         at_exit(self._leave)
 
     def port(self) -> TcpStagerPort:

@@ -66,7 +66,7 @@ _ONLY = OwnShare()
 
 def living_share(config: TrainerConfig) -> str:
     """Return the share, as K/S, of the own stager that an earlier start has left on this machine; empty if none."""
-    with contextlib.suppress(HoldfastError):  # `StartedStager` raises the same error, on all ranks
+    with contextlib.suppress(HoldfastError):  # `StagerStarter` raises the same error, on all ranks
         if config.store is not None:
             stager = StagerConfig.from_sources(store=config.store)
             found = living_own_stager(config.store, stager.runtime_dir)
@@ -81,7 +81,7 @@ def roots_by_share(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
 
     Args:
         nodes: The first rank of each node.
-        living: `living_share` there.
+        living: The result of `living_share` on each node.
     """
     texts = [str(ShareNumber(index, len(nodes))) for index in range(len(nodes))]
     kept = dict(zip(living, nodes, strict=True))
@@ -103,9 +103,10 @@ class StagerStarter:
     def __init__(self, config: TrainerConfig, *, one_machine: bool, own: OwnShare = _ONLY) -> None:
         rank = self._rank = f"rank {own.root}"
         if config.store is None:
+            said = OWN_PER_NODE if config.stager == OWN_PER_NODE else OWN_STAGER
             raise ConfigError(
-                "trainer setting stager: own, and no store is set for the stager to write to; set store "
-                "(HOLDFAST_STORE) to the URL of the run"
+                f"trainer setting stager: {said}, and no store is set for the stager to write to; set store "
+                f"(HOLDFAST_STORE) on {rank}'s machine to the URL of the run"
             )
         self._config, self._store, self._share = config, config.store, own.share
         stager = StagerConfig.from_sources(store=config.store)
@@ -135,8 +136,8 @@ class StagerStarter:
     def living(self) -> OwnStagerPlace | None:
         """Return the living stager that this start of the job, or an earlier one, has started on this machine.
 
-        Waits for the end of a stager with another share, which an earlier start on other nodes has left. PeerLost: it
-        does not end within `start_seconds_max`.
+        If that stager has another share, because the earlier start had other nodes, wait for its end. PeerLost: it does
+        not end within `start_seconds_max`.
         """
         if self._process is not None:
             self._process.poll()  # reaps a dead stager
@@ -145,12 +146,19 @@ class StagerStarter:
             found = living_own_stager(self._store, self._runtime_dir)
             if found is None or found.share == str(self._share):
                 return found
-            what = f"the stager at {found.address}, which has share {found.share} of an earlier start on other nodes"
+            what = f"the stager at {found.address}, which has share {found.share}"
             if time.monotonic() > deadline:
-                raise PeerLost(f"{what}, did not end within {self._seconds_max:g} s; see its log")
+                raise PeerLost(
+                    f"{what}, did not end within {self._seconds_max:g} s; if an earlier start on other nodes has left "
+                    f"it, see its log; if another node uses {self._runtime_dir} as well, give each node a directory of "
+                    "its own in HOLDFAST_RUNTIME_DIR"
+                )
             if not is_logged:
                 is_logged = True
-                _log.warning("waiting for %s, to end: it waits idle_seconds_max for its job", what)
+                _log.warning(
+                    "waiting for %s, to end: one that an earlier start has left waits idle_seconds_max for its job",
+                    what,
+                )
             time.sleep(_LOOK_SECONDS)
 
     def start(self) -> OwnStagerPlace:
@@ -233,7 +241,7 @@ class StartedStager:
 
     Args:
         announcements: None: the stager keeps its address, and the ranks get no later announcement.
-        own: Which of the job's stagers it is; `own.root` takes the part of rank 0.
+        own: Which of the job's stagers it is; rank `own.root` finds or starts it instead of rank 0.
 
     Attributes:
         port: The connection of the newest generation.
@@ -287,8 +295,8 @@ class StartedStager:
         self.port = port
 
     def again(self, generation: int, lead_attempt: int = 0) -> TcpStagerPort:
-        """As `World.again`. Rank 0 restarts a dead own stager, and replaces a named one that was lost for
-        `own_after_seconds`; the other ranks follow its announcement.
+        """As `World.again`. Rank `own.root` restarts a dead own stager. Rank 0 replaces a named one that was lost for
+        `own_after_seconds`, and the other ranks follow its announcement.
         """
         seconds_max = self._config.reconnect_seconds_max
         self._own = self._own._replace(lead_attempt=lead_attempt)

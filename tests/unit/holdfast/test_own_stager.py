@@ -40,6 +40,13 @@ def test_the_note_tells_the_share(tmp_path: Path) -> None:
     note.close()
 
 
+def test_a_stager_of_an_older_version_whose_note_has_no_share_is_found(tmp_path: Path) -> None:
+    note = OwnStagerNote(RUN, tmp_path, HERE, KEY)
+    note_path(RUN, tmp_path).write_text(f'{{"address": "{HERE}", "key": "{KEY.decode()}"}}')
+    assert living_own_stager(RUN, tmp_path) == OwnStagerPlace(str(HERE), KEY.decode(), "1/1")
+    note.close()
+
+
 def test_the_note_of_a_killed_one_says_nothing_and_the_next_one_writes_over_it(tmp_path: Path) -> None:
     dead = OwnStagerNote(RUN, tmp_path, HERE, KEY)
     os.close(dead._fd)  # as the kernel does

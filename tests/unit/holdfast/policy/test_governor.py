@@ -39,6 +39,15 @@ def test_an_accidentally_slow_checkpoint_changes_nothing() -> None:
     assert set(run(governor(), None, *([40.0] * 3 + [4.0, 4.0]) * 5)) == {39}
 
 
+def test_the_interval_stays_where_rounding_makes_the_difference() -> None:
+    """16.3 and 19.8 steps differ by less than a quarter, 16 and 20 do not."""
+    assert set(run(governor(), None, *(18 * waver for waver in (0.90625, *[1.1] * 4)))) == {16}
+    exact = [seconds / 10 for seconds in range(90, 500)]
+    for first, then in ((0.9, 1.1), (1.1, 0.9)):
+        flaps = [of for of in exact if len({*run(governor(), None, first * of, *[then * of] * 4)}) > 1]
+        assert flaps == []
+
+
 @given(st.floats(1.0, 500.0), st.lists(st.floats(0.9, 1.1), min_size=2, max_size=60))
 def test_the_interval_does_not_flap_where_figures_waver_by_a_tenth(
     durable: float, wavers: list[float]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ FRAMES = [[chunk for chunk, _ in LAYOUT.sends(0) if SHARES.owner(chunk) == index
 class Scene:
     """A rank's group of two simulated stagers."""
 
-    def __init__(self, tmp_path: Path, *, again: bool = False) -> None:
+    def __init__(self, tmp_path: Path, *, again: bool = False, **settings: Any) -> None:
         self.ports = [FakePort() for _ in range(STAGERS)]
         self.back: list[list[FakePort]] = [[], []]
         self.attempt, self.ring, self.now = 1, "a", 0.0
@@ -44,6 +45,7 @@ class Scene:
                 member=index > 0,
                 clock=lambda: time.monotonic() + self.now,
                 again=Reconnect(lambda _, index=index: self._come_again(index), lambda: 0) if again else None,  # type: ignore[misc]
+                **settings,
             )
             for index, port in enumerate(self.ports)
         ]
@@ -364,6 +366,17 @@ def test_a_stager_that_does_not_come_again_costs_the_step_after_a_while(again: S
         assert not again.ports[0].of(Kind.DECLINE)
     else:
         until(lambda: again.ports[0].of(Kind.DECLINE))
+
+
+def test_beside_local_tiers_a_lost_stager_costs_the_step_at_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, again=True, tiers=["memory"])
+    transfer = scene.offer()
+    scene.lose(1, comes_again=False)
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX), "the next step needs its memory"
+    assert transfer.state is TransferState.FAILED
+    until(lambda: scene.ports[0].of(Kind.DECLINE))
+    scene.group.close(seconds_max=0.0)
 
 
 def test_a_stager_with_another_ring_costs_the_step(again: Scene) -> None:

@@ -170,6 +170,14 @@ def test_a_stager_with_another_share_is_waited_for_until_it_has_ended(
     assert (net.starts, [asked[1] for asked in net.asked]) == (1, [OWN.address])
 
 
+def test_a_stager_with_another_share_that_does_not_end_is_an_error_that_says_why(net: Net) -> None:
+    net.living = OwnStagerPlace("127.0.0.1:9", "l" * 32, "1/2")
+    share = OwnShare(0, ShareNumber(1, 2), lead_attempt=1)
+    with pytest.raises(PeerLost, match="each node a directory of its own in HOLDFAST_RUNTIME_DIR"):
+        net.own(share=share, stager="own-per-node", start_seconds_max=0.01)
+    assert net.starts == 0
+
+
 def test_a_rank_that_does_not_reach_it_ends_all_ranks_and_says_which_setting_helps(net: Net) -> None:
     net.deaf = {1}
     _, errors = Ranks(3).outcomes(net.own)
@@ -199,7 +207,8 @@ def test_a_stager_that_dies_is_started_again_by_rank_0_alone(net: Net) -> None:
 @pytest.mark.parametrize(
     ("settings", "environ", "words"),
     [
-        ({"store": None}, {}, "no store is set for the stager to write to"),
+        ({"store": None}, {}, "stager: own, and no store is set for the stager to write to"),
+        ({"store": None, "stager": "own-per-node"}, {}, "stager: own-per-node, and no store is set"),
         ({}, {"HOLDFAST_LISTEN": "127.0.0.1:7"}, "is reached from rank 0's machine alone"),
         ({}, {"HOLDFAST_RING_BYTES": "lots"}, "ring_bytes"),
         ({"tls_ca": "ca.pem"}, {}, "the stager that rank 0 starts has no tls_cert"),
