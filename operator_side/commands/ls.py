@@ -49,7 +49,7 @@ def ls(as_json: bool, target: Target) -> None:
            bad       published, read back and found bad
            damaged   its manifest or its file is missing or broken
 
-    Proof: whether the checkpoint recorded what the next step used, so that a resume from it can be proven exact.
+    Proof: whether there is a record of what the next step used, so that a resume from the checkpoint can be proven.
 
     After `holdfast rewind` the checkpoints of older branches are dim, and their file is followed by the branch.
 
