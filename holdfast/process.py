@@ -138,7 +138,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_kills(root: Path = Path("/")) -> int:
-    """Count the processes that the kernel killed to free memory, in this control group, else on this machine; else 0."""
+    """Count processes that the kernel killed to free memory, in this control group, else on this machine; else 0."""
     counters = [
         folder / name
         for folder in _memory_groups(root)
