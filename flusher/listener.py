@@ -28,7 +28,7 @@ class FlushListener:
     def durable(self, key: CheckpointId, durable: DurableStep) -> None: ...
 
     def read_back(self, result: ReadBack) -> None:
-        """The checkpoint is verified or bad, or the read-back failed."""
+        """The checkpoint is verified or bad, or neither: it has a caveat, or the store failed."""
 
     def failed(self, key: CheckpointId, error: HoldfastError) -> None:
         """The checkpoint was given up, and will not be published."""

@@ -202,7 +202,7 @@ def _best(good: Sequence[StoredStep], rule: BestRule, count: int) -> list[str]:
 
 
 def _rungs(newest_first: Sequence[StoredStep], seconds: int, rungs: int) -> list[str]:
-    """Return the first checkpoint of each of the newest `rungs` time spans that have one; steps order the spans."""
+    """Return the first checkpoint of each of the newest `rungs` time spans that have one, by checkpoint order."""
     first: dict[int, str] = {}
     for one in newest_first:
         if one.created_unix is None:

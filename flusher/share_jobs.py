@@ -199,7 +199,7 @@ _UNKNOWN = object()  # a checkpoint that was never begun here: it may have sever
 def upload_of(
     store: Store, start: ShareStart, layout: Layout, chunk_crcs: tuple[int, ...], share: ImageShare
 ) -> Upload:
-    """Open the upload of an image whose shares are all sealed. Raises `PeerLost` if sealed parts are missing."""
+    """Open the upload of an image whose shares are all sealed. Raises `StoreError`; `PeerLost`: parts are missing."""
     crcs = part_crcs(layout, share.shares, chunk_crcs)
     upload = store.resume(start.file, start.begun(crcs))
     lost = sorted(crcs.keys() - upload.written())

@@ -92,7 +92,7 @@ def parent_of(pid: int) -> int:
 
 
 def wait_readable(descriptors: Iterable[int], seconds: float | None) -> None:
-    """Sleep until a descriptor is readable or `seconds` are over. Unlike `select`, takes any number. Any thread."""
+    """Sleep until a descriptor is readable, at most `seconds`. Unlike `select`, takes any above 1023. Any thread."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -138,7 +138,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_kills(root: Path = Path("/")) -> int:
-    """Count the processes that the kernel has killed to free memory, in this control group, else on this machine."""
+    """Count processes that the kernel killed to free memory, in this control group, else on this machine; else 0."""
     counters = [
         folder / name
         for folder in _memory_groups(root)

@@ -381,7 +381,9 @@ def _name(attempt: int) -> str:
 
 
 def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list[int]:
-    """Return all claimed attempts with a file, ascending, without numbers so high that no attempt could follow."""
+    """Return all claimed attempts that still have a file, ascending. A number far above all others is not ours: it
+    might leave no number for the next writer.
+    """
     objects = store.list() if objects is None else objects
     found = sorted(
         (int(match[1]), info) for info in objects if (match := _NAME.fullmatch(info.name)) is not None

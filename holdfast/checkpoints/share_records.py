@@ -165,7 +165,9 @@ _SEAL_OR_VOID: TypeAdapter[ShareSeal | ShareVoid] = TypeAdapter(
 
 
 class ShareRecords:
-    """The objects of one checkpoint. Any thread. Raises `StoreError`, `ProtocolError`, `DamageError`."""
+    """The objects of one checkpoint. Any thread. Methods raise `StoreError`, and `ProtocolError` or `DamageError` for
+    an object that another program has left there.
+    """
 
     def __init__(self, store: Store, key: CheckpointId) -> None:
         self._store, self.key = store, key

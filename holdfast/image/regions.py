@@ -156,7 +156,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """How the tensors of one shape are split; also input from outside. `regions`: Not empty. `holders`: Of each,
+    """How the tensors of one shape are split; also input from outside. `regions`: None is empty. `holders`: Of each,
     ascending, at least one. ProtocolError: regions overlap, leave the tensor or a gap, or a rank holds two.
     """
 

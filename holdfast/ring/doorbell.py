@@ -127,7 +127,9 @@ def _check(kind: str, name: str, expected: type, value: Any) -> None:
 
 
 class Channel:
-    """One end of a connection. Non-blocking; for one thread. `closed`: the peer is gone, or `close` was called."""
+    """One end of a connection. Non-blocking; for one thread. `closed`: the peer is gone, or `close` was called. `poll`
+    first returns all messages that the peer sent before its end.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -247,8 +249,8 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self, *, busy: str = "") -> Channel | None:
-        """Return the next connection, or None. `busy`: why no further stager is wanted now: it is refused with this
-        reason.
+        """Return the next connection; None if no connection waits, or it was refused. `busy`: why no further stager is
+        wanted now, as the reason of its refusal.
         """
         try:
             connection, _ = self._socket.accept()

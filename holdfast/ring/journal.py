@@ -77,7 +77,7 @@ class SlotRecord(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Geometry of a new ring, and the attempt that may write into it."""
+    """Geometry of the ring when it was made, and the attempt that may write into it."""
 
     chunk_bytes: int
     ring_chunks: int

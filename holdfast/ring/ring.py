@@ -359,7 +359,7 @@ class Ring:
         return self._journal.state(slot)
 
     def record(self, slot: int) -> SlotRecord:
-        """Return the record of one slot. Raises a `ProtocolError` that names file, record and field."""
+        """Return the record of one slot. Raises `ProtocolError` if it is damaged, naming file, record and field."""
         return self._journal.record(slot)
 
     def remains(self) -> list[SlotRecord]:

@@ -91,7 +91,7 @@ def part_chunks_for(store_url: str, image_bytes: int, chunk_bytes: int) -> int:
 
 
 def normalise_url(url: str) -> str:
-    """Return the one spelling of a run's URL. Raises `ConfigError`: malformed, or may hold a secret; never shows it."""
+    """Return one spelling for each run. Raises `ConfigError`: malformed, or may hold a secret (then not shown)."""
     if not url or "\0" in url or url != url.strip():
         raise ConfigError(
             "the store's URL is empty, or has a space or NUL at an end; give a path or s3://bucket/run"

@@ -116,7 +116,7 @@ class Store(Protocol):
         ...
 
     def list(self) -> list[ObjectInfo]:
-        """Return all visible objects of the run, sorted by name, recursively, without temporary files."""
+        """Return all visible objects of the run, sorted by name, recursively; no temporary ones; [] for a new run."""
         ...
 
     def size(self, name: str) -> int:

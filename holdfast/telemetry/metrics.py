@@ -111,7 +111,7 @@ class Metrics:
         silent.set_function(lambda: len(self._silent))
         self._ranks_lost = self._counter("holdfast_ranks_lost", "Ranks that died.")
         self._flushers_lost = self._counter("holdfast_flushers_lost", "Flushers that ended too early.")
-        self._divergences = self._counter("holdfast_divergences", "Steps in which replicas differed.")
+        self._divergences = self._counter("holdfast_divergences", "New findings of replicas that differ.")
         self._notices = self._counter(
             "holdfast_notices", "Notices that a machine will be taken away.", "kind"
         )

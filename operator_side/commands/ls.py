@@ -49,7 +49,7 @@ def ls(as_json: bool, target: Target) -> None:
            bad       published, read back and found bad
            damaged   its manifest or its file is missing or broken
 
-    Proof: whether what the step after the checkpoint used is recorded, so that a resume can be proven exact.
+    Proof: whether there is a record of what the next step used, so that a resume from the checkpoint can be proven.
 
     After `holdfast rewind` the checkpoints of older branches are dim, and their file is followed by the branch.
 
@@ -57,11 +57,11 @@ def ls(as_json: bool, target: Target) -> None:
     "pgt1_seconds", "pgt2_seconds", "drift", "doubt", "proof", "nonfinite", "metrics": {name: value}, "branch",
     "current", "is_best"}], "old_slices"}. Values that a damaged manifest does not have are null. pgt1_seconds is the
     time from save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas
-    differed, and doubt why a checkpoint may be torn; both are usually empty. nonfinite is the number of values in
-    floating tensors that are NaN or infinite, counted when the checkpoint was read back; null: not counted. is_best is
-    true for the best good checkpoint by the run's best_metric. branch is the number of the branch that wrote it, from
-    1; current is false if `holdfast rewind` has left that branch, so that restore skips the checkpoint. old_slices
-    names the steps that exist only as slices of an older holdfast; it is usually empty.
+    differed, and doubt why a checkpoint may be torn; else they are empty. nonfinite is the number of values in floating
+    tensors that are NaN or infinite, counted when the checkpoint was read back; null: not counted. is_best is true for
+    the best good checkpoint by the run's best_metric. branch is the number of the branch that wrote it, from 1; current
+    is false if `holdfast rewind` has left the checkpoint behind, so that restore skips it. old_slices names the steps
+    that exist only as slices of an older holdfast, and is else empty.
     """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
     look = target.look()
     # Rows on a terminal show the progress themselves.

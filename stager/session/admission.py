@@ -1,8 +1,8 @@
 """Decides whether the session accepts another checkpoint, by the present ranks and the steps in flight.
 
     offer of step 7 ─► verdict known? ─► the same answer
-                       refused? all ranks are told why: the stager is stopping or has no ring, a rank is lost or silent,
-                                the step is older than another, too many are in flight
+                       refused? all ranks are told why: the stager is stopping or between two rings, a rank is lost or
+                                silent, the step is older than another, too many are in flight
                        all ranks have offered ─► one layout, which rank 0 announced? ─► received; or failed, by name
 
 Changed only by `stager.session.session.Session`.
