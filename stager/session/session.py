@@ -211,6 +211,8 @@ class Session:
         for checkpoint in list(self._open.values()):
             if checkpoint.phase is not Phase.ENDED:
                 self._fail(checkpoint, PeerLost(reason))
+        for step in list(self._left):  # of the ring that is gone, too
+            self._on_failed(Failed(step, PeerLost.code, reason))
         return self._actions
 
     def reopen(self, *, free_slots: Iterable[int], flusher_slots: Iterable[int] = ()) -> None:
