@@ -315,7 +315,7 @@ class FlusherService:
         if all(engine.knows(key) and key not in receiving for key in names):
             return False
         self._waits_for_old_stager = self._awaits_next_stager = True
-        self._grace_after_wait_seconds = 0.0
+        self._grace_after_wait_seconds = max(0.0, self._config.grace_seconds - LOST_STAGER_SECONDS_MAX)
         self._ends_at = time.monotonic() + LOST_STAGER_SECONDS_MAX
         return True
 
