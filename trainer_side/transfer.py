@@ -87,11 +87,11 @@ class Transfer:
             self.ended.set()
 
     def hold(self) -> bool:
-        """Whether it waits for the next process of its stager, which is lost. Link's thread."""
+        """Keep the transfer for the next process of its lost stager; return whether it is kept. Link's thread."""
         return False
 
     def offer_again(self) -> SliceSource | None:
-        """The memory to send from once more, if `hold` has returned True; None: it has ended. Link's thread."""
+        """Return the memory to send once more, after `hold`; None if the step has ended. Link's thread."""
         return None
 
     def release(self) -> None:

@@ -185,12 +185,12 @@ class Outgoing:
         self.transfer.release()
 
     def again(self) -> Outgoing | None:
-        """The same, to be sent once more; None: it has ended."""
+        """Return a new object that sends the transfer once more; None if its step has ended."""
         source = self.transfer.offer_again()
         return None if source is None else Outgoing(self.transfer, source, self.plan)
 
     def staged(self) -> None:
-        """All is at the stager, whether this process of it was sent it or the one before."""
+        """Stop sending: the stager has staged the step, perhaps in its previous process."""
         self._unsent.clear()
         self._done_said = True
 
