@@ -303,8 +303,8 @@ class FlusherService:
             self._ends_at = time.monotonic() + self._config.grace_seconds
 
     def _keeps_share(self, why: str) -> bool:
-        """Whether unstaged checkpoints wait for the next stager of this share and attempt. The loss of the lead ends
-        the attempt, and under MPI no stager is started again.
+        """Keep unstaged checkpoints for the next stager of this share and attempt; return whether there are any. The
+        loss of the lead ends the attempt, and under MPI no stager is started again.
         """
         if self._config.share.leads or self._terminating or not self._is_standing:
             return False

@@ -119,7 +119,7 @@ class WholeTransfer:
 
     @contextlib.contextmanager
     def open_still(self) -> Iterator[bool]:
-        """Yield whether the whole is neither staged nor given up, so that its memory is kept; fixed during the block."""
+        """Yield whether the whole is neither staged nor given up, so its memory is kept; fixed during the block."""
         with self._lock:
             yield not self.transfer.settled.is_set()
 
