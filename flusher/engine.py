@@ -50,7 +50,7 @@ from flusher.steps import (
 )
 from flusher.succession import Succession
 from flusher.verify_and_prune import Maintenance, Pruned, ReadBack
-from holdfast.errors import BusyError, FencedError, HoldfastError, ProtocolError, StoreError
+from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
@@ -124,6 +124,10 @@ class Engine:
         if share is not None and not share.chunks:
             no_share = f"this flusher is {self._share}, and the image has only {share.shares.count} shares"
             self.listener.failed(key, ProtocolError(f"{key}: {no_share}"))
+            return
+        if share is not None and key in self._discards:
+            # The next process of its stager was faster than the worker, which would drop this flight's state.
+            self.listener.failed(key, PeerLost(f"{key}: this share is being given up"))
             return
         resume = self._found(key, layout)
         self._events.began(key, layout.image_bytes, share)

@@ -303,8 +303,8 @@ class FlusherService:
             self._ends_at = time.monotonic() + self._config.grace_seconds
 
     def _keeps_share(self, why: str) -> bool:
-        """Whether unstaged checkpoints wait for the next stager of this share and attempt. The loss of the lead ends
-        the attempt, and under MPI no stager is started again.
+        """Keep unstaged checkpoints for the next stager of this share and attempt; return whether there are any. The
+        loss of the lead ends the attempt, and under MPI no stager is started again.
         """
         if self._config.share.leads or self._terminating or not self._is_standing:
             return False
@@ -315,7 +315,7 @@ class FlusherService:
         if all(engine.knows(key) and key not in receiving for key in names):
             return False
         self._waits_for_old_stager = self._awaits_next_stager = True
-        self._grace_after_wait_seconds = 0.0
+        self._grace_after_wait_seconds = max(0.0, self._config.grace_seconds - LOST_STAGER_SECONDS_MAX)
         self._ends_at = time.monotonic() + LOST_STAGER_SECONDS_MAX
         return True
 

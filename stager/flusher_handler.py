@@ -55,7 +55,7 @@ def replay(line: FlusherLine, session: Session) -> FlusherBack:
 
 
 def _slots_before(ring: Ring, attempt: int, session: Session) -> dict[int, list[int]]:
-    """Step → slots with chunks that the stager before this one has received. The flusher has freed later copies."""
+    """Return the slots with chunks that the previous stager received, by step. The flusher has freed later copies."""
     found: dict[int, list[int]] = {}
     for slot in session.slots_before:
         try:

@@ -91,7 +91,7 @@ class Transfer:
         return False
 
     def offer_again(self) -> SliceSource | None:
-        """Return the memory to send from again, after `hold`; None if the transfer has ended. Link's thread."""
+        """Return the memory to send once more, after `hold`; None if the step has ended. Link's thread."""
         return None
 
     def release(self) -> None:

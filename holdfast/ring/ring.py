@@ -7,7 +7,7 @@
         flush-<attempt>-<step>     which parts of it the store has (flusher/progress.py)
         layout-<digest>            Layout.to_bytes()
         writers-<attempt>          how many flushers write its checkpoints, if this one is not alone
-        identity                   random: the ring that a later process finds is this one, or another
+        identity                   random: tells this ring from a later one in the same directory
         stager-<attempt>           locked by the stager of that attempt, with its token
         sources-<slot>             senders of a chunk that do not fit into its record
         flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/writer_lease.py)
@@ -277,7 +277,7 @@ class Ring:
 
     @property
     def identity(self) -> str:
-        """32 random hex digits, made with the ring; empty if they cannot be read."""
+        """The ring's 32 random hex digits; empty if they cannot be read."""
         try:
             return read_side_file(self.directory / "identity").decode("ascii", "replace")
         except (FileNotFoundError, ConfigError, ProtocolError):

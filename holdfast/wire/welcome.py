@@ -48,8 +48,10 @@ class Welcome:
             beat_seconds=float,
             share=int,
             shares=int,
-            ring=str,
         )
+        document.setdefault("ring", "")
+        if not isinstance(document["ring"], str):
+            raise ProtocolError(f"WELCOME: ring is {document['ring']!r:.80}, expected str")
         seen = FailureCount.from_json(document.get("seen"))
         welcome = cls(**{name: document[name] for name in cls.__slots__ if name != "seen"}, seen=seen)
         wholes = (

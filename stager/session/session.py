@@ -180,7 +180,7 @@ class Session:
 
     @property
     def left(self) -> set[int]:
-        """Steps whose share the stager before this one had staged, and of which no end is known."""
+        """Steps whose share the previous stager had staged, and whose outcome is unknown."""
         return {step for step, staged in self._left.items() if staged}
 
     @property
@@ -211,6 +211,8 @@ class Session:
         for checkpoint in list(self._open.values()):
             if checkpoint.phase is not Phase.ENDED:
                 self._fail(checkpoint, PeerLost(reason))
+        for step in list(self._left):  # their chunks were in the lost ring, too
+            self._on_failed(Failed(step, PeerLost.code, reason))
         return self._actions
 
     def reopen(self, *, free_slots: Iterable[int], flusher_slots: Iterable[int] = ()) -> None:

@@ -12,7 +12,7 @@ Another ring has another flusher, and one of the two could give up what the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from holdfast.errors import HoldfastError, PeerLost
 from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
@@ -31,14 +31,16 @@ class HeldShares:
         self._error: HoldfastError | None = None
 
     def hold(self, shares: list[Outgoing], error: HoldfastError) -> None:
+        shares = [*shares, *self._held]  # lost again before `take` had reached the newer ones
         until = self._clock() + LOST_STAGER_SECONDS_MAX
         self._until = {one.transfer.step: self._until.get(one.transfer.step, until) for one in shares}
         self._held, self._error = shares, error
 
-    def take(self) -> list[tuple[int, Outgoing | None]]:
-        """Return the held steps, oldest first, each with the transfer to offer again; None: the step has ended."""
-        held, self._held = self._held, []
-        return [(one.transfer.step, one.again()) for one in held]
+    def take(self) -> Iterator[tuple[int, Outgoing | None]]:
+        """Yield the held steps, oldest first, each with the transfer to offer again; None: the step has ended."""
+        while self._held:
+            one = self._held.pop(0)
+            yield one.transfer.step, one.again()
 
     def look(self) -> None:
         """Fail the shares whose deadline has passed."""

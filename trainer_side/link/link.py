@@ -392,13 +392,13 @@ class Link:
         self.job.recover()
         # In the order of their steps. Ranks reconnect one by one: end at once a step of the others that this rank has
         # passed without a stager.
-        held = self._held.take()
-        for step, again in held:
+        newest = self.job.durable_step
+        for newest, again in self._held.take():
             if again is None:
-                self._decline_passed(step)
+                self._decline_passed(newest)
             else:
                 self._session.outbox.begin(again)
-        if passed > max((step for step, _ in held), default=self.job.durable_step):
+        if passed > newest:
             self._decline_passed(passed)
         self.on_back()
         untold, self._untold = self._untold, []

@@ -185,7 +185,7 @@ class Outgoing:
         self.transfer.release()
 
     def again(self) -> Outgoing | None:
-        """Return this checkpoint, to be offered again; None: the step has ended."""
+        """Return a new object that sends the transfer once more; None if its step has ended."""
         source = self.transfer.offer_again()
         return None if source is None else Outgoing(self.transfer, source, self.plan)
 

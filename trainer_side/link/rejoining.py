@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.wire.welcome import Welcome
 from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.link.greeting import Greeted, greet
@@ -29,6 +30,7 @@ from trainer_side.ranks.ports import GenerationOver, StagerPort, StartReplaced
 _log = logging.getLogger("holdfast.trainer.link")
 
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1.0, 30.0
+_PAUSE_SECONDS_MAX_HELD = 4.0  # while a share may wait for the next process of one of several stagers
 _WARNING_SECONDS = 300.0
 _GENERATIONS_AT_ONCE_MAX = 64  # without a pause: a stager remembers which ones are over
 _LOOK_SECONDS = 0.01
@@ -141,7 +143,14 @@ class Rejoining:
                     self._at_risk(),
                 )
             self._ended.wait(pause_seconds)
-            pause_seconds = min(_PAUSE_SECONDS_MAX, 2 * pause_seconds)
+            pause_seconds = min(self._pause_seconds_max(time.monotonic() - begun), 2 * pause_seconds)
+
+    def _pause_seconds_max(self, seconds: float) -> float:
+        """Return the longest pause after a search of `seconds`."""
+        is_share = self._before is not None and self._before.shares > 1
+        if is_share and seconds < LOST_STAGER_SECONDS_MAX:
+            return min(_PAUSE_SECONDS_MAX, _PAUSE_SECONDS_MAX_HELD)
+        return _PAUSE_SECONDS_MAX
 
     def _try(self) -> Greeted:
         port = self._again.connect(self._generation)

@@ -8,8 +8,8 @@
     DURABLE                            when the lead says so: its flusher publishes the file
     DECLINED, FAILED                   when one share is; the other stagers are told, since no checkpoint can be whole
 
-A share whose stager is lost is held until that stager's next process is there: the memory stays, and the share is
-offered once more. The lead's is not, because the lead's next process begins another attempt.
+A share whose stager is lost is held: its memory stays in use until the stager's next process is reached and the share
+is offered again. The lead's share is not held, because the lead's next process begins another attempt.
 
 Each stager's link changes its share in a thread of its own.
 """
@@ -119,7 +119,7 @@ class WholeTransfer:
 
     @contextlib.contextmanager
     def open_still(self) -> Iterator[bool]:
-        """Yield whether the whole keeps its memory: it is neither staged nor given up, and stays so in the block."""
+        """Yield whether the whole is neither staged nor given up, so its memory is kept; fixed during the block."""
         with self._lock:
             yield not self.transfer.settled.is_set()
 
@@ -131,7 +131,7 @@ class WholeTransfer:
             transfer.frames_left = sum(share.frames_left for share in self.shares)
             self._combine()
             if transfer.settled.is_set() and all(share.released.is_set() for share in self.shares):
-                self.source = None  # a staging area is not kept longer than it is read
+                self.source = None  # keep no staging area that is not read any more
                 transfer.release()
             # Under the lock, so that `give_up_held` returns after it.
             self._tell(self, transfer.state if transfer.state is not before else None)

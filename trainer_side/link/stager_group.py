@@ -1,7 +1,7 @@
 """Several stagers as one, each with a share of every checkpoint: the links of a rank to them, the lead's first.
 
     offer, decline ──► every stager with a share        agree, tell ──► the lead alone
-    a share is declined, fails, or its stager is lost ──► give up the step, and tell the other stagers why
+    a share is declined or fails ──► give up the step, and tell the other stagers why
     a stager is lost ──► no checkpoint is taken until it is reached again; unstaged shares are then offered to it again
     the lead is lost ──► leave the others, because the lead's next attempt is theirs, too
 

@@ -22,7 +22,7 @@ from flusher.ring_room import RingGrown
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
 from flusher.writer_lease import WriterLease
-from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
+from holdfast.errors import FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State, manifest_name
 from holdfast.ring.journal import SlotState
@@ -486,6 +486,17 @@ def test_manifests_of_the_past_take_no_memory(rig: Rig) -> None:
 def test_a_slot_that_is_not_full_is_refused(rig: Rig) -> None:
     with pytest.raises(ProtocolError, match="the journal says FREE"):
         rig.engine.chunk(rig.ring.record(3))
+
+
+def test_a_share_that_is_being_given_up_is_not_begun_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flusher.engine.part_chunks_for", lambda *_: 1)
+    rig.ring.note_writers(1, 2)
+    rig.engine.give_up(KEY, PeerLost("its ranks are gone"))
+    rig.engine.begin(KEY, IMAGE.layout)
+    assert "being given up" in str(rig.heard.failures[KEY])
+    assert not rig.engine.pipeline_knows(KEY)
+    rig.drain()
+    assert "its ranks are gone" in str(rig.heard.failures[KEY])
 
 
 def test_recovery_publishes_what_is_whole_and_gives_up_the_rest_by_name(rig: Rig) -> None:

@@ -36,6 +36,14 @@ def test_a_stager_that_says_nothing_of_failures_has_seen_none() -> None:
     assert Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json(document))).seen == FailureCount()
 
 
+def test_a_stager_that_names_no_ring_has_an_unknown_one() -> None:
+    document = json.loads(wire.decode(_WELCOME.to_frame()).body)
+    del document["ring"]
+    assert Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json(document))).ring == ""
+    with pytest.raises(ProtocolError, match="ring is 7"):
+        Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json({**document, "ring": 7})))
+
+
 @pytest.mark.parametrize(
     "seen", [7, {}, {"failures": 1}, {"failures": -1, "seconds": 1.0}, {"failures": 1, "seconds": 1e99}]
 )

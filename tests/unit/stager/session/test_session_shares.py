@@ -19,6 +19,7 @@ from stager.session.session_messages import (
     Offer,
     RankLost,
     SlotsFreed,
+    Tell,
     Tick,
 )
 from tests.unit.stager.session.sessions import Stager, is_empty, make_layout, phases_of
@@ -189,6 +190,17 @@ def test_a_share_that_no_rank_offers_again_is_aborted_once() -> None:
     assert [abort.step for abort in stager.of(Abort)] == [1]
     assert [tell.step for tell in stager.said(Kind.FAILED)] == [1]
     assert stager.session.left == {2}
+
+
+def test_shares_of_the_stager_before_fail_with_the_ring() -> None:
+    stager = Stager(LAYOUT, share=SHARE, left={1: True, 2: False})
+    actions = stager.session.refuse_all("the flusher ended")
+    told = [(tell.kind, tell.step) for tell in actions if isinstance(tell, Tell)]
+    assert told == [(Kind.FAILED, 1), (Kind.FAILED, 2)]
+    stager.session.reopen(free_slots=range(8))
+    stager.take(Offer(0, 2, LAYOUT.digest))
+    assert [tell.rank for tell in stager.said(Kind.FAILED)] == [0]
+    assert is_empty(stager.session)
 
 
 def test_the_end_of_a_step_of_the_stager_before_that_is_not_known_here_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.wire.frames import Kind
 from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, SECONDS_MAX, FakePort, until
@@ -99,6 +101,18 @@ def test_a_generation_that_is_over_is_followed_by_the_next_without_a_pause(
     door = Door(GenerationOver("over"), GenerationOver("over"), AFTER)
     _found(search(door))
     assert door.generations == [1, 2, 3]
+
+
+def test_one_of_several_stagers_is_tried_often_as_long_as_its_share_may_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rejoining, "_PAUSE_SECONDS_MAX", 30.0)
+    made = _rejoining(Reconnect(Door(AFTER), lambda: 1), rank=1)
+    made._before = BEFORE
+    assert made._pause_seconds_max(0.0) == 30.0, "the only stager"
+    made._before = dataclasses.replace(BEFORE, share=2, shares=2)
+    assert made._pause_seconds_max(0.0) < 10.0
+    assert made._pause_seconds_max(LOST_STAGER_SECONDS_MAX) == 30.0
 
 
 def test_each_loss_is_another_generation(search: Search) -> None:

@@ -1,0 +1,33 @@
+"""The shares that wait for the next process of their stager."""
+
+from __future__ import annotations
+
+from holdfast.errors import PeerLost
+from holdfast.image.save_record import SaveRecord
+from tests.unit.trainer_side.stager_port import LAYOUT, Source
+from trainer_side.link.held_shares import HeldShares
+from trainer_side.link.outgoing import Outgoing, SendPlan
+from trainer_side.link.share_transfer import WholeTransfer
+from trainer_side.transfer import Transfer
+
+
+def _held_share(step: int) -> Outgoing:
+    source = Source(0)
+    whole = WholeTransfer(Transfer(step, SaveRecord()), 2, lambda *_: None, source)
+    outgoing = Outgoing(whole.shares[1], source, SendPlan.of(LAYOUT, 0))
+    assert outgoing.transfer.hold()
+    outgoing.release()
+    return outgoing
+
+
+def test_shares_that_were_not_offered_before_the_next_loss_stay_held() -> None:
+    held = HeldShares(lambda: 0.0)
+    held.hold([_held_share(1), _held_share(2)], PeerLost("the stager is dead"))
+    step, again = next(held.take())
+    assert step == 1
+    assert again is not None
+    assert again.transfer.hold()
+    held.hold([again], PeerLost("the stager is dead"))
+    taken = list(held.take())
+    assert [step for step, _ in taken] == [1, 2]
+    assert all(one is not None for _, one in taken)
