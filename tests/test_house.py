@@ -102,7 +102,7 @@ BUDGETS = {
     "trainer_side/tiers": 5050,
     "trainer_side/trackers": 650,
 }
-PRODUCT_LINES_MAX = 85_800
+PRODUCT_LINES_MAX = 85_850
 ROUNDED_TO, GIVEN_BACK_AT = 50, 250
 
 
