@@ -110,8 +110,8 @@ def test_a_watch_that_dies_is_said_and_checkpoints_go_on(tmp_path: Path) -> None
         job.succeed(SECONDS_MAX)
         said = job.output()
     assert (
-        "rank 1: the thread holdfast-watch, which listens for preemption notices, of which this rank hears none"
-        in said
+        "rank 1: the thread holdfast-watch, which listens for preemption notices, of which this rank receives no "
+        "further ones" in said
     )
     assert [rank["saved"] for rank in met(cluster)] == [[True] * breaking.STEPS] * 2
     cluster.wait_for_flusher()

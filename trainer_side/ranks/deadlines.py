@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-# Of the deadline for a restore: a source without progress for this time counts as hanging.
+# Share of the deadline for a restore: a source without progress for this time counts as hanging.
 HANGING_SHARE = 0.1
 
 

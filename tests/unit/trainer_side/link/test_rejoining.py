@@ -103,7 +103,7 @@ def test_a_generation_that_is_over_is_followed_by_the_next_without_a_pause(
     assert door.generations == [1, 2, 3]
 
 
-def test_one_of_several_stagers_is_tried_often_as_long_as_its_share_may_wait(
+def test_pauses_stay_short_while_the_share_of_one_of_several_stagers_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rejoining, "_PAUSE_SECONDS_MAX", 30.0)
