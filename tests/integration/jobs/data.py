@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from tests.integration.jobs.train import wait_until_staged
 from tests.support.no_compiler import do_without_compiler
 from trainer_side import (
     Checkpointer,
@@ -68,7 +69,7 @@ def main() -> None:
     torch.manual_seed(100 + rank)
     state = {"model": model, "optimizer": optimizer, "data": sampler, "rng": PerRank(RngState())}
     with Checkpointer(state, every=every) as checkpointer, (out / f"trained-{rank}").open("a") as trained:
-        first = checkpointer.restore()
+        first, saved = checkpointer.restore(), -1
         for step, batch in zip(range(first, steps), sampler.follow(loader), strict=False):
             loss = model(batch / samples).square().mean()
             optimizer.zero_grad()
@@ -82,7 +83,10 @@ def main() -> None:
             line = {"step": step, "loss": loss.item().hex(), "samples": [int(index) for index, _ in batch]}
             trained.write(json.dumps(line) + "\n")
             trained.flush()
-            checkpointer.step(step)
+            if (step + 1) % every == 0:
+                wait_until_staged(checkpointer, saved)
+            if checkpointer.step(step):
+                saved = step
     torch.distributed.destroy_process_group()
 
 

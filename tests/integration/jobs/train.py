@@ -82,7 +82,7 @@ def main() -> None:
             )
             losses.flush()
             if (step + 1) % every == 0:
-                _wait_until_staged(checkpointer, saved)
+                wait_until_staged(checkpointer, saved)
             if checkpointer.step(step):
                 saved = step
             if step == pause_at:
@@ -100,7 +100,7 @@ def _pause(go_on: Path) -> None:
         time.sleep(0.01)
 
 
-def _wait_until_staged(checkpointer: Checkpointer, step: int) -> None:
+def wait_until_staged(checkpointer: Checkpointer, step: int) -> None:
     """Wait, so that no step is declined because the previous one is in flight on a slow machine or store."""
     seconds_max = float(os.environ.get("TRAIN_STAGED_SECONDS_MAX", STAGED_SECONDS_MAX))
     deadline = time.monotonic() + seconds_max
