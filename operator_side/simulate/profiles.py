@@ -166,7 +166,7 @@ def _stall_seconds(run: Mapping[str, Any], peer: str) -> float:
     if not plain or not runs:
         return alone
     longest = max(of["every"] for of in runs)
-    lost = [
+    lost: list[float] = [
         (of["makespan_seconds"] - of["iterations"] * statistics.median(plain)) / of["saves"]
         for of in runs
         if of["every"] == longest
