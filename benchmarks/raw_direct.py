@@ -21,13 +21,13 @@ _SOURCE_BYTES_MAX = 512 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def direct_file(path: Path, nbytes: int, *, anew: bool = True) -> Iterator[int]:
+def direct_file(path: Path, nbytes: int, *, truncate: bool = True) -> Iterator[int]:
     """Open a preallocated file for O_DIRECT writes in whole pages; at the end, truncate it to `nbytes` and sync.
 
     Args:
-        anew: Whether to empty an existing file first.
+        truncate: Whether to empty an existing file first.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC | (os.O_TRUNC if anew else 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC | (os.O_TRUNC if truncate else 0)
     fd = os.open(path, flags, 0o600)
     try:
         os.posix_fallocate(fd, 0, whole_pages(nbytes))
@@ -60,7 +60,7 @@ class DirectWriter:
         for slot in range(self._slots):
             self._memory[slot * chunk_bytes : (slot + 1) * chunk_bytes] = tile
 
-    def write(self, threads: int, *, anew: bool = True) -> float:
+    def write(self, threads: int, *, truncate: bool = True) -> float:
         """Write and sync a new file, then remove it; or overwrite and sync the file of the previous such call.
 
         Returns:
@@ -71,7 +71,7 @@ class DirectWriter:
         view = self._memory[:]
         begin = time.monotonic()
         try:
-            with direct_file(self._path if anew else self._old, self._nbytes, anew=anew) as fd:
+            with direct_file(self._path if truncate else self._old, self._nbytes, truncate=truncate) as fd:
 
                 def some(first: int) -> None:
                     for chunk in range(first, chunks, threads):
@@ -89,7 +89,7 @@ class DirectWriter:
             return time.monotonic() - begin
         finally:
             view.release()
-            if anew:
+            if truncate:
                 self._path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ def _receive(world: Any, image: _Image, memory: _Memory, path: Path | None) -> f
         _exchange(image.in_turn(), memory.slots, post)
         return time.monotonic()
     writing: dict[int, Future[int]] = {}
-    with ThreadPoolExecutor(_WRITERS) as pool, direct_file(path, image.nbytes, anew=False) as fd:
+    with ThreadPoolExecutor(_WRITERS) as pool, direct_file(path, image.nbytes, truncate=False) as fd:
 
         def arrived(slot: int, chunk: int) -> bool:
             data = memory.part(slot, whole_pages(image.length(chunk)))

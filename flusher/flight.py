@@ -38,7 +38,7 @@ class Flight:
     resumable: bool = True  # by another process
     # the upload is not resumable, so the ring keeps all chunks until it is published
     keeps_slots: bool = False
-    anew: bool = False  # starts over once the last job has ended
+    restarts: bool = False  # once the last job has ended
     seen: set[int] = field(default_factory=set)  # chunks received
     busy: set[int] = field(default_factory=set)  # slots that a job uses
     jobs: int = 0

@@ -89,7 +89,9 @@ class Pipeline:
 
     def receiving(self) -> list[CheckpointId]:
         """Checkpoints that still wait for chunks or for `Staged`, oldest first."""
-        return sorted(f.key for f in self._flights.values() if not f.staged and (f.error is None or f.anew))
+        return sorted(
+            f.key for f in self._flights.values() if not f.staged and (f.error is None or f.restarts)
+        )
 
     @property
     def only_receiving(self) -> bool:
@@ -147,12 +149,12 @@ class Pipeline:
     def given_up(self, key: CheckpointId) -> HoldfastError | None:
         """Return why this checkpoint is being given up, its slots freed; None if it is not."""
         flight = self._flights.get(key)
-        return None if flight is None or flight.anew else flight.error
+        return None if flight is None or flight.restarts else flight.error
 
     def is_dropping(self, key: CheckpointId) -> bool:
         """Whether this checkpoint is being given up: its jobs need not succeed."""
         flight = self._flights.get(key)
-        return flight is not None and flight.error is not None and not flight.anew
+        return flight is not None and flight.error is not None and not flight.restarts
 
     def chunks_together(self, key: CheckpointId) -> int:
         """Return how many chunks of a checkpoint must be in the ring together before a slot is freed; 0 if unknown.
@@ -178,7 +180,7 @@ class Pipeline:
             return [FreeSlots((event.slot,))] if isinstance(event, ChunkFull) else []
         match event:
             case ChunkFull():
-                return self._chunk_full(flight, event) if not flight.anew else self._keep(flight, event)
+                return self._chunk_full(flight, event) if not flight.restarts else self._keep(flight, event)
             case Staged():
                 return self._staged(flight)
             case Aborted(_, error):
@@ -279,7 +281,7 @@ class Pipeline:
         )
 
     def _staged(self, flight: Flight) -> list[Action]:
-        if flight.anew:
+        if flight.restarts:
             flight.staged = True  # missing chunks are noticed when it starts over
         if flight.error is not None or flight.staged:
             return []
@@ -354,7 +356,7 @@ class Pipeline:
         flight.busy -= {flight.slots[chunk] for chunk in chunks}
         flight.parts_done.add(part)
         freed: list[Action] = []
-        if not flight.anew and not flight.keeps_slots:
+        if not flight.restarts and not flight.keeps_slots:
             freed.append(FreeSlots(tuple(flight.slots.pop(chunk) for chunk in chunks)))
         if flight.error is not None:
             return freed + self._drop(flight, flight.error)
@@ -482,7 +484,7 @@ class Pipeline:
         is_lost = isinstance(error, StoreError) and error.begin_anew
         # Other flushers have written into the same upload, so a share cannot start over by itself.
         if flight.error is None and is_lost and flight.share is None and flight.seen <= flight.slots.keys():
-            flight.error, flight.anew = error, True
+            flight.error, flight.restarts = error, True
         return self._drop(flight, error)
 
     def _start_over(self, flight: Flight) -> list[Action]:
@@ -496,10 +498,10 @@ class Pipeline:
     def _drop(self, flight: Flight, error: HoldfastError) -> list[Action]:
         """Give up a checkpoint, or continue to: free the slots that no job uses, and discard after the last job."""
         flight.error, flight.waits = flight.error or error, False
-        if flight.anew and not isinstance(error, StoreError):
-            flight.anew = False  # aborted meanwhile, or damaged
+        if flight.restarts and not isinstance(error, StoreError):
+            flight.restarts = False  # aborted meanwhile, or damaged
             flight.error = error
-        if flight.anew:
+        if flight.restarts:
             return [] if flight.jobs else self._start_over(flight)
         idle = {chunk: slot for chunk, slot in flight.slots.items() if slot not in flight.busy}
         for chunk in idle:

@@ -91,7 +91,7 @@ BUDGETS = {
     "trainer_side/convert": 1900,
     "trainer_side/data": 950,
     "trainer_side/frameworks": 1150,
-    "trainer_side/link": 2400,
+    "trainer_side/link": 2450,
     "trainer_side/notice": 1150,
     "trainer_side/pace": 550,
     "trainer_side/proof": 750,

@@ -73,7 +73,7 @@ def _relaunch(launcher: str, shape: Shape, options: Options) -> dict[str, float]
         job.wait(lambda: len(job.attempts()) > 1 and bool(job.attempts()[1].ends), "the first step after it")
         again = job.attempts()[1]
         if not (again.first_step or is_bare):
-            raise RuntimeError(f"{launcher}: the job began anew, and did not go on from a checkpoint")
+            raise RuntimeError(f"{launcher}: the job started at step 0 instead of resuming from a checkpoint")
     return {
         "seconds": again.ends[0] - killed,
         "restore_seconds": again.restore_seconds,

@@ -105,7 +105,7 @@ def measure(options: Options) -> dict[str, Any]:
         idle = memory.idle_cpu_percent(cluster.pids(), options.count(int(_IDLE_SECONDS), 1))
         direct = DirectWriter(cluster.folders.scratch, image_bytes, cluster.shape.chunk_bytes)
         with contextlib.closing(direct):
-            direct.write(2, anew=False)  # creates the file that later calls overwrite
+            direct.write(2, truncate=False)  # creates the file that later calls overwrite
             for number, group in enumerate(TOGETHER):
                 peers = available(group)
                 for peer in peers:
@@ -143,7 +143,7 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
     if peer == "raw_both":
         assert raw is not None
         with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(lambda: direct.write(2, anew=False))
+            writing = pool.submit(lambda: direct.write(2, truncate=False))
             staged = raw.seconds()
             done = writing.result()
         cluster.quiet()
@@ -154,7 +154,7 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
         cluster.quiet()
         return figures
     if peer in _DISK:
-        by_threads = {threads: direct.write(threads, anew=peer == "raw_direct") for threads in (1, 2)}
+        by_threads = {threads: direct.write(threads, truncate=peer == "raw_direct") for threads in (1, 2)}
         best = min(by_threads, key=lambda threads: by_threads[threads])
         cluster.quiet()
         return {"done_seconds": by_threads[best], "threads": float(best)}

@@ -66,7 +66,7 @@ def measure(options: Options) -> dict[str, Any]:
                     for number, figures in enumerate(rounds):
                         for what in turn((name, RAW), number):
                             if what == RAW:
-                                seconds = min(raw.write(count, anew=False) for count in (1, 2))
+                                seconds = min(raw.write(count, truncate=False) for count in (1, 2))
                                 figures[f"raw beside {name}"] = {"seconds": seconds}
                             else:
                                 figures[name] = _written(tier, media, slice_, writers)

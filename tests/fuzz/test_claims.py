@@ -38,7 +38,7 @@ def memory(field):
     return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024
 def run(path):
     gc.collect()
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     before = memory("VmRSS")
     try:
         said = open_one(path)

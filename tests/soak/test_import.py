@@ -19,7 +19,7 @@ import operator_side.commands.import_state, trainer_side.convert.import_source
 from holdfast.command import cli
 def memory(field):
     return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 before = memory("VmRSS")
 try:
     cli.main(["import", *sys.argv[1:]])

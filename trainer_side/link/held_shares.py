@@ -43,12 +43,15 @@ class HeldShares:
             yield one.transfer.step, one.again()
 
     def look(self) -> None:
-        """Fail the shares whose deadline has passed."""
+        """Fail the shares whose deadline has passed; later steps keep waiting."""
         now = self._clock()
-        if any(now > self._until[one.transfer.step] for one in self._held):
-            self.give_up(PeerLost(f"{self._error}; not reached again within {LOST_STAGER_SECONDS_MAX:g} s"))
+        late = [one for one in self._held if now > self._until[one.transfer.step]]
+        self._fail(late, PeerLost(f"{self._error}; not reached again within {LOST_STAGER_SECONDS_MAX:g} s"))
 
     def give_up(self, error: HoldfastError) -> None:
-        held, self._held = self._held, []
-        for one in held:
+        self._fail(self._held, error)
+
+    def _fail(self, shares: list[Outgoing], error: HoldfastError) -> None:
+        self._held = [one for one in self._held if one not in shares]
+        for one in shares:
             one.transfer.reach(TransferState.FAILED, Reason.of_error(error))

@@ -47,7 +47,7 @@ def main() -> None:
         torch.nn.Dropout(0.3),
         torch.nn.Linear(width, FEATURES),
     )
-    # DDP orders its buckets anew after each process's first step. From three ranks on that changes in which order a
+    # DDP reorders its buckets after each process's first step. From three ranks on that changes in which order a
     # gradient's parts are added, hence the last bits of the first step after a restart; with this it never does.
     model = DistributedDataParallel(net, find_unused_parameters=ranks > 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

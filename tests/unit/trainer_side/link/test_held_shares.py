@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from holdfast.errors import PeerLost
 from holdfast.image.save_record import SaveRecord
+from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from tests.unit.trainer_side.stager_port import LAYOUT, Source
 from trainer_side.link.held_shares import HeldShares
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.share_transfer import WholeTransfer
-from trainer_side.transfer import Transfer
+from trainer_side.transfer import Transfer, TransferState
 
 
 def _held_share(step: int) -> Outgoing:
@@ -31,3 +32,18 @@ def test_shares_that_were_not_offered_before_the_next_loss_stay_held() -> None:
     taken = list(held.take())
     assert [step for step, _ in taken] == [1, 2]
     assert all(one is not None for _, one in taken)
+
+
+def test_only_shares_whose_deadline_has_passed_fail() -> None:
+    now = [0.0]
+    held = HeldShares(lambda: now[0])
+    early = _held_share(1)
+    held.hold([early], PeerLost("the stager is dead"))
+    now[0] = LOST_STAGER_SECONDS_MAX - 1
+    again = [one for _, one in held.take() if one is not None]
+    assert again[0].transfer.hold()
+    held.hold([*again, _held_share(2)], PeerLost("the stager is dead"))
+    now[0] = LOST_STAGER_SECONDS_MAX + 1
+    held.look()
+    assert early.transfer.state is TransferState.FAILED
+    assert [step for step, _ in held.take()] == [2]
