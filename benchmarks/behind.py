@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.experiments import interference, tiered
+from benchmarks.experiments import goodput, interference, tiered
 from benchmarks.experiments.makespan import cpu_seconds, overheads
 from benchmarks.experiments.table import medians
 from benchmarks.peers import NEVER_DURABLE, PEERS
@@ -158,7 +158,7 @@ def _goodput(document: Document) -> Iterator[str]:
         yield from _more(f"goodput, every {every}", shares.pop(_OURS), shares)
     for mtbf in dict.fromkeys(of["mtbf_hours"] for of in document["effective"]):
         here = [of for of in document["effective"] if of["mtbf_hours"] == mtbf]
-        shares = {of["strategy"]: 100 * of["effective"] for of in here}
+        shares = {of["strategy"]: 100 * of["effective"] for of in here if of["strategy"] != goodput.TENTH}
         yield from _more(f"effective time, MTBF {60 * mtbf:.0f} min", shares.pop(_OURS), shares)
 
 

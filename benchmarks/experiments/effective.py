@@ -59,7 +59,7 @@ def measure(options: Options) -> dict[str, Any]:
         options,
         options.shape(model),
         rounds=rounds,
-        model=[of for mtbf in EFFECTIVE for of in effective(profile, mtbf, samples, best=True)],
+        model=[of for mtbf in EFFECTIVE for of in effective(profile, mtbf, samples)],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.experiments.goodput import PUBLISHED, effective
+from benchmarks.experiments.goodput import PUBLISHED, TENTH, effective
 from operator_side.simulate.profiles import load_profile, measured_profile
 from tests.pages.test_simulated_makespan import simulated
 
@@ -37,7 +37,7 @@ def test_the_interval_of_holdfast_is_ten_times_its_staging() -> None:
     profile = measured_profile()
     staged = profile.strategies["holdfast"].staged_seconds
     assert staged is not None
-    (ours,) = (of for of in effective(profile, 1.0, samples=8) if of["strategy"] == "holdfast")
+    (ours,) = (of for of in effective(profile, 1.0, samples=8) if of["strategy"] == TENTH)
     assert ours["every"] * profile.iteration_seconds == pytest.approx(
         10 * staged, abs=profile.iteration_seconds
     )
