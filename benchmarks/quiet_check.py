@@ -38,13 +38,13 @@ def _train(way: str, out: Path) -> None:
 
     from benchmarks.workload import Workload
     from holdfast import Checkpointer, init_torch_distributed
-    from trainer_side.save.hook_coverage import Quietness
+    from trainer_side.save.hook_coverage import CopyPolicy
 
     torch.set_num_threads(1)
     rank, _ = init_torch_distributed("gloo")
     workload = Workload("gpt2")
     if way == "undrawn":
-        Quietness.is_drawn = staticmethod(lambda step: step < 0)  # type: ignore[method-assign]
+        CopyPolicy.is_sampled = staticmethod(lambda step: step < 0)  # type: ignore[method-assign]
     iterations: list[float] = []
     stalls: list[float] = []
     with Checkpointer(workload.state()) as checkpointer:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.ring.pages import direct_window
+from holdfast.ring.pages import aligned_buffer
 
 __all__ = ["DirectWriter", "direct_file", "read_direct", "whole_pages"]
 
@@ -55,7 +55,7 @@ class DirectWriter:
         self._path, self._old = folder / "direct.bin", folder / "direct-over.bin"
         self._nbytes, self._chunk_bytes = nbytes, chunk_bytes
         self._slots = max(1, min(_SOURCE_BYTES_MAX, nbytes) // chunk_bytes)
-        self._memory = direct_window(self._slots * chunk_bytes)
+        self._memory = aligned_buffer(self._slots * chunk_bytes)
         tile = os.urandom(chunk_bytes)
         for slot in range(self._slots):
             self._memory[slot * chunk_bytes : (slot + 1) * chunk_bytes] = tile
@@ -111,7 +111,7 @@ def read_direct(path: Path, chunk_bytes: int, threads: int) -> float:
     """
     nbytes = path.stat().st_size
     chunks = -(-nbytes // chunk_bytes)
-    view = direct_window(threads * chunk_bytes)
+    view = aligned_buffer(threads * chunk_bytes)
     view[:] = bytes(len(view))
     got = [0] * threads
     begin = time.monotonic()

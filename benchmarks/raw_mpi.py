@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.hub import Link
 from benchmarks.raw_direct import direct_file, whole_pages
-from holdfast.ring.pages import direct_window
+from holdfast.ring.pages import aligned_buffer
 
 __all__ = ["main"]
 
@@ -43,7 +43,7 @@ class _Memory:
         import numpy as np
 
         self.slots, self._chunk_bytes = slots, chunk_bytes
-        self.array = np.frombuffer(direct_window(max(1, slots) * chunk_bytes), np.uint8)
+        self.array = np.frombuffer(aligned_buffer(max(1, slots) * chunk_bytes), np.uint8)
         self.array[:] = 1
 
     def part(self, slot: int, nbytes: int) -> Any:

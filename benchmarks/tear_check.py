@@ -68,7 +68,7 @@ def main() -> None:
             assert instant is None or not instant.changed_in(batch)
 
         def look_at_copy(batch: Batch) -> None:
-            assert instant is None or not instant.copied_wrong(batch, area.memory)
+            assert instant is None or not instant.find_miscopied(batch, area.memory)
 
         area.copy_gated(
             taken.sources,
@@ -78,7 +78,7 @@ def main() -> None:
             passed=lambda _: None,
             copied=lambda: None,
             was_read=look,
-            was_copied=look_at_copy,
+            on_copied=look_at_copy,
         )
 
     tensors = len(check.entry_of_tensor)
@@ -88,7 +88,7 @@ def main() -> None:
         ("save(), without", save),
         ("save(): counters and words are taken", lambda: check.take(taken, 7)),
         ("the first update, while a copy is under way", instant.changed),
-        ("the whole comparison, before an update", lambda: instant.changed_uncounted(area.memory)),
+        ("the whole comparison, before an update", lambda: instant.find_uncounted_change(area.memory)),
         ("copy thread, without", lambda: copy(None)),
         ("copy thread, with", lambda: copy(instant)),
     ):

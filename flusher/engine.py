@@ -22,7 +22,7 @@ from flusher.flusher_context import FlusherContext
 from flusher.job_runner import JobRunner, Retry
 from flusher.jobs import Jobs
 from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
-from flusher.looks import LookAgain
+from flusher.looks import PollAgain
 from flusher.pipeline import Pipeline
 from flusher.ring_room import RingGrown
 from flusher.steps import (
@@ -73,7 +73,7 @@ class Engine:
 
     Args:
         context: Store and lease of the run, and the inbox for the threads' answers.
-        want_room: Called with the chunk count of each new image. Returns True if it will put `RingGrown` messages into
+        request_room: Called with the chunk count of each new image. Returns True if it will put `RingGrown` messages into
             the inbox, the last one with a note.
 
     Attributes:
@@ -88,9 +88,9 @@ class Engine:
         *,
         writers: ConcurrencyLimit,
         listener: FlushListener | None = None,
-        want_room: Callable[[int], bool] = lambda _: False,
+        request_room: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._ring, self._maintenance, self._want_room = ring, maintenance, want_room
+        self._ring, self._maintenance, self._request_room = ring, maintenance, request_room
         self._inbox, self._events = context.inbox, FlushEvents(context.events)
         self.listener = listener or FlushListener()
         self._pipeline = Pipeline(ring.ring_chunks)
@@ -113,7 +113,7 @@ class Engine:
         """Begin a checkpoint, or resume it where a dead flusher left it. For a known one, only repeat `began`."""
         if layout.digest not in self._indexes:
             self._indexes = {layout.digest: LayoutIndex(layout)}  # new steps no longer use the previous one
-            self._growing = self._want_room(layout.chunks) or self._growing
+            self._growing = self._request_room(layout.chunks) or self._growing
         if self._pipeline.knows(key):
             self._tell(Begin(key, self._indexes[layout.digest]))
             if key in self._opened:
@@ -167,7 +167,7 @@ class Engine:
         """Report again how a checkpoint ended that the ring no longer has: it ended while no stager listened."""
         ended = self._ends.ask(key)
         if ended is not None:
-            self._say_end(key, ended)
+            self._report_outcome(key, ended)
 
     def chunk(self, record: SlotRecord) -> None:
         """Take a FULL slot. Raises `ProtocolError` if the journal says otherwise."""
@@ -323,7 +323,7 @@ class Engine:
                 self._progressed(key)
                 self._published(key)
             case LookedUp(key, ended):
-                self._say_end(key, ended)
+                self._report_outcome(key, ended)
             case JobFailed(key):
                 self._runner.running -= 1
                 self._fail(item)
@@ -340,7 +340,7 @@ class Engine:
     def _answered(self, item: object) -> None:
         """Handle the answer of a job that succeeded, or that must wait for another flusher."""
         match item:
-            case LookAgain():
+            case PollAgain():
                 self._runner.look_again(item, self._ring.attempt, self._fail)
             case OrphanEnded(key, manifest):
                 self._orphan_ended(key, manifest)
@@ -415,7 +415,7 @@ class Engine:
         self._runner.forget(key)
         self._ends.remember(key, ended)
 
-    def _say_end(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
+    def _report_outcome(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
         if isinstance(ended, DurableStep):
             self.listener.durable(key, ended)
         else:
@@ -444,7 +444,7 @@ class Engine:
 
     def _tell(self, event: Event) -> None:
         actions = self._pipeline.handle(event)
-        self._say_given_up(event.key, actions)
+        self._report_given_up(event.key, actions)
         for action in actions:
             self._act(action)
         self._make_room()
@@ -464,7 +464,7 @@ class Engine:
         reach(Point.SUPERSEDED)
         self.abort(found.older, error)
 
-    def _say_given_up(self, key: CheckpointId, actions: list[Action]) -> None:
+    def _report_given_up(self, key: CheckpointId, actions: list[Action]) -> None:
         """Report failure before the first slot is freed: to a stager a free slot means that the store has the chunk.
 
         The report is repeated on discard, for a stager that attaches in between.

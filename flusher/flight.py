@@ -13,7 +13,7 @@ from holdfast.crc import combine_all
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
-from holdfast.image.share_sums import EntryPiece, pieces_in
+from holdfast.image.share_sums import EntryPiece, entry_pieces
 from holdfast.image.shares import ImageShare
 
 
@@ -114,7 +114,7 @@ class Flight:
         """Note the entry CRCs of another share; return the chunks here whose CRC fields waited for them."""
         assert self.share is not None
         chunks, freed = self.share.shares.chunks_of(share), []
-        for piece, crc in zip(pieces_in(self.index.layout, chunks), crcs, strict=True):
+        for piece, crc in zip(entry_pieces(self.index.layout, chunks), crcs, strict=True):
             self.others.setdefault(piece.entry, []).append((piece, crc))
             self.entry_left[piece.entry] -= sum(at in chunks for at, _ in self.index.places[piece.entry])
             if self.entry_left[piece.entry] == 0:

@@ -2,7 +2,7 @@
 
     submit ─► checkers │ writers │ lookers │ publishers ─► inbox: the answer, `JobFailed`, or
                                                            `Retry`      the store fails         ─► retry_queue
-                                                           `LookAgain`  another flusher is late ─► looks
+                                                           `PollAgain`  another flusher is late ─► looks
 
 All methods are for the loop's thread, unless a docstring says otherwise.
 """
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from flusher.flusher_context import FlusherContext
 from flusher.jobs import Jobs
-from flusher.looks import LookAgain, Looks
+from flusher.looks import PollAgain, Looks
 from flusher.retry_queue import RetryCounts, RetryQueue
-from flusher.share_jobs import NotYet
+from flusher.share_jobs import PeerNotReady
 from flusher.steps import Job, JobFailed, ReadCrcs, ReadSeal, WritePart
 from flusher.workers import Workers
 from holdfast.errors import FencedError, HoldfastError, PeerLost, StoreError
@@ -62,7 +62,7 @@ class JobRunner:
         self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers.most, writers)
         # One for each other share: all their records are read in the time of one request.
-        self._lookers = Workers("looker", WRITERS_MAX - 1)
+        self._pollers = Workers("looker", WRITERS_MAX - 1)
         self.publishers = Workers("publisher", 1)
         self._later = RetryQueue()
         self._held = RetryCounts(context.events)
@@ -71,7 +71,7 @@ class JobRunner:
 
     def stop(self) -> None:
         """Stop the threads: drop queued jobs, and wait for running ones."""
-        for workers in (self._checkers, self._writers, self._lookers, self.publishers):
+        for workers in (self._checkers, self._writers, self._pollers, self.publishers):
             workers.stop()
 
     def submit(self, job: Job, round_number: int = 0, since: float | None = None) -> None:
@@ -79,7 +79,7 @@ class JobRunner:
         self.running += 1
         workers = self._writers if isinstance(job, WritePart) else self._checkers
         if isinstance(job, ReadCrcs | ReadSeal):
-            workers = self._lookers
+            workers = self._pollers
         elif not job.slots:  # opening and publishing wait for the store, and must not occupy a writer
             workers = self.publishers
         workers.submit((0, *job.key), lambda: self._run(job, round_number, since))  # older checkpoints first
@@ -89,8 +89,8 @@ class JobRunner:
         try:
             self._inbox.put(self._jobs.run(job))
             return sum(nbytes for _, nbytes in job.pieces) if isinstance(job, WritePart) else 0
-        except NotYet as missing:
-            self._inbox.put(LookAgain(job, str(missing), time.monotonic() if since is None else since))
+        except PeerNotReady as missing:
+            self._inbox.put(PollAgain(job, str(missing), time.monotonic() if since is None else since))
         except StoreError as error:
             is_lost = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
             self._inbox.put(
@@ -128,7 +128,7 @@ class JobRunner:
 
         self._later.put(job.key, self._held.held(job.key, error), again)
 
-    def look_again(self, item: LookAgain, attempt: int, failed: Callable[[JobFailed], None]) -> None:
+    def look_again(self, item: PollAgain, attempt: int, failed: Callable[[JobFailed], None]) -> None:
         """Have a job poll another flusher again later, up to a timeout. `attempt`: the ring's."""
         job = item.job
 

@@ -6,7 +6,7 @@
     Publish ─► Upload.publish ─► manifest        the store checks the lease in each try (holdfast/store/guarded.py)
     the others ─► coordination of the flushers of one image (flusher/share_jobs.py)
 
-Each method returns the event that answers its job, or raises a `HoldfastError`, or `NotYet` if another flusher is
+Each method returns the event that answers its job, or raises a `HoldfastError`, or `PeerNotReady` if another flusher is
 behind. In either case the job may be run again.
 """
 
@@ -65,7 +65,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.image.shares import WHOLE, ImageShare, ShareNumber
 from holdfast.ring.ring import Ring
-from holdfast.store.base import BegunUpload, Store, Upload
+from holdfast.store.base import InterruptedUpload, Store, Upload
 
 if TYPE_CHECKING:
     from flusher.writer_lease import WriterLease
@@ -166,9 +166,9 @@ class Jobs:
             case Publish():
                 return self._publish(job)
             case _:
-                return self._run_with_others(job)
+                return self._run_share_job(job)
 
-    def _run_with_others(
+    def _run_share_job(
         self, job: PutCrcs | ReadCrcs | SealShare | ReadSeal | Assemble | AwaitPublished | EndOrphan
     ) -> Event | OrphanEnded:
         """Run a job by which the flushers of one image coordinate."""
@@ -190,7 +190,7 @@ class Jobs:
                 self._tally(job.key).count("shares", job.share.shares.count)
                 return sealed
             case AwaitPublished():
-                return self._published_by_lead(job.key)
+                return self._check_published(job.key)
             case EndOrphan(key, error):
                 if error is None:
                     return OrphanEnded(key, self._orphans.publish(key))
@@ -255,7 +255,7 @@ class Jobs:
         layout = job.index.layout
         if job.share is not None and not self._leads:
             return self._join(job, job.share)
-        self._take_back(job.key)
+        self._abort_previous(job.key)
         with self._timed(job.key, "open_seconds"):
             with self._naming:
                 taken = {name for key, name in self._names.items() if key != job.key}
@@ -305,7 +305,7 @@ class Jobs:
         self._others.began(job.key, layout, share, upload, file=start.file, write_id=start.write_id)
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
-    def _take_back(self, key: CheckpointId) -> None:
+    def _abort_previous(self, key: CheckpointId) -> None:
         """Abort the previous upload of a checkpoint that starts over, ours or a dead flusher's."""
         try:
             self._abort(self._targets.pop(key, None), self._progress.pop(key, None))
@@ -352,7 +352,7 @@ class Jobs:
     def _resume_upload(self, progress: Progress, layout: Layout) -> Upload:
         head = progress.head
         crc32s = _part_crcs(progress, layout)
-        begun = BegunUpload(layout.image_bytes, head.part_bytes, head.write_id, head.token, crc32s)
+        begun = InterruptedUpload(layout.image_bytes, head.part_bytes, head.write_id, head.token, crc32s)
         return self._store.resume(head.file, begun)
 
     def _manifest(self, file: str) -> Manifest | None:
@@ -376,7 +376,7 @@ class Jobs:
         reach(Point.SHARE_SEALED)
         return sealed
 
-    def _published_by_lead(self, key: CheckpointId) -> Event:
+    def _check_published(self, key: CheckpointId) -> Event:
         """Learn the outcome from the manifest alone: the lead removes the share records after writing it."""
         self._others.await_end(key)
         target = self._targets[key]

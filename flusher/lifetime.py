@@ -41,7 +41,7 @@ from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.set_aside import read_set_aside
-from holdfast.store import open_store, refuse_missing_parent
+from holdfast.store import open_store, require_parent
 from holdfast.store.base import Store
 from holdfast.store.concurrency import writing
 from holdfast.store.guarded import guarded
@@ -72,8 +72,8 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         # Entered before lease and ring, so that they are released before its exit, which may take seconds.
         held.enter_context(export_spans("flusher", store.url, events))
         directory = runtime_directory(config.store, config.runtime_dir, share=config.share.index)
-        held.enter_context(_instance(directory))
-        refuse_missing_parent(config.store, create=config.create)
+        held.enter_context(_instance_lock(directory))
+        require_parent(config.store, create=config.create)
         store.check(write=True)
         inbox = Inbox()
         held.callback(inbox.close)  # after all that follow, whose threads still use it
@@ -125,7 +125,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             context,
             maintenance=maintenance,
             listener=listener,
-            want_room=room.want,
+            request_room=room.want,
             adopted=found is not None,
         )
         service.end_orphans(orphans)
@@ -140,7 +140,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
 
 
 @contextlib.contextmanager
-def _instance(directory: Path) -> Iterator[None]:
+def _instance_lock(directory: Path) -> Iterator[None]:
     instance = InstanceLease(directory)
     try:
         yield
@@ -161,7 +161,7 @@ def _ring(
 ) -> Iterator[Ring]:
     """Yield the ring that was found, or a new one. Remove it at the end, unless the next flusher is to take it over."""
     if found is None:
-        Ring.remove(directory, keeps_doubts=True)
+        Ring.remove(directory, keep_doubts=True)
         chunk_bytes = config.chunk_bytes or chunk_bytes_for(_newest_image_bytes(store), config.ring_bytes)
         found = Ring.create(
             directory,
@@ -176,7 +176,7 @@ def _ring(
         except FencedError:
             # Another writer owns the run, so the chunks are useless. Doubts about checkpoints published from here
             # are known only here: the next flusher on this machine marks them.
-            Ring.remove(directory, keeps_doubts=True)
+            Ring.remove(directory, keep_doubts=True)
             raise
     if not is_left():
         Ring.remove(directory)
@@ -222,7 +222,7 @@ def _clean_store(store: Store, attempt: int, ring: Ring | None, events: EventLog
     Uploads of later writers stay: this flusher may have been suspended since it acquired its lease.
     """
     objects = store.list()
-    orphans = find_orphans(store, objects, attempt, () if ring is None else ring.checkpoint_names())
+    orphans = find_orphans(store, objects, attempt, () if ring is None else ring.checkpoint_ids())
     wanted = [] if ring is None else recorded(ring)
     write_ids = {progress.head.write_id for progress in wanted} | set(orphans.values())
 
@@ -244,7 +244,7 @@ def _publish_leftovers(
 ) -> None:
     """Publish what is staged in a ring of another size, which no stager can use any more."""
     engine = Engine(
-        ring, context, maintenance, writers=writing(config.store, config.writers), listener=_Log()
+        ring, context, maintenance, writers=writing(config.store, config.writers), listener=_LoggingListener()
     )
     try:
         settle(engine, ring, "its flusher ended, and the ring has another size now")
@@ -255,7 +255,7 @@ def _publish_leftovers(
         engine.stop()
 
 
-class _Log(FlushListener):
+class _LoggingListener(FlushListener):
     """Listener of a flusher without a stager; the event log has the rest."""
 
     def durable(self, key: CheckpointId, durable: DurableStep) -> None:

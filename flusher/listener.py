@@ -74,10 +74,10 @@ class EndedCheckpoints:
         """Return how a checkpoint ended; None: a thread asks the store, and the inbox gets a `LookedUp`."""
         ended = self._ended.get(key)
         if ended is None:
-            self._workers.submit((0, *key), lambda: self._look_up(key))
+            self._workers.submit((0, *key), lambda: self._look_up_in_store(key))
         return ended
 
-    def _look_up(self, key: CheckpointId) -> None:
+    def _look_up_in_store(self, key: CheckpointId) -> None:
         """Runs in a worker thread."""
         try:
             manifest = self._jobs.known_manifest(key)

@@ -26,7 +26,7 @@ _OTHERS_SECONDS_MAX, _LEAD_SECONDS_MAX = 600.0, 900.0
 _EARLIER_SECONDS_MAX = 30.0
 
 
-class LookAgain(NamedTuple):
+class PollAgain(NamedTuple):
     """A job must wait for another flusher. `missing`: what it waits for; `since`: when it first polled."""
 
     job: Job
@@ -59,7 +59,7 @@ class Looks:
     def forget(self, key: CheckpointId) -> None:
         self._near.pop(key, None)
 
-    def too_long(self, item: LookAgain, attempt: int) -> PeerLost | None:
+    def too_long(self, item: PollAgain, attempt: int) -> PeerLost | None:
         """Return the timeout error of a job that has polled for too long, else None. `attempt`: the ring's."""
         job, waited_seconds = item.job, self._clock() - item.since
         seconds_max = _OTHERS_SECONDS_MAX if self._share.leads else _LEAD_SECONDS_MAX
@@ -72,7 +72,7 @@ class Looks:
             "look at the log of that stager's flusher"
         )
 
-    def put(self, item: LookAgain, look: Callable[[], None]) -> None:
+    def put(self, item: PollAgain, look: Callable[[], None]) -> None:
         """Call `look` when the next poll is due."""
         near = self._near.get(item.job.key)
         self._waiting.put(item.job.key, pause_seconds(self._clock(), item.since, near), look)

@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from flusher.share_jobs import NotYet, upload_of
+from flusher.share_jobs import PeerNotReady, upload_of
 from holdfast.checkpoints.intents import take_back
 from holdfast.checkpoints.publish import ManifestFacts, build_manifest, publish_manifest
 from holdfast.checkpoints.share_records import (
     ShareRecords,
     ShareSeal,
     ShareStart,
-    checked_image,
-    share_objects,
+    combine_seals,
+    list_share_objects,
 )
 from holdfast.errors import DamageError, HoldfastError, PeerLost, ProtocolError, StoreMissing
 from holdfast.faultpoint import Point, reach
@@ -57,7 +57,7 @@ class OrphanedShares:
         self._seals: dict[CheckpointId, list[ShareSeal]] = {}
 
     def publish(self, key: CheckpointId) -> Manifest:
-        """Publish a checkpoint whose shares are all sealed. Raises `NotYet`, or a `HoldfastError` if it cannot."""
+        """Publish a checkpoint whose shares are all sealed. Raises `PeerNotReady`, or a `HoldfastError` if it cannot."""
         records = ShareRecords(self._store, key)
         start, layout = records.start(), records.layout()
         if start is None or layout is None:
@@ -70,7 +70,7 @@ class OrphanedShares:
                 raise ProtocolError(f"{key}: its upload began with {complaint}")
             seals = self._sealed(records, start)
             index = LayoutIndex(layout)
-            image = checked_image(start, seals, index, shares)
+            image = combine_seals(start, seals, index, shares)
             upload = upload_of(self._store, start, layout, image.chunk_crc32s, ImageShare(shares, 0))
             if not upload.published:
                 upload.publish()
@@ -112,7 +112,7 @@ class OrphanedShares:
                 f"{records.key}: the first stager's flusher, on {start.host}, is gone before it had written its share"
             )
         if len(seals) < start.count:
-            raise NotYet(
+            raise PeerNotReady(
                 f"share {len(seals) + 1} of {start.count} to be sealed, whose lead on {start.host} is gone"
             )
         return seals
@@ -138,7 +138,7 @@ def find_orphans(
     """
     there = {info.name for info in objects}
     found: dict[CheckpointId, str] = {}
-    for key, names in share_objects(objects).items():
+    for key, names in list_share_objects(objects).items():
         if key.attempt >= attempt or key in kept:
             continue
         start = _start(store, key)

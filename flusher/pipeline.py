@@ -207,7 +207,7 @@ class Pipeline:
         """Handle the event by which a job ends."""
         flight.jobs -= 1
         if isinstance(event, CrcsPut | CrcsRead | Sealed | SealRead | AllSealed):
-            return self._heard_of_others(flight, event)
+            return self._handle_peer_event(flight, event)
         match event:
             case Opened():
                 return self._opened(flight, event)
@@ -364,7 +364,7 @@ class Pipeline:
 
     # -- the other flushers of the same image ----------------------------------------------------------------------
 
-    def _heard_of_others(
+    def _handle_peer_event(
         self, flight: Flight, event: CrcsPut | CrcsRead | Sealed | SealRead | AllSealed
     ) -> list[Action]:
         if flight.error is not None:

@@ -27,13 +27,13 @@ _log = logging.getLogger("holdfast.flusher")
 
 def take_up(engine: Engine, ring: Ring) -> list[CheckpointId]:
     """Hand staged checkpoints to an engine on the same ring, free slots of no checkpoint; return those handed over."""
-    keys = ring.checkpoint_names()
+    keys = ring.checkpoint_ids()
     slots = _full_slots(ring)
     for record in slots:
         key = CheckpointId(record.attempt, record.step)
         if key not in keys and not engine.pipeline_knows(key):
             ring.free(record.slot)
-    return [key for key in keys if not engine.knows(key) and _take_up_one(engine, ring, key, slots)]
+    return [key for key in keys if not engine.knows(key) and _adopt_one(engine, ring, key, slots)]
 
 
 def settle(engine: Engine, ring: Ring, why: str, *, keep: int = 0) -> None:
@@ -51,17 +51,17 @@ def settle(engine: Engine, ring: Ring, why: str, *, keep: int = 0) -> None:
         if said is not None and said.state == "staged":
             engine.staged(key)
         elif key.attempt != keep:
-            engine.abort(key, _not_staged(key, why, engine.missing(key)))
+            engine.abort(key, _not_staged_error(key, why, engine.missing(key)))
     _free_filling(ring)
     take_up(engine, ring)
     slots = _full_slots(ring)
-    for key in ring.checkpoint_names():
+    for key in ring.checkpoint_ids():
         if not engine.knows(key):
             for record in slots:
                 if (record.attempt, record.step) == key:
                     ring.free(record.slot)
             if key.attempt != keep:
-                engine.give_up(key, _not_staged(key, why))
+                engine.give_up(key, _not_staged_error(key, why))
 
 
 def _free_filling(ring: Ring) -> None:
@@ -73,7 +73,7 @@ def _free_filling(ring: Ring) -> None:
             _log.error("a slot of the ring stays out of use until the next start: %s", error)
 
 
-def _not_staged(key: CheckpointId, why: str, missing: int | None = None) -> PeerLost:
+def _not_staged_error(key: CheckpointId, why: str, missing: int | None = None) -> PeerLost:
     """Return the reason for giving up an unstaged checkpoint. `missing`: how many chunks have not arrived, if known."""
     if missing == 0:
         return PeerLost(f"{key}: {why} before every rank had said that its bytes are as they were at save()")
@@ -85,7 +85,7 @@ def _not_staged(key: CheckpointId, why: str, missing: int | None = None) -> Peer
 def recorded(ring: Ring) -> list[Progress]:
     """Return the upload records in the ring's directory that can be read."""
     found: list[Progress] = []
-    for key in ring.checkpoint_names():
+    for key in ring.checkpoint_ids():
         try:
             progress = Progress.load(progress_path(ring.directory, key))
         except (ProtocolError, ConfigError) as error:
@@ -107,7 +107,7 @@ def _full_slots(ring: Ring) -> list[SlotRecord]:
     return found
 
 
-def _take_up_one(engine: Engine, ring: Ring, key: CheckpointId, slots: list[SlotRecord]) -> bool:
+def _adopt_one(engine: Engine, ring: Ring, key: CheckpointId, slots: list[SlotRecord]) -> bool:
     try:
         said = _said(ring, key)
         if said is None or said.state != "staged":

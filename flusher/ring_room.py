@@ -40,7 +40,7 @@ class RingRoom:
 
     def __init__(self, ring: Ring, inbox: Inbox, *, grows: bool) -> None:
         self._ring, self._inbox, self._grows = ring, inbox, grows
-        self._taken_chunks = ring.ring_chunks  # slots with memory, whether or not the loop has added them yet
+        self._allocated_chunks = ring.ring_chunks  # slots with memory, whether or not the loop has added them yet
         self._wanted_chunks = ring.ring_chunks
         self._ended = False
         self._wake = threading.Event()
@@ -81,38 +81,38 @@ class RingRoom:
 
     def _move(self) -> None:
         begun = time.monotonic()
-        moved_bytes = self._ring.use_huge_pages(self._taken_chunks, self._wake.is_set)
+        moved_bytes = self._ring.use_huge_pages(self._allocated_chunks, self._wake.is_set)
         _log.info(
             "%d of the ring's %d bytes are in huge pages, after %.1f s",
             moved_bytes,
-            self._taken_chunks * self._ring.chunk_bytes,
+            self._allocated_chunks * self._ring.chunk_bytes,
             time.monotonic() - begun,
         )
 
     def _grow(self, wanted: int) -> None:
         ring = self._ring
         may_bytes = growth_bytes_in(ring.directory)
-        target = min(wanted, self._taken_chunks + may_bytes // ring.chunk_bytes, ring.room_chunks)
+        target = min(wanted, self._allocated_chunks + may_bytes // ring.chunk_bytes, ring.room_chunks)
         short = "" if target == wanted else "no more than half of the free memory is taken"
         try:
-            while self._taken_chunks < target and not self._ended:
+            while self._allocated_chunks < target and not self._ended:
                 self._take(target)
         except (OSError, HoldfastError) as error:
             short = f"the system gave no more ({error})"
-        self._inbox.put(RingGrown(self._taken_chunks, self._note(wanted, short)))
+        self._inbox.put(RingGrown(self._allocated_chunks, self._note(wanted, short)))
 
     def _take(self, target: int) -> None:
         """Allocate one step: memory that the kernel clears within about half a second."""
         chunk_bytes = self._ring.chunk_bytes
-        step_bytes = min(max(_STEP_BYTES_MIN, self._taken_chunks * chunk_bytes // 4), _STEP_BYTES_MAX)
-        chunks = min(target, self._taken_chunks + max(1, step_bytes // chunk_bytes))
+        step_bytes = min(max(_STEP_BYTES_MIN, self._allocated_chunks * chunk_bytes // 4), _STEP_BYTES_MAX)
+        chunks = min(target, self._allocated_chunks + max(1, step_bytes // chunk_bytes))
         self._ring.allocate(chunks)
         reach(Point.RING_TAKEN)
-        self._taken_chunks = chunks
+        self._allocated_chunks = chunks
         self._inbox.put(RingGrown(chunks, ""))
 
     def _note(self, wanted: int, short: str) -> str:
-        has, needs = (chunks * self._ring.chunk_bytes / _GIB for chunks in (self._taken_chunks, wanted))
+        has, needs = (chunks * self._ring.chunk_bytes / _GIB for chunks in (self._allocated_chunks, wanted))
         if not short:
             return f"the ring has {has:.1f} GiB now, room for two checkpoints"
         return (

@@ -43,8 +43,8 @@ _OLD_STAGER_SECONDS_MIN = 30.0  # a live stager reconnects at once, but its mach
 _LOOK_AGAIN_SECONDS = 5.0  # while a stager is alive but silent
 # the kernel may close the socket of a dead process a moment before it releases the process's lock on the ring
 _DYING_SECONDS = 0.2
-_LAST_WORDS_SECONDS_MAX = 5.0
-_LOOK_FOR_KEEPER_SECONDS = 0.3
+_FINAL_SEND_SECONDS_MAX = 5.0
+_KEEPER_CHECK_SECONDS = 0.3
 
 
 class FlusherService:
@@ -65,7 +65,7 @@ class FlusherService:
         *,
         maintenance: Maintenance,
         listener: Listener,
-        want_room: Callable[[int], bool] = lambda _: False,
+        request_room: Callable[[int], bool] = lambda _: False,
         adopted: bool = False,
     ) -> None:
         self._config, self._ring, self._maintenance, self._listener = config, ring, maintenance, listener
@@ -76,7 +76,7 @@ class FlusherService:
             context,
             maintenance,
             writers=writing(config.store, config.writers),
-            want_room=want_room,
+            request_room=request_room,
         )
         self._handler: StagerHandler | None = None
         self._is_ours = not adopted  # the ring has the lease's attempt, and no stager has used it
@@ -85,8 +85,8 @@ class FlusherService:
         self._awaits_next_stager = False  # the old one is dead
         self._grace_after_wait_seconds = 0.0
         self._adopted = adopted
-        self._drained_said = False
-        self._look_again = False
+        self._drained_sent = False
+        self._run_again = False
         self._kept = False  # by the last look, made when it would have ended
         self._terminating = False
         self.leaves_ring = False
@@ -117,8 +117,8 @@ class FlusherService:
                     self._events.emit("recovered", {"attempt": key.attempt}, step=key.step)
             while self._turn():
                 self._selector.select(self._wait_seconds())
-            self._leave_ring()
-            self._say_last_words()
+            self._decide_ring_handover()
+            self._flush_messages()
         except FencedError as error:
             self._events.emit("fenced", {"message": str(error)})
             if self._handler is not None:
@@ -143,21 +143,21 @@ class FlusherService:
         self._accept()
         self._give_up_waiting()
         if self._terminating:
-            self._take_no_more()
+            self._stop_accepting_work()
         self._end_if_held()
         if self._handler is not None:
             self._handler.say_held(self._engine.failing)
         upkeep_is_idle = self._maintenance.idle
         # If it became idle in between, its last message was taken above, and nothing would wake the loop again.
-        self._look_again = upkeep_is_idle and not maintenance_was_idle
+        self._run_again = upkeep_is_idle and not maintenance_was_idle
         # Without a stager nobody waits for the outcome of a sealed share.
         idle = self._engine.idle if self._handler is not None else self._engine.only_sealed
         done = self._engine.only_receiving if self._terminating else idle
         drained = maintenance_was_idle and done and upkeep_is_idle
-        if drained and self._handler is not None and self._handler.finishing and not self._drained_said:
+        if drained and self._handler is not None and self._handler.finishing and not self._drained_sent:
             self._handler.channel.send("drained")
             self._events.emit("drained")
-            self._drained_said = True
+            self._drained_sent = True
             if not self._config.linger and not self._is_kept():
                 return False
         self._watch_writable()
@@ -176,11 +176,11 @@ class FlusherService:
         return self._kept
 
     def _wait_seconds(self) -> float | None:
-        if self._look_again:
+        if self._run_again:
             return 0.0
         waits = [self._engine.wait_seconds()]
         if self._handler is None and self._kept:
-            waits.append(_LOOK_FOR_KEEPER_SECONDS)
+            waits.append(_KEEPER_CHECK_SECONDS)
         refused = self._refused()
         if self._handler is None and refused is not None:
             left_seconds = self._config.held_seconds_max - refused[0]
@@ -210,7 +210,7 @@ class FlusherService:
         if handler.finishing:
             self._lease.end_work(lost=handler.interrupted)
         if handler.channel.closed:
-            self._stager_gone(handler)
+            self._on_stager_disconnected(handler)
 
     def _accept(self) -> None:
         busy = ""
@@ -227,7 +227,7 @@ class FlusherService:
         self._handler = self._engine.listener = StagerHandler(
             channel, self._ring, self._store.url, self._config.share
         )
-        self._drained_said = False
+        self._drained_sent = False
         self._selector.register(channel, selectors.EVENT_READ)
         self._hear()  # hello may have arrived already
 
@@ -236,13 +236,13 @@ class FlusherService:
         try:
             handler.check_share()
             if not resumed:
-                self._check_old_stager_is_gone()
+                self._check_old_stager_exited()
                 if self._waits_for_old_stager and handler.lead_attempt == self._ring.attempt:
                     settle(self._engine, self._ring, "another stager came", keep=self._ring.attempt)
                 else:
                     self._end_waiting("its stager did not come back: another job began")
                 self._set_attempt(handler.lead_attempt or handler.attempt)
-                self._ring.note_writers(self._ring.attempt, self._config.share.writers)
+                self._ring.record_writers(self._ring.attempt, self._config.share.writers)
         except FencedError:
             raise
         except HoldfastError as error:
@@ -280,7 +280,7 @@ class FlusherService:
             attempt = self._lease.attempt
             self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._lease.renew())
 
-    def _stager_gone(self, handler: StagerHandler) -> None:
+    def _on_stager_disconnected(self, handler: StagerHandler) -> None:
         self._forget_channel(handler)
         self._handler, self._engine.listener = None, FlushListener()
         if handler.welcomed:
@@ -294,7 +294,7 @@ class FlusherService:
                 return
             self._lease.end_work(lost=True)
             why = f"the stager (process {handler.channel.peer_pid}) ended"
-            if not handler.finishing and self._keeps_share(why):
+            if not handler.finishing and self._keep_share(why):
                 return
             settle(self._engine, self._ring, why)
             grace_seconds = 0.0 if handler.finishing else self._config.grace_seconds
@@ -302,7 +302,7 @@ class FlusherService:
         elif self._ends_at is None:
             self._ends_at = time.monotonic() + self._config.grace_seconds
 
-    def _keeps_share(self, why: str) -> bool:
+    def _keep_share(self, why: str) -> bool:
         """Keep unstaged checkpoints for the next stager of this share and attempt; return whether there are any. The
         loss of the lead ends the attempt, and under MPI no stager is started again.
         """
@@ -311,7 +311,7 @@ class FlusherService:
         attempt, engine = self._ring.attempt, self._engine
         settle(engine, self._ring, why, keep=attempt)
         receiving = engine.receiving()
-        names = [key for key in self._ring.checkpoint_names() if key.attempt == attempt]
+        names = [key for key in self._ring.checkpoint_ids() if key.attempt == attempt]
         if all(engine.knows(key) and key not in receiving for key in names):
             return False
         self._waits_for_old_stager = self._awaits_next_stager = True
@@ -354,12 +354,12 @@ class FlusherService:
                 self._warned_of_hang = True
             self._ends_at = time.monotonic() + _LOOK_AGAIN_SECONDS
             return
-        if not self._awaits_next_stager and self._keeps_share("its stager ended"):
+        if not self._awaits_next_stager and self._keep_share("its stager ended"):
             return
         self._end_waiting("its stager ended, and no stager came back")
         self._ends_at, self._grace_after_wait_seconds = time.monotonic() + self._grace_after_wait_seconds, 0.0
 
-    def _check_old_stager_is_gone(self) -> None:
+    def _check_old_stager_exited(self) -> None:
         if self._waits_for_old_stager and self._ring.is_held():
             raise BusyError(
                 f"{self._store.url}: the stager of attempt {self._ring.attempt} of this run still uses the ring, but "
@@ -393,7 +393,7 @@ class FlusherService:
             return self._engine.held_seconds(), error
         return self._maintenance.marks.refused if self._engine.idle else None
 
-    def _take_no_more(self) -> None:
+    def _stop_accepting_work(self) -> None:
         """Finish after a signal: staged checkpoints are still published. A checkpoint being received may become staged
         at any moment, so it stays in the ring, as after a crash, and the next flusher continues it.
         """
@@ -405,9 +405,9 @@ class FlusherService:
             self._handler.refuse_begins = reason
         self._engine.abort_stranded(PeerLost(f"{reason}, and its upload cannot be resumed"))
 
-    def _leave_ring(self) -> None:
+    def _decide_ring_handover(self) -> None:
         finishing = self._handler is not None and self._handler.finishing
-        wanted = bool(self._ring.checkpoint_names()) or (self._ring.is_held() and not finishing)
+        wanted = bool(self._ring.checkpoint_ids()) or (self._ring.is_held() and not finishing)
         wanted = wanted or self._maintenance.marks.owed
         self.leaves_ring = self._terminating and wanted
         if self.leaves_ring:
@@ -417,8 +417,8 @@ class FlusherService:
             )
             self._events.emit("ring_left", {"receiving": len(self._engine.receiving())})
 
-    def _say_last_words(self) -> None:
-        until = time.monotonic() + _LAST_WORDS_SECONDS_MAX
+    def _flush_messages(self) -> None:
+        until = time.monotonic() + _FINAL_SEND_SECONDS_MAX
         while self._handler is not None and self._handler.channel.unsent and time.monotonic() < until:
             self._watch_writable()
             self._selector.select(0.1)

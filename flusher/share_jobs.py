@@ -3,7 +3,7 @@
     lead      start ──────────────────────────────► all seals? ─► (publish) ─► all records removed
     others      └─► the same upload ─► seal ────────────┘             └─► the manifest is there: durable
 
-Nothing here waits: if another flusher is behind, `NotYet` is raised, and the engine runs the job again later.
+Nothing here waits: if another flusher is behind, `PeerNotReady` is raised, and the engine runs the job again later.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flusher.steps import (
 from holdfast.checkpoints.share_records import (
     ShareRecords,
     ShareStart,
-    checked_image,
+    combine_seals,
     voided,
 )
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.share_sums import part_crcs, pieces_in
+from holdfast.image.share_sums import part_crcs, entry_pieces
 from holdfast.image.shares import ImageShare
 from holdfast.store.base import Store, Upload
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast.flusher")
 
 
-class NotYet(Exception):
+class PeerNotReady(Exception):
     """Another flusher is behind. The message says what is awaited."""
 
 
@@ -66,12 +66,12 @@ class ShareJobs:
         self._shares[key] = share
 
     def joined(self, key: CheckpointId, layout: Layout, share: ImageShare) -> ShareStart:
-        """Return the lead's start. Raises `NotYet`, and `ProtocolError` if it splits the image otherwise."""
+        """Return the lead's start. Raises `PeerNotReady`, and `ProtocolError` if it splits the image otherwise."""
         records = self._records(key)
         start = records.start()
         if start is None:
-            self._raise_void(records)
-            raise NotYet("the first stager's flusher to begin the upload")
+            self._raise_if_void(records)
+            raise PeerNotReady("the first stager's flusher to begin the upload")
         complaint = start.complaint(layout, share.shares)
         if complaint:
             raise ProtocolError(
@@ -91,7 +91,7 @@ class ShareJobs:
         write_id: str,
     ) -> None:
         """Note that the upload is open; the lead tells the others. Raises `PeerLost` if it was given up before."""
-        self._records(key).refuse_given_up(share.index)
+        self._records(key).require_not_voided(share.index)
         start = self._starts[key] = ShareStart.of(key, layout, share, upload, file=file, write_id=write_id)
         if self._index == 0:
             self._records(key).begin(start, layout)
@@ -103,9 +103,9 @@ class ShareJobs:
         records, start, shares = self._records(job.key), self._starts[job.key], job.share.shares
         found = records.crcs(start, job.of)
         if found is None:
-            self._raise_void(records)
-            raise NotYet(f"all chunks of share {job.of + 1} of {shares.count}")
-        expected = len(pieces_in(job.index.layout, shares.chunks_of(job.of)))
+            self._raise_if_void(records)
+            raise PeerNotReady(f"all chunks of share {job.of + 1} of {shares.count}")
+        expected = len(entry_pieces(job.index.layout, shares.chunks_of(job.of)))
         if len(found.entry_crcs) != expected:
             raise ProtocolError(
                 f"{job.key}: share {job.of + 1} of {shares.count}, on {found.host}, states CRCs of "
@@ -121,35 +121,35 @@ class ShareJobs:
         return Sealed(job.key, job.share, made)
 
     def read_seal(self, job: ReadSeal) -> SealRead:
-        """Raises `NotYet`."""
+        """Raises `PeerNotReady`."""
         found = self._records(job.key).seal(self._starts[job.key], job.of)
         if found is None:
-            raise NotYet(f"share {job.of + 1} of {job.share.shares.count} to be sealed")
+            raise PeerNotReady(f"share {job.of + 1} of {job.share.shares.count} to be sealed")
         return SealRead(job.key, job.of, found)
 
     def assemble(self, job: Assemble) -> tuple[AllSealed, Upload]:
         """Return the image, and the upload with all its parts."""
         start = self._starts[job.key]
-        image = checked_image(start, job.seals, job.index, job.share.shares)
+        image = combine_seals(start, job.seals, job.index, job.share.shares)
         upload = upload_of(self._store, start, job.index.layout, image.chunk_crc32s, job.share)
         return AllSealed(image), upload
 
     def await_end(self, key: CheckpointId) -> None:
-        """Return once the lead has published it, or never will. Raises `NotYet`."""
+        """Return once the lead has published it, or never will. Raises `PeerNotReady`."""
         records = self._records(key)
         if records.start() is not None:  # the lead removes it after it wrote the manifest
-            self._raise_void(records)
-            raise NotYet("the first stager's flusher to publish")
+            self._raise_if_void(records)
+            raise PeerNotReady("the first stager's flusher to publish")
 
     def committed(self, key: CheckpointId) -> None:
         """Remove the records of a published checkpoint, and older voids; after an error the next writer does."""
         share = self._shares.get(key)
         if share is None:
             return
-        with self._left_behind(key):
+        with self._log_leftovers(key):
             self._records(key).clear(share.shares.count)
         for older in sorted(one for one in self._voided if one < key):
-            with self._left_behind(older):
+            with self._log_leftovers(older):
                 self._records(older).clear(self._voided[older])
                 del self._voided[older]
 
@@ -176,17 +176,17 @@ class ShareJobs:
 
     def raise_void(self, key: CheckpointId) -> None:
         """Raise `PeerLost` if the flusher of another share has given the checkpoint up."""
-        self._raise_void(self._records(key))
+        self._raise_if_void(self._records(key))
 
     @staticmethod
-    def _raise_void(records: ShareRecords) -> None:
+    def _raise_if_void(records: ShareRecords) -> None:
         void = records.void()
         if void is not None:
             raise voided(void)
 
     @staticmethod
     @contextlib.contextmanager
-    def _left_behind(key: CheckpointId) -> Any:
+    def _log_leftovers(key: CheckpointId) -> Any:
         try:
             yield
         except StoreError as error:

@@ -30,7 +30,7 @@ from holdfast.wire.failure_count import FailureCount
 
 _log = logging.getLogger("holdfast.flusher")
 _TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error says
-_SLOTS_TOLD_MAX = 4096  # per message; the numbers of a larger ring would not fit a packet
+_SLOTS_PER_MESSAGE_MAX = 4096  # per message; the numbers of a larger ring would not fit a packet
 
 
 class StagerHandler(FlushListener):
@@ -43,12 +43,12 @@ class StagerHandler(FlushListener):
         self.welcomed = self.resumed = False
         self.attempt = self.lead_attempt = 0
         self.standing = False  # it may be started again within its job
-        self._said_share: list[int] = []
+        self._stager_share: list[int] = []
         self.finishing = False
         self.has_begun = False  # a checkpoint
         self.interrupted = False  # the stager said that the job was
         self.refuse_begins = ""
-        self._held_said = ""
+        self._held_sent = ""
 
     # -- messages from the stager --------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class StagerHandler(FlushListener):
                         raise ProtocolError(f"expected one hello of version {ipc.VERSION}, got {said!r:.60}")
                     self.attempt = message.fields["attempt"]
                     self.lead_attempt = message.fields["lead_attempt"]
-                    self._said_share = message.fields["share"]
+                    self._stager_share = message.fields["share"]
                     self.standing = message.fields.get("standing") is True
                     return False
                 self._take(message, engine)
@@ -76,10 +76,10 @@ class StagerHandler(FlushListener):
     def check_share(self) -> None:
         """Raise `ConfigError` unless the stager has this flusher's share, and names the lead's attempt if it must."""
         mine = [self._share.index, self._share.writers]
-        if self._said_share != mine:
+        if self._stager_share != mine:
             raise ConfigError(
                 f"{self._store_url}: this flusher writes share {self._share}, the stager (process "
-                f"{self.channel.peer_pid}) receives share index, of {self._said_share}; start both with the same share"
+                f"{self.channel.peer_pid}) receives share index, of {self._stager_share}; start both with the same share"
             )
         if (self.lead_attempt > 0) == self._share.leads and (self.lead_attempt or not self.attempt):
             raise ConfigError(
@@ -90,8 +90,8 @@ class StagerHandler(FlushListener):
     def say_held(self, message: str) -> None:
         """Report why the store fails, when that has changed; the stager shows it where the user looks."""
         message = message[:_TEXT_CHARACTERS_MAX]
-        if self.welcomed and message != self._held_said:
-            self._held_said = message
+        if self.welcomed and message != self._held_sent:
+            self._held_sent = message
             self.channel.send("held", message=message)
 
     def welcome(self, seen: FailureCount, *, resumed: bool) -> None:
@@ -118,14 +118,14 @@ class StagerHandler(FlushListener):
         fields = message.fields
         match message.kind:
             case "chunk":
-                self._take_chunk(fields["slot"], engine)
+                self._handle_chunk(fields["slot"], engine)
             case "begin":
-                self._take_begin(self._key(fields), fields["layout_digest"], engine)
+                self._handle_begin(self._key(fields), fields["layout_digest"], engine)
             case "staged":
                 reach(Point.STAGED_HEARD)
                 engine.staged(self._key(fields))
             case "abort":
-                self._take_abort(self._key(fields), fields["reason"], engine)
+                self._handle_abort(self._key(fields), fields["reason"], engine)
             case "doubt":
                 engine.doubt()
             case "proof":
@@ -143,7 +143,7 @@ class StagerHandler(FlushListener):
             )
         return CheckpointId(fields["attempt"], fields["step"])
 
-    def _take_begin(self, key: CheckpointId, layout_digest: str, engine: Engine) -> None:
+    def _handle_begin(self, key: CheckpointId, layout_digest: str, engine: Engine) -> None:
         try:
             if self.resumed and not engine.knows(key) and self._ring.checkpoint(*key) is None:
                 engine.ask(key)  # it ended while no stager listened, or its message was lost
@@ -157,7 +157,7 @@ class StagerHandler(FlushListener):
             self.has_begun = True
             engine.begin(key, layout)
 
-    def _take_abort(self, key: CheckpointId, reason: str, engine: Engine) -> None:
+    def _handle_abort(self, key: CheckpointId, reason: str, engine: Engine) -> None:
         error = PeerLost(f"aborted by the stager: {reason}")
         if engine.knows(key) or not self.resumed or self._ring.checkpoint(*key) is None:
             if self._ring.writers(key.attempt) > 1:
@@ -177,7 +177,7 @@ class StagerHandler(FlushListener):
         self.freed(tuple(freed))
         engine.give_up(key, error)
 
-    def _take_chunk(self, slot: int, engine: Engine) -> None:
+    def _handle_chunk(self, slot: int, engine: Engine) -> None:
         try:
             record = self._ring.record(slot)
             if self.resumed and record.state is not SlotState.FULL:
@@ -199,8 +199,8 @@ class StagerHandler(FlushListener):
 
     def freed(self, slots: tuple[int, ...]) -> None:
         if self.welcomed:
-            for first in range(0, len(slots), _SLOTS_TOLD_MAX):
-                self.channel.send("freed", slots=list(slots[first : first + _SLOTS_TOLD_MAX]))
+            for first in range(0, len(slots), _SLOTS_PER_MESSAGE_MAX):
+                self.channel.send("freed", slots=list(slots[first : first + _SLOTS_PER_MESSAGE_MAX]))
 
     def grown(self, note: str) -> None:
         if self.welcomed:

@@ -112,7 +112,7 @@ class CrcsPut:
 
 @dataclass(frozen=True, slots=True)
 class CrcsRead:
-    """Another share is verified; these are the CRCs of its `holdfast.image.share_sums.pieces_in`."""
+    """Another share is verified; these are the CRCs of its `holdfast.image.share_sums.entry_pieces`."""
 
     key: CheckpointId
     share: int

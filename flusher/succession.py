@@ -10,7 +10,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 
 # How long the store must have accepted nothing before a whole checkpoint is dropped for a newer one. A checkpoint with
 # parts in the store has longer: a store that answers now and then would otherwise never finish any.
-_STANDS_SECONDS, _STANDS_SECONDS_BEGUN = 5.0, 30.0
+_STALL_SECONDS, _STALL_SECONDS_WRITTEN = 5.0, 30.0
 
 
 class Successor(NamedTuple):
@@ -26,27 +26,27 @@ class Succession:
 
     def __init__(self) -> None:
         # When the store last accepted something, or the first checkpoint began to wait for it
-        self._stands_since = time.monotonic()
-        self._look_at: float | None = None  # when an older checkpoint may have to make room
+        self._stalled_since = time.monotonic()
+        self._recheck_at: float | None = None  # when an older checkpoint may have to make room
 
     def store_took(self) -> None:
         """Note that the store has accepted something, or that nothing waited for it until now."""
-        self._stands_since = time.monotonic()
+        self._stalled_since = time.monotonic()
 
     @property
     def wait_seconds(self) -> float | None:
         """Seconds until the answer of `due` may change by time alone; None: never."""
-        return None if self._look_at is None else max(0.0, self._look_at - time.monotonic()) + 0.001
+        return None if self._recheck_at is None else max(0.0, self._recheck_at - time.monotonic()) + 0.001
 
     def due(self, pipeline: Pipeline) -> Successor | None:
         """Return the checkpoint to drop now; None: incoming chunks have room, or it is too early."""
-        self._look_at = None
-        for begun, seconds in ((False, _STANDS_SECONDS), (True, _STANDS_SECONDS_BEGUN)):
+        self._recheck_at = None
+        for begun, seconds in ((False, _STALL_SECONDS), (True, _STALL_SECONDS_WRITTEN)):
             found = pipeline.superseded(begun=begun)
             if found is None:
                 continue
-            if time.monotonic() < self._stands_since + seconds:
-                self._look_at = self._stands_since + seconds
+            if time.monotonic() < self._stalled_since + seconds:
+                self._recheck_at = self._stalled_since + seconds
                 return None
-            return Successor(*found, time.monotonic() - self._stands_since)
+            return Successor(*found, time.monotonic() - self._stalled_since)
         return None

@@ -20,7 +20,7 @@ from flusher.retention import Keep, StoredStep, to_remove
 from flusher.workers import Workers
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.intents import Intent, forget_intent
+from holdfast.checkpoints.intents import Intent, discard_intent
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
@@ -28,10 +28,10 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import READ_BACK, Manifest, State, is_manifest_name, manifest_name
 from holdfast.image.proof_record import ProofRecord
 from holdfast.ring.doubts import DoubtedSteps
-from holdfast.store.wrapper import PatientStore
+from holdfast.store.wrapper import ThrottledStore
 
 _log = logging.getLogger("holdfast.flusher")
-_UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and restore checks what it reads
+_UNREAD_CHECKED_MAX = 3  # an older one is restored only when these are bad, and restore checks what it reads
 
 
 class ReadBack(NamedTuple):
@@ -152,12 +152,12 @@ class Maintenance:
             self._pending += 1
             self._newest = manifest
         known = StoredStep.of(manifest)
-        self._workers.submit((0,), lambda: self._look_after(key, known))
+        self._workers.submit((0,), lambda: self._maintain(key, known))
 
     def doubt(self, found: Sequence[DoubtedSteps]) -> None:
         """Mark the published checkpoints of these steps, and those published later. `found` has all earlier doubts."""
         if self.marks.learn(found):
-            self._mark_again()
+            self._retry_marks()
 
     def prove(self, found: Sequence[ProofRecord]) -> None:
         """Write these proofs beside the published checkpoints that they belong to."""
@@ -169,14 +169,14 @@ class Maintenance:
             under_way = frozenset(self._under_way)
         self._guarded(lambda: self._proofs.write_all(under_way), "a proof of a resume is not written")
 
-    def _mark_again(self) -> None:
+    def _retry_marks(self) -> None:
         """Retry until every mark is in the store."""
         self.marks.owed = True
         self._submit(self.marks.write_all)
 
     def catch_up(self) -> None:
         """Read back the newest files, if an earlier flusher did not."""
-        self._submit(self._look_for_unread)
+        self._submit(self._enqueue_unread)
 
     def _submit(self, call: Callable[[], object]) -> None:
         """Queue a call for the thread, behind the checkpoints that wait there."""
@@ -195,7 +195,7 @@ class Maintenance:
             self._pending += 1
         self._workers.submit((1,), do)
 
-    def _look_for_unread(self) -> None:
+    def _enqueue_unread(self) -> None:
         """Runs in the worker thread."""
         try:
             found: list[Manifest] = []
@@ -205,19 +205,19 @@ class Maintenance:
             for item in look.items(look.current):
                 if item.manifest is None:
                     _log.warning("a checkpoint is not read back from the store: %s", item.fault)
-                elif len(found) < _UNREAD_LOOKED_AT or item.manifest.state is not State.BAD:
+                elif len(found) < _UNREAD_CHECKED_MAX or item.manifest.state is not State.BAD:
                     found.append(item.manifest)
-                if len(found) >= _UNREAD_LOOKED_AT and any(one.state is not State.BAD for one in found):
+                if len(found) >= _UNREAD_CHECKED_MAX and any(one.state is not State.BAD for one in found):
                     break
-            self._say_newest(found)
-            for manifest in found[:_UNREAD_LOOKED_AT]:
+            self._report_newest(found)
+            for manifest in found[:_UNREAD_CHECKED_MAX]:
                 is_unread = manifest.state is State.DURABLE and manifest.note != READ_BACK
                 if self._rules.verify and is_unread:
                     self.published(manifest.order, manifest)
         except (StoreError, DamageError) as error:
             _log.warning("checkpoints that an earlier flusher did not read back stay unverified: %s", error)
 
-    def _say_newest(self, found: Sequence[Manifest]) -> None:
+    def _report_newest(self, found: Sequence[Manifest]) -> None:
         """Report how far the run is as this flusher starts."""
         good = next((manifest for manifest in found if manifest.state is not State.BAD), None)
         if good is not None:
@@ -236,10 +236,10 @@ class Maintenance:
         with self._lock:
             self._pending = 0
 
-    def _look_after(self, key: CheckpointId, known: StoredStep) -> None:
+    def _maintain(self, key: CheckpointId, known: StoredStep) -> None:
         name = manifest_name(known.file)
         try:
-            forget_intent(self._store, known.write_id)
+            discard_intent(self._store, known.write_id)
             if self._is_removed(known):
                 return
             self._known[name] = known
@@ -254,7 +254,7 @@ class Maintenance:
             if manifest is not None and (marked := self.marks.marked(manifest)) is not manifest:
                 manifest = marked  # before the long read-back
                 if not self._guarded(lambda: self._replace(marked), f"{key} not marked as doubtful"):
-                    self._mark_again()
+                    self._retry_marks()
             if manifest is not None and self._rules.verify:
                 manifest = self._read_back(key, manifest)
                 self._known[name] = StoredStep.of(manifest)
@@ -314,11 +314,11 @@ class Maintenance:
             values = None if counted is None else counted.values
             said = manifest.caveat if has_caveat else note or numbers
             seconds = time.monotonic() - begun
-            told = manifest.told_state if has_caveat else ""
+            told = manifest.display_state if has_caveat else ""
             self._inbox.put(ReadBack(key, state, said, seconds, told, values, numbers))
             return done
         if manifest.doubt:
-            self._mark_again()
+            self._retry_marks()
         return manifest
 
     def _replace(self, manifest: Manifest) -> None:
@@ -394,11 +394,11 @@ class Maintenance:
         try:
             self._store.delete(name)
         except FencedError:
-            forget_intent(self._store, one.write_id)
+            discard_intent(self._store, one.write_id)
             raise
         reach(Point.MANIFEST_DELETED)
         self._remove(one.file)
-        forget_intent(self._store, one.write_id)
+        discard_intent(self._store, one.write_id)
         return True
 
     def _guarded(self, call: Callable[[], None], what: str) -> bool:
@@ -439,7 +439,7 @@ class NoMaintenance(Maintenance):
         self.stop()
 
 
-class _ReadBackStore(PatientStore):
+class _ReadBackStore(ThrottledStore):
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         super().read_into(name, offset, buffer)
         reach(Point.VERIFYING)

@@ -246,7 +246,7 @@ class TrainerConfig(RoleConfig):
 
     @field_validator("stager", mode="after")
     @classmethod
-    def _one_stager_may_be_replaced(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_stager(cls, value: str | None, info: ValidationInfo) -> str | None:
         several = value == OWN_PER_NODE or (value is not None and "," in value)
         if several and info.data.get("on_stager_lost") == OWN_STAGER:
             raise ValueError(
@@ -261,7 +261,7 @@ class TrainerConfig(RoleConfig):
 
     @field_validator("tiers", mode="after")
     @classmethod
-    def _local_tiers_once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_tiers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) != len(value):
             raise ValueError("each tier only once")
         if "store" in value:
@@ -340,7 +340,7 @@ class _RingConfig(RoleConfig):
 
     @field_validator("ring_bytes", mode="after")
     @classmethod
-    def _ring_holds_enough_chunks(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_ring_bytes(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is None or "chunk_bytes" not in info.data:
             return value
         chunk_bytes = info.data["chunk_bytes"] or CHUNK_BYTES
@@ -353,7 +353,7 @@ class _RingConfig(RoleConfig):
 
     @field_validator("best_mode", mode="after")
     @classmethod
-    def _a_metric_has_a_mode(cls, value: BestMode | None, info: ValidationInfo) -> BestMode | None:
+    def _check_best_mode(cls, value: BestMode | None, info: ValidationInfo) -> BestMode | None:
         metric = info.data.get("best_metric")
         if value is None and metric is not None:
             raise ValueError(f"min or max: whether the lowest or the highest {metric} is best")
@@ -361,7 +361,7 @@ class _RingConfig(RoleConfig):
 
     @field_validator("keep_best", mode="after")
     @classmethod
-    def _keeping_needs_a_metric(cls, value: int, info: ValidationInfo) -> int:
+    def _check_keep_best(cls, value: int, info: ValidationInfo) -> int:
         if value and info.data.get("best_metric", "") is None:
             raise ValueError(
                 "0 unless best_metric and best_mode are set: they define which checkpoints are best"
@@ -370,7 +370,7 @@ class _RingConfig(RoleConfig):
 
     @field_validator("on_nonfinite", mode="after")
     @classmethod
-    def _refusing_needs_reading(cls, value: str, info: ValidationInfo) -> str:
+    def _check_on_nonfinite(cls, value: str, info: ValidationInfo) -> str:
         if value == "refuse" and info.data.get("verify") is False:
             raise ValueError("warn if verify is off: numbers are counted when a checkpoint is read back")
         return value
@@ -456,7 +456,7 @@ class StagerConfig(_RingConfig):
 
     @field_validator("listen", mode="after")
     @classmethod
-    def _several_stagers_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
         share = info.data.get("share", WHOLE)
         if value is None and share != WHOLE:
             raise ValueError(

@@ -77,7 +77,7 @@ class RoleConfig(BaseSettings):
         try:
             return handler(data)
         except ValidationError as error:
-            lines = [_explanation(cls, detail) for detail in error.errors(include_url=False)]
+            lines = [_describe_error(cls, detail) for detail in error.errors(include_url=False)]
             # `from None`: pydantic's text would repeat the message.
             raise ConfigError("\n".join(lines)) from None
 
@@ -120,12 +120,12 @@ def _settings_in_file(cls: type[RoleConfig]) -> dict[str, Any]:
             f"{path}: expected TOML: {error}; correct it, or let {_CONFIG_VARIABLE} name another file"
         ) from error
     shared = {key: value for key, value in document.items() if key not in _ROLES}
-    _refuse_unknown(shared, _all_settings() | _ROLES.keys(), where=f"{path}")
+    _reject_unknown(shared, _all_settings() | _ROLES.keys(), where=f"{path}")
     for role, config in _ROLES.items():
         table = document.get(role, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {role}: expected the table [{role}], got {table!r}")
-        _refuse_unknown(table, config.model_fields, where=f"{path}, table [{role}]")
+        _reject_unknown(table, config.model_fields, where=f"{path}, table [{role}]")
     mine = {key: value for key, value in shared.items() if key in cls.model_fields}
     return {**mine, **document.get(cls.role, {})}
 
@@ -134,7 +134,7 @@ def _all_settings() -> set[str]:
     return {name for config in _ROLES.values() for name in config.model_fields}
 
 
-def _refuse_unknown(keys: Iterable[str], valid: Iterable[str], *, where: str) -> None:
+def _reject_unknown(keys: Iterable[str], valid: Iterable[str], *, where: str) -> None:
     valid = sorted(valid)
     for key in keys:
         if key not in valid:
@@ -160,7 +160,7 @@ def _warn_of_misspelt_environment() -> None:
                 _log.warning("environment variable %s is not used; did you mean %s?", variable, close[0])
 
 
-def _explanation(cls: type[RoleConfig], detail: ErrorDetails) -> str:
+def _describe_error(cls: type[RoleConfig], detail: ErrorDetails) -> str:
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         return f"{cls.role} setting {name}: no such setting; {_nearest(name, cls.model_fields)}"

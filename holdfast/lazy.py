@@ -21,11 +21,11 @@ def lazy_names(
     def load(name: str) -> object:
         this = sys.modules[package]
         if name in submodules:
-            return _imported(f"{package}.{name}", name)
+            return _import_for(f"{package}.{name}", name)
         if name not in homes:
             # `obj` lets Python add "Did you mean" from `dir` of the package.
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=this)
-        value: object = getattr(_imported(homes[name], name), name)
+        value: object = getattr(_import_for(homes[name], name), name)
         setattr(this, name, value)  # so that Python calls `load` once per name
         return value
 
@@ -35,7 +35,7 @@ def lazy_names(
     return load, names
 
 
-def _imported(module: str, needed_by: str) -> object:
+def _import_for(module: str, needed_by: str) -> object:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -21,11 +21,11 @@ _CONNECTION = re.compile(
 )
 
 
-def says_lost_connection(text: str) -> bool:
+def is_lost_connection(text: str) -> bool:
     """Whether this is a message of gloo, NCCL or its watchdog about a lost connection to another process."""
     return bool(_CONNECTION.search(text))
 
 
-def says_lost_peer(name: str, text: str) -> bool:
+def is_lost_peer(name: str, text: str) -> bool:
     """Whether an exception with this class name, such as `RuntimeError`, and this text is about a lost process."""
-    return name in _NAMES or (name in _OF_COLLECTIVES and says_lost_connection(text))
+    return name in _NAMES or (name in _OF_COLLECTIVES and is_lost_connection(text))

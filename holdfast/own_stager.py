@@ -29,7 +29,7 @@ _HELD_SECONDS_MAX = 10.0  # a stager that is ending closes its note within this 
 _PAUSE_SECONDS = 0.05
 
 
-class OwnStagerPlace(NamedTuple):
+class OwnStagerEndpoint(NamedTuple):
     """Where ranks reach a stager of their job. `address`: HOST:PORT. `share`: as K/S."""
 
     address: str
@@ -40,21 +40,21 @@ class OwnStagerPlace(NamedTuple):
         return json.dumps(self._asdict()).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> OwnStagerPlace:
+    def from_bytes(cls, data: bytes) -> OwnStagerEndpoint:
         """Raises `ValueError`: `data` is not a place."""
         try:
-            said = _Said.model_validate_json(data)
+            said = _EndpointDocument.model_validate_json(data)
         except ValidationError:
             raise ValueError("expected the address and the key of a stager") from None
         return cls(said.address, said.key, said.share)
 
 
-def say_place(place: OwnStagerPlace) -> None:
+def report_endpoint(place: OwnStagerEndpoint) -> None:
     """Tell rank 0, which reads stdout, that this stager listens; later writes to stdout go to the log."""
     _say(place.to_bytes())
 
 
-def say_error(error: HoldfastError) -> None:
+def report_error(error: HoldfastError) -> None:
     """Tell rank 0, which reads only the first line of stdout, why this stager has not started."""
     _say(json.dumps({"error": [error.code, str(error)]}).encode())
 
@@ -65,14 +65,14 @@ def _say(line: bytes) -> None:
     os.dup2(2, 1)
 
 
-def heard(line: bytes) -> OwnStagerPlace:
+def heard(line: bytes) -> OwnStagerEndpoint:
     """Parse the first line of a stager. Raises `ValueError`: not a place; `HoldfastError`: the stager's own error."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         raise peer_error(*json.loads(line)["error"])
-    return OwnStagerPlace.from_bytes(line)
+    return OwnStagerEndpoint.from_bytes(line)
 
 
-class _Said(BaseModel):
+class _EndpointDocument(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     address: str = Field(min_length=1, max_length=1024)
@@ -93,7 +93,7 @@ class OwnStagerNote:
         self._path = note_path(store_url, runtime_dir)
         self._fd = self._hold()
         os.truncate(self._fd, 0)
-        os.write(self._fd, OwnStagerPlace(str(address), key.decode(), str(share)).to_bytes())
+        os.write(self._fd, OwnStagerEndpoint(str(address), key.decode(), str(share)).to_bytes())
 
     def _hold(self) -> int:
         deadline = time.monotonic() + _HELD_SECONDS_MAX
@@ -130,7 +130,7 @@ class OwnStagerNote:
             self._fd = -1
 
 
-def living_own_stager(store_url: str, runtime_dir: Path) -> OwnStagerPlace | None:
+def find_own_stager(store_url: str, runtime_dir: Path) -> OwnStagerEndpoint | None:
     """Find the living stager that a job of this user started for this run here. Raises `ConfigError`: not private."""
     try:
         fd = open_private_file(note_path(store_url, runtime_dir), os.O_RDWR)
@@ -140,7 +140,7 @@ def living_own_stager(store_url: str, runtime_dir: Path) -> OwnStagerPlace | Non
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         with contextlib.suppress(ValueError):  # the stager is still writing it
-            return OwnStagerPlace.from_bytes(os.pread(fd, _BYTES_MAX, 0))
+            return OwnStagerEndpoint.from_bytes(os.pread(fd, _BYTES_MAX, 0))
     finally:
         os.close(fd)
     return None

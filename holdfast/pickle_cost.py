@@ -86,18 +86,18 @@ _TWO_LINES = {_CODES["GLOBAL"], _CODES["INST"]}
 
 def check_pickle(pickled: bytes | memoryview, tuples_max: int | None = None) -> int:
     """Refuse a pickle that would take too much memory; return the nesting depth of tuples. Raises `InputTooLarge`."""
-    return _Walk(bytes(pickled), tuples_max).run()
+    return _PickleWalker(bytes(pickled), tuples_max).run()
 
 
 def pickle_cost(pickled: bytes) -> int:
     """Estimate the bytes of the objects in the pickle, without a limit."""
-    walk = _Walk(pickled, None)
+    walk = _PickleWalker(pickled, None)
     walk.allowed_bytes = 1 << 62
     walk.run()
     return walk.cost
 
 
-class _Walk:
+class _PickleWalker:
     """Walk through one pickle, from its first opcode to its last."""
 
     def __init__(self, pickled: bytes, tuples_max: int | None) -> None:
@@ -325,7 +325,7 @@ class _Walk:
         value.name = self._pickled[begin:end].decode(errors="replace")
         self._push(value, _GLOBAL_BYTES + end - begin)
 
-    def named_by_stack(self, _begin: int, _end: int) -> None:
+    def push_stack_global(self, _begin: int, _end: int) -> None:
         value = _Value()
         value.name = self._stack.pop().name
         self._stack.pop()
@@ -393,43 +393,43 @@ class _Walk:
         return by_number + (_CODEC_FACTOR * arguments.weight if name in _BY_CODEC and not is_latin else 0)
 
 
-_Act = Callable[[_Walk, int, int], None]
+_Act = Callable[[_PickleWalker, int, int], None]
 _ACTS: dict[int, _Act] = {
     _CODES[name]: act
     for act, names in (
-        (_Walk.plain, "NONE NEWFALSE NEWTRUE"),
-        (_Walk.float, "FLOAT BINFLOAT NEXT_BUFFER EXT1 EXT2 EXT4"),
-        (_Walk.byte, "BININT1"),
-        (_Walk.number, "BININT BININT2 LONG1 LONG4"),
-        (_Walk.decimal, "INT LONG"),
-        (_Walk.text, "STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8"),
-        (_Walk.text, "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"),
-        (_Walk.container, "EMPTY_LIST EMPTY_DICT EMPTY_SET"),
-        (_Walk.container_of_marked, "LIST DICT FROZENSET"),
-        (_Walk.tuple_of_marked, "TUPLE"),
-        (_Walk.tuple_of_last, "TUPLE1 TUPLE2 TUPLE3"),
-        (_Walk.empty_tuple, "EMPTY_TUPLE"),
-        (_Walk.append, "APPEND"),
-        (_Walk.set_item, "SETITEM"),
-        (_Walk.append_marked, "APPENDS"),
-        (_Walk.fill_with_marked, "SETITEMS ADDITEMS"),
-        (_Walk.mark, "MARK"),
-        (_Walk.pop, "POP"),
-        (_Walk.pop_marked, "POP_MARK"),
-        (_Walk.again, "DUP"),
-        (_Walk.get, "GET BINGET LONG_BINGET"),
-        (_Walk.put, "PUT BINPUT LONG_BINPUT"),
-        (_Walk.memoize, "MEMOIZE"),
-        (_Walk.named, "GLOBAL"),
-        (_Walk.named_by_stack, "STACK_GLOBAL"),
-        (_Walk.call, "REDUCE NEWOBJ"),
-        (_Walk.call_with_names, "NEWOBJ_EX"),
-        (_Walk.call_marked, "INST OBJ"),
-        (_Walk.persistent, "BINPERSID"),
-        (_Walk.persistent_line, "PERSID"),
-        (_Walk.build, "BUILD"),
-        (_Walk.frame, "FRAME"),
-        (_Walk.nothing, "PROTO READONLY_BUFFER"),
+        (_PickleWalker.plain, "NONE NEWFALSE NEWTRUE"),
+        (_PickleWalker.float, "FLOAT BINFLOAT NEXT_BUFFER EXT1 EXT2 EXT4"),
+        (_PickleWalker.byte, "BININT1"),
+        (_PickleWalker.number, "BININT BININT2 LONG1 LONG4"),
+        (_PickleWalker.decimal, "INT LONG"),
+        (_PickleWalker.text, "STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8"),
+        (_PickleWalker.text, "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"),
+        (_PickleWalker.container, "EMPTY_LIST EMPTY_DICT EMPTY_SET"),
+        (_PickleWalker.container_of_marked, "LIST DICT FROZENSET"),
+        (_PickleWalker.tuple_of_marked, "TUPLE"),
+        (_PickleWalker.tuple_of_last, "TUPLE1 TUPLE2 TUPLE3"),
+        (_PickleWalker.empty_tuple, "EMPTY_TUPLE"),
+        (_PickleWalker.append, "APPEND"),
+        (_PickleWalker.set_item, "SETITEM"),
+        (_PickleWalker.append_marked, "APPENDS"),
+        (_PickleWalker.fill_with_marked, "SETITEMS ADDITEMS"),
+        (_PickleWalker.mark, "MARK"),
+        (_PickleWalker.pop, "POP"),
+        (_PickleWalker.pop_marked, "POP_MARK"),
+        (_PickleWalker.again, "DUP"),
+        (_PickleWalker.get, "GET BINGET LONG_BINGET"),
+        (_PickleWalker.put, "PUT BINPUT LONG_BINPUT"),
+        (_PickleWalker.memoize, "MEMOIZE"),
+        (_PickleWalker.named, "GLOBAL"),
+        (_PickleWalker.push_stack_global, "STACK_GLOBAL"),
+        (_PickleWalker.call, "REDUCE NEWOBJ"),
+        (_PickleWalker.call_with_names, "NEWOBJ_EX"),
+        (_PickleWalker.call_marked, "INST OBJ"),
+        (_PickleWalker.persistent, "BINPERSID"),
+        (_PickleWalker.persistent_line, "PERSID"),
+        (_PickleWalker.build, "BUILD"),
+        (_PickleWalker.frame, "FRAME"),
+        (_PickleWalker.nothing, "PROTO READONLY_BUFFER"),
     )
     for name in names.split()
 }

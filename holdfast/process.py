@@ -50,7 +50,7 @@ ENDING_SIGNALS = tuple(
 _PR_SET_PDEATHSIG = 1
 
 
-def tie(number: int = signal.SIGKILL) -> None:
+def set_parent_death_signal(number: int = signal.SIGKILL) -> None:
     """Have the kernel send signal `number` to this process when its parent dies. Survives exec, not fork."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -104,7 +104,7 @@ FINALIZE_SECONDS_MAX = (
 )
 
 
-def end_within(seconds_max: float, call: Callable[[], object], what: str, *, code: int = 0) -> None:
+def call_or_exit(seconds_max: float, call: Callable[[], object], what: str, *, code: int = 0) -> None:
     """Call `call`; after `seconds_max`, report on stderr and end the process with `code`. Main thread, at exit.
 
     `call` must release the GIL: mpi4py's `MPI.Finalize` does not, the same function called by ctypes does.
@@ -133,11 +133,11 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     rows = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     least = next(int(row[1]) for row in rows if row[0] == "MemAvailable:") * 1024
     for folder in _memory_groups(root):
-        least = min(least, _left_bytes(folder, least))
+        least = min(least, _available_bytes(folder, least))
     return max(0, least)
 
 
-def memory_kills(root: Path = Path("/")) -> int:
+def count_oom_kills(root: Path = Path("/")) -> int:
     """Count processes that the kernel killed to free memory, in this control group, else on this machine; else 0."""
     counters = [
         folder / name
@@ -171,7 +171,7 @@ def _memory_groups(root: Path) -> Iterator[Path]:
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
 
 
-def _left_bytes(group: Path, otherwise: int) -> int:
+def _available_bytes(group: Path, otherwise: int) -> int:
     """Return the memory left below a control group's limit, page cache included; `otherwise` if it has no limit."""
     for limit, usage, cached in (
         ("memory.max", "memory.current", "inactive_file"),

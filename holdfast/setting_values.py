@@ -65,7 +65,7 @@ def checkpoint_values(value: Any) -> Any:
     # One message with the whole value, instead of one for each checkpoint.
     try:
         return tuple(
-            one if isinstance(one, CheckpointId) else CheckpointId.of_label(one)
+            one if isinstance(one, CheckpointId) else CheckpointId.from_label(one)
             for one in listed_values(value)
         )
     except (TypeError, ValueError):
@@ -91,7 +91,7 @@ def address_value(value: Any) -> str:
 
 
 def share_value(value: Any) -> ShareNumber:
-    return value if isinstance(value, ShareNumber) else ShareNumber.of_text(str(value).strip())
+    return value if isinstance(value, ShareNumber) else ShareNumber.from_text(str(value).strip())
 
 
 def stager_values(value: Any) -> str:

@@ -53,7 +53,7 @@ class StagerKey:
             return
 
 
-def key_found(address: Address) -> bytes:
+def read_stager_key(address: Address) -> bytes:
     """Read the key of this user's stager, which writes it before it answers. Raises `ConfigError`: not found."""
     path = stager_key_path(address)
     try:

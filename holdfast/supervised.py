@@ -62,11 +62,11 @@ def tell(kind: str, *, step: int, **more: Any) -> None:
         say(kind, rank=own_rank(), step=step, **more)
 
 
-LAST_WORDS = re.compile(r"holdfast: rank \d+: ([A-Z]\w+): .*")
+FINAL_ERROR = re.compile(r"holdfast: rank \d+: ([A-Z]\w+): .*")
 
 
 def last_words(error: HoldfastError, *, rank: int, place: str) -> str:
-    """Format the error that ends a rank, so that `LAST_WORDS` matches. `place`: the script's line, or empty."""
+    """Format the error that ends a rank, so that `FINAL_ERROR` matches. `place`: the script's line, or empty."""
     where = f" (at {place})" if place else ""
     return f"\nholdfast: rank {rank}: {type(error).__name__}: {error}{where}\nhelp: {error.help}\n"
 
@@ -75,7 +75,7 @@ DIARY_VARIABLE = "HOLDFAST_DRILL_DIARY"
 _open: dict[str, int] = {}
 
 
-def is_drilled() -> bool:
+def is_in_drill() -> bool:
     """Whether this process is in a drill."""
     return bool(os.environ.get(DIARY_VARIABLE))
 
@@ -107,7 +107,7 @@ def report(kind: str, **fields: Any) -> None:
         _append(path, {"pid": os.getpid(), "rank": own_rank(), "round": int(restarts), kind: fields})
 
 
-def report_end() -> None:
+def register_end_report() -> None:
     """Register a report of the exception that ends this process. A process that a signal kills sends none."""
     if REPORTS_VARIABLE in os.environ:
         process = os.getpid()  # a forked child is no rank

@@ -20,7 +20,7 @@ from holdfast.image.shares import WHOLE
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
-from stager.flusher_line import FlusherLine
+from stager.flusher_line import FlusherConnection
 from stager.notices import Notices
 from stager.payloads import Payloads
 from stager.session.session import Session
@@ -37,7 +37,7 @@ from stager.session.session_messages import (
     GrantCredit,
     MarkFull,
     MarkStaged,
-    Tell,
+    SendMessage,
 )
 from stager.trainers import Trainers
 
@@ -50,7 +50,7 @@ class Actions:
     def __init__(
         self,
         session: Session,
-        line: FlusherLine,
+        line: FlusherConnection,
         trainers: Trainers,
         payloads: Payloads,
         notices: Notices,
@@ -115,7 +115,7 @@ class Actions:
                 ring.free(slot)
             case CancelReceive(rank, slot):
                 self.payloads.cancel(rank, slot)
-            case Tell():
+            case SendMessage():
                 self._tell(action)
             case BeginReceiving(step, layout):
                 self._begun_at[step] = self._clock()
@@ -130,7 +130,7 @@ class Actions:
             case Abort(step, reason):
                 line.send("abort", attempt=attempt, step=step, reason=reason[:2000])
 
-    def _tell(self, action: Tell) -> None:
+    def _tell(self, action: SendMessage) -> None:
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:
             reason = action.body.get("message") or action.body.get("reason")
             now = self._clock()
@@ -179,5 +179,5 @@ class Actions:
         if share != WHOLE:
             told["share"] = str(share)
         self.events.emit("staged", told, step=action.step)
-        self._tell(Tell(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
+        self._tell(SendMessage(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
         self.notices.staged(action.step, action.layout.image_bytes, now - offered_at)

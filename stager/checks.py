@@ -57,7 +57,7 @@ def mpi(plan: CheckPlan) -> Iterator[Finding]:
         if slow
         else "",
     )
-    yield _fault_tolerance(plan)
+    yield _check_fault_tolerance(plan)
 
 
 def _has_mpi4py() -> bool:
@@ -68,7 +68,7 @@ def _has_mpi4py() -> bool:
     return True
 
 
-def _fault_tolerance(plan: CheckPlan) -> Finding:
+def _check_fault_tolerance(plan: CheckPlan) -> Finding:
     fix = (
         f"install Open MPI 5 built with ULFM ({install_line('openmpi')}); without it a rank's death ends the job: "
         "nothing that was staged is lost, but the run must be started again"

@@ -22,7 +22,7 @@ from holdfast.faultpoint import identify
 from holdfast.mpirun import is_under_mpirun
 from holdfast.net.key import new_key as make_key
 from holdfast.notify.notify_options import destinations, notify_options
-from holdfast.own_stager import say_error
+from holdfast.own_stager import report_error
 from holdfast.ring.directory import run_key
 from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from holdfast.telemetry.event_files import EVENTS_NAME, log_directory
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from holdfast.image.shares import ShareNumber
     from holdfast.notify.log_watch import LogWatch
     from holdfast.notify.notifier import Destination
-    from stager.flusher_process import Flusher, FlusherAhead
+    from stager.flusher_process import Flusher, PreloadedFlusher
     from stager.mpi import MpiStagers
     from stager.standing import StandingStager
 
@@ -133,7 +133,7 @@ def stager(
             config = config.model_copy(update={"events": _default_events(config)})
     except HoldfastError as error:
         if own is not None:
-            say_error(error)
+            report_error(error)
         if not is_under_mpirun():
             raise
         problem = error  # join the trainers first: they must be told
@@ -142,12 +142,12 @@ def stager(
     people = None if config is None or _is_supervised() else _watch(config, told)
     try:
         if config is not None and config.listen is not None:
-            _stand_alone(config, once=once, own_host=own)
+            _serve_standalone(config, once=once, own_host=own)
         else:
-            _take_part(config, problem, people)
+            _serve_in_mpi_job(config, problem, people)
     except HoldfastError as error:
         if own is not None:
-            say_error(error)
+            report_error(error)
         _close(people, {"event": "gave_up", "message": str(error)})
         raise
     except Exception:  # includes click's Exit, which carries the exit code
@@ -175,7 +175,7 @@ def _watch(config: StagerConfig, told: list[Destination]) -> LogWatch | None:
     from holdfast.notify.log_watch import LogWatch
     from holdfast.notify.notifier import Notifier
 
-    return LogWatch(config.events, Notifier(told, run=config.store, is_alone=True))
+    return LogWatch(config.events, Notifier(told, run=config.store, is_unsupervised=True))
 
 
 def _close(people: LogWatch | None, last: dict[str, str] | None) -> None:
@@ -183,13 +183,13 @@ def _close(people: LogWatch | None, last: dict[str, str] | None) -> None:
         people.close(None if last is None else {"role": "stager", **last})
 
 
-def _take_part(config: StagerConfig | None, problem: HoldfastError | None, people: LogWatch | None) -> None:
+def _serve_in_mpi_job(config: StagerConfig | None, problem: HoldfastError | None, people: LogWatch | None) -> None:
     """Serve as a process of an MPI job."""
     # Importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
-    from stager.flusher_process import FlusherAhead
+    from stager.flusher_process import PreloadedFlusher
     from stager.service import StartRefused, serve, tell_end
 
-    ahead = FlusherAhead(config) if config else None
+    ahead = PreloadedFlusher(config) if config else None
     from stager.mpi import MpiTrainersPort
 
     port = MpiTrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
@@ -235,7 +235,7 @@ def _attached(
     config: StagerConfig | None,
     problem: HoldfastError | None,
     stagers: MpiStagers,
-    ahead: FlusherAhead | None,
+    ahead: PreloadedFlusher | None,
 ) -> tuple[Flusher | None, HoldfastError | None]:
     """Attach to the flusher; return it, or the error. The other stagers wait here for the lead's attempt."""
     from stager.flusher_process import attach
@@ -253,7 +253,7 @@ def _attached(
     return flusher, None
 
 
-def _stand_alone(config: StagerConfig, *, once: bool, own_host: str | None) -> None:
+def _serve_standalone(config: StagerConfig, *, once: bool, own_host: str | None) -> None:
     from stager.standing import StandingStager
 
     if is_under_mpirun():
@@ -268,10 +268,10 @@ def _stand_alone(config: StagerConfig, *, once: bool, own_host: str | None) -> N
         return
     standing = StandingStager(config)
     if KEPT_VARIABLE not in os.environ:  # otherwise `holdfast run` starts the ranks
-        _say_line_for_ranks(config, standing)
+        _print_rank_command(config, standing)
     standing.run(jobs=1 if once else None)
 
 
-def _say_line_for_ranks(config: StagerConfig, standing: StandingStager) -> None:
+def _print_rank_command(config: StagerConfig, standing: StandingStager) -> None:
     click.echo(f"the stager of {config.store} listens at {standing.address}; start the ranks with", err=True)
     click.echo(f"  {standing.line_for_ranks}", err=True)

@@ -14,7 +14,7 @@ from holdfast.ring.doubts import DoubtedSteps, read_doubts, write_doubts
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind
-from stager.flusher_line import FlusherLine
+from stager.flusher_line import FlusherConnection
 from stager.trainers import Trainers
 
 _log = logging.getLogger("holdfast.stager")
@@ -23,7 +23,7 @@ _log = logging.getLogger("holdfast.stager")
 class DoubtHandler:
     """Handles DOUBT. Only for the loop's thread."""
 
-    def __init__(self, line: FlusherLine, trainers: Trainers, events: EventLog) -> None:
+    def __init__(self, line: FlusherConnection, trainers: Trainers, events: EventLog) -> None:
         self._line, self._trainers, self._events = line, trainers, events
         self._known: list[DoubtedSteps] = []
 

@@ -18,13 +18,13 @@ from collections import deque
 from holdfast.errors import ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import boot_id
-from holdfast.ring.near_ring import RingPlace
-from holdfast.ring.proofs import proof_of
-from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked, held_in, tell_held
+from holdfast.ring.near_ring import RingLocation
+from holdfast.ring.proofs import find_proof
+from holdfast.ring.remains import ANSWER_BYTES_MAX, FetchKind, held_checkpoints, encode_held
 from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
-from stager.flusher_line import FlusherLine
+from stager.flusher_line import FlusherConnection
 from stager.trainers_port import TrainersPort
 
 _UNSENT_MAX = 2  # answers in flight to one rank: more would only take memory
@@ -35,7 +35,7 @@ _QUESTION_BYTES_MAX = 256
 class Fetches:
     """The ranks' pending FETCH requests. All methods belong to the loop's thread."""
 
-    def __init__(self, port: TrainersPort, line: FlusherLine) -> None:
+    def __init__(self, port: TrainersPort, line: FlusherConnection) -> None:
         self._port, self._line = port, line
         self._waiting: dict[int, deque[Frame]] = {}
         self._slots: dict[tuple[int, int, int], int] = {}  # attempt, step, chunk → where it was seen
@@ -49,15 +49,15 @@ class Fetches:
 
     def hear(self, rank: int, frame: Frame) -> None:
         """Queue a rank's FETCH. Raises `ProtocolError`: the request is invalid."""
-        if frame.flags not in set(Asked):
+        if frame.flags not in set(FetchKind):
             raise ProtocolError(
-                f"FETCH from rank {rank}: flags {frame.flags}, expected 0 to {len(Asked) - 1}"
+                f"FETCH from rank {rank}: flags {frame.flags}, expected 0 to {len(FetchKind) - 1}"
             )
         if len(frame.body) > _QUESTION_BYTES_MAX:
             raise ProtocolError(
                 f"FETCH from rank {rank}: a question of {len(frame.body)} bytes, expected at most {_QUESTION_BYTES_MAX}"
             )
-        if Asked(frame.flags) is Asked.BYTES:
+        if FetchKind(frame.flags) is FetchKind.BYTES:
             body = wire.json_body(frame, offset=int, nbytes=int)
             if not (body["offset"] >= 0 and 0 < body["nbytes"] <= ANSWER_BYTES_MAX):
                 raise ProtocolError(
@@ -87,23 +87,23 @@ class Fetches:
     def _answer(self, frame: Frame) -> bytes:
         ring = self._line.flusher.ring
         body: bytes | memoryview | None = None
-        match Asked(frame.flags):
-            case Asked.HELD:
-                held = held_in(ring)
+        match FetchKind(frame.flags):
+            case FetchKind.HELD:
+                held = held_checkpoints(ring)
                 self._slots = {
                     (one.attempt, one.step, chunk): record.slot
                     for one in held
                     for chunk, record in one.chunks.items()
                 }
-                body = tell_held(held)
-            case Asked.LAYOUT:
+                body = encode_held(held)
+            case FetchKind.LAYOUT:
                 body = _layout(ring, frame.body.decode(errors="replace"))
-            case Asked.PLACE:
+            case FetchKind.PLACE:
                 body = self._place(ring)
-            case Asked.PROOF:
-                found = proof_of(ring.directory, CheckpointId(frame.arg, frame.step))
+            case FetchKind.PROOF:
+                found = find_proof(ring.directory, CheckpointId(frame.arg, frame.step))
                 body = None if found is None else found.to_bytes()
-            case Asked.BYTES:
+            case FetchKind.BYTES:
                 body = self._bytes(ring, frame)
         there = body is not None and len(body) <= wire.MAX_BODY_BYTES
         return wire.encode(
@@ -119,7 +119,7 @@ class Fetches:
     def _place(self, ring: Ring) -> bytes | None:
         if not ring.token:
             return None
-        return RingPlace(str(ring.directory), self._line.flusher.attempt, ring.token, boot_id()).to_bytes()
+        return RingLocation(str(ring.directory), self._line.flusher.attempt, ring.token, boot_id()).to_bytes()
 
     def _bytes(self, ring: Ring, frame: Frame) -> memoryview | None:
         wanted = wire.json_body(frame, offset=int, nbytes=int)

@@ -19,7 +19,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from stager.actions import Actions
-from stager.flusher_line import FlusherLine
+from stager.flusher_line import FlusherConnection
 from stager.flusher_process import Flusher
 from stager.payloads import Payloads
 from stager.session.session import Session
@@ -27,18 +27,18 @@ from stager.session.session_messages import (
     Began,
     Durable,
     Failed,
-    FlusherBack,
-    FlusherGone,
+    FlusherReplaced,
+    FlusherLost,
     SlotsAdded,
     SlotsFreed,
 )
 
 
-def replay(line: FlusherLine, session: Session) -> FlusherBack:
+def replay(line: FlusherConnection, session: Session) -> FlusherReplaced:
     """Tell the flusher what the session knows; return the slots that the last flusher freed without a message."""
     ring, attempt = line.flusher.ring, line.flusher.attempt
     freed = tuple(slot for slot in sorted(session.flusher_slots) if ring.state(slot) is SlotState.FREE)
-    known, before = session.known(), _slots_before(ring, attempt, session)
+    known, before = session.known(), _inherited_slots(ring, attempt, session)
     for checkpoint in known:
         step = checkpoint.step
         line.send("begin", attempt=attempt, step=step, layout_digest=checkpoint.layout_digest)
@@ -48,13 +48,13 @@ def replay(line: FlusherLine, session: Session) -> FlusherBack:
         if checkpoint.staged:
             line.send("staged", attempt=attempt, step=step)
     steps = {checkpoint.step for checkpoint in known} | session.left
-    for other, step in ring.checkpoint_names():
+    for other, step in ring.checkpoint_ids():
         if other == attempt and step not in steps and not session.is_durable(step):
             line.send("abort", attempt=attempt, step=step, reason="given up while there was no flusher")
-    return FlusherBack(freed)
+    return FlusherReplaced(freed)
 
 
-def _slots_before(ring: Ring, attempt: int, session: Session) -> dict[int, list[int]]:
+def _inherited_slots(ring: Ring, attempt: int, session: Session) -> dict[int, list[int]]:
     """Return the slots with chunks that the previous stager received, by step. The flusher has freed later copies."""
     found: dict[int, list[int]] = {}
     for slot in session.slots_before:
@@ -75,7 +75,7 @@ class FlusherHandler:
 
     def __init__(
         self,
-        line: FlusherLine,
+        line: FlusherConnection,
         session: Session,
         payloads: Payloads,
         actions: Actions,
@@ -96,25 +96,25 @@ class FlusherHandler:
         messages = self._line.poll()
         try:
             for message in messages:
-                self._hear_message(message.kind, message.fields)
+                self._handle_message(message.kind, message.fields)
         except ProtocolError as error:
             self._line.hang_up(error)
         if not self.drained and self._line.notice_end():
-            self._end_stranded()
-            self._actions.take(FlusherGone(self._line.cut))
+            self._fail_stranded()
+            self._actions.take(FlusherLost(self._line.cut))
         return bool(messages)
 
-    def _hear_message(self, kind: str, fields: dict[str, Any]) -> None:
+    def _handle_message(self, kind: str, fields: dict[str, Any]) -> None:
         if "step" in fields and fields["attempt"] != self._line.flusher.attempt:
             return  # about a checkpoint of the previous job
         match kind:
             case "began":
                 self._actions.take(Began(fields["step"], fields["part_chunks"]))
             case "freed":
-                self._hear_freed(fields["slots"])
+                self._handle_freed(fields["slots"])
             case "grown":
                 reach(Point.GROWTH_HEARD)
-                self._hear_grown(fields["note"])
+                self._handle_grown(fields["note"])
             case "durable":
                 body = {"pgt2_seconds": fields["pgt2_seconds"], "file": fields["file"]}
                 _log.info("step %d is durable: %s", fields["step"], fields["file"])
@@ -133,13 +133,13 @@ class FlusherHandler:
                 else:
                     _log.info("step %d was read back from the store and is good", fields["step"])
             case "held":
-                self._hear_held(fields["message"])
+                self._handle_held(fields["message"])
             case "drained":
                 self.drained = True
             case _:
                 raise ProtocolError(f"message {kind} is not expected from the flusher here")
 
-    def _hear_held(self, message: str) -> None:
+    def _handle_held(self, message: str) -> None:
         """Log a store failure here too: nobody reads the flusher's log file while the job runs."""
         if message and not self._line.held:
             _log.error(
@@ -152,7 +152,7 @@ class FlusherHandler:
             _log.warning("the store takes checkpoints again")
         self._line.held = message
 
-    def _hear_freed(self, slots: list[int]) -> None:
+    def _handle_freed(self, slots: list[int]) -> None:
         """Pass on freed slots. `replay` may have found some free already, so a slot is believed only if the journal
         says FREE and it is still the flusher's.
         """
@@ -165,16 +165,16 @@ class FlusherHandler:
             self._line.progressed()
             self._actions.take(SlotsFreed(freed))
 
-    def _hear_grown(self, note: str) -> None:
+    def _handle_grown(self, note: str) -> None:
         ring = self._line.flusher.ring
-        slots = ring.see_added()
+        slots = ring.refresh_slots()
         if slots:
             self._payloads.grow(ring, slots)
             self._actions.take(SlotsAdded(tuple(slots)))
         if note:
             _log.info("%s", note)
 
-    def _end_stranded(self) -> None:
+    def _fail_stranded(self) -> None:
         """Fail each unstaged step whose chunks left the ring in an upload that has no progress record."""
         flusher = self._line.flusher
         for known in self._session.known():
@@ -201,7 +201,7 @@ class FlusherHandler:
             if found.resumed:
                 self._line.take(found)
                 # The last flusher may have ended after its journal entry and before its message.
-                self._hear_grown("")
+                self._handle_grown("")
                 self._actions.take(replay(self._line, self._session))
                 self._again()
                 return

@@ -33,12 +33,12 @@ from stager.flusher_process import Flusher, attach
 _log = logging.getLogger("holdfast.stager")
 
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.5, 30.0
-_LOOK_AT_LOG_AFTER = 5  # flushers that ended without having done anything
+_POINT_TO_LOG_AFTER = 5  # flushers that ended without having done anything
 # Messages in the channel. More wait here: the channel would take a long replay for a dead peer.
 _UNSENT_MAX = 1024
 
 
-class FlusherLine:
+class FlusherConnection:
     """The stager's connection to its flusher. All methods belong to the loop's thread.
 
     Attributes:
@@ -63,7 +63,7 @@ class FlusherLine:
         self.failures = 0
         self.attempts = {flusher.attempt}
         self._unsent: deque[tuple[str, dict[str, Any]]] = deque()
-        self._cut_at = self._try_at = 0.0
+        self._cut_at = self._retry_at = 0.0
         self._thread: threading.Thread | None = None
         self._found: queue.SimpleQueue[Flusher | HoldfastError] = queue.SimpleQueue()
 
@@ -147,9 +147,9 @@ class FlusherLine:
         if not self.cut:
             return None
         if self._thread is None:
-            if self._clock() >= self._try_at:
+            if self._clock() >= self._retry_at:
                 self._thread = threading.Thread(
-                    target=self._look_for_one, name="holdfast-flusher", daemon=True
+                    target=self._find_replacement, name="holdfast-flusher", daemon=True
                 )
                 self._thread.start()
             return None
@@ -203,10 +203,10 @@ class FlusherLine:
         pause_seconds = 0.0
         if self.failures > 1:
             pause_seconds = min(_PAUSE_SECONDS_MAX, _PAUSE_SECONDS_MIN * 2 ** min(self.failures - 2, 16))
-        self._try_at = self._clock() + pause_seconds
+        self._retry_at = self._clock() + pause_seconds
         if why:
             _log.error("no other flusher could be started: %s; retried in %g s", why, pause_seconds)
-        if self.failures >= _LOOK_AT_LOG_AFTER:
+        if self.failures >= _POINT_TO_LOG_AFTER:
             _log.error(
                 "flushers have ended or failed to start %d times with nothing done in between; %s says why. The next "
                 "one is started in %g s",
@@ -215,7 +215,7 @@ class FlusherLine:
                 pause_seconds,
             )
 
-    def _look_for_one(self) -> None:
+    def _find_replacement(self) -> None:
         """The thread: find or start one."""
         ring = self.flusher.ring
         update = {"chunk_bytes": ring.chunk_bytes}  # the trainers were told these sizes

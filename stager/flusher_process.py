@@ -4,7 +4,7 @@
                         │ yes                                  │ one line of JSON: ready, or its error
                         └──────────────► hello ─► welcome ◄────┘ ─► ring mapped, or the one we have kept
 
-`FlusherAhead` starts the flusher before the ranks have joined: it loads its modules meanwhile, and touches neither
+`PreloadedFlusher` starts the flusher before the ranks have joined: it loads its modules meanwhile, and touches neither
 store nor ring until it is told to begin.
 
 The flusher must outlive this MPI job: it has its own session (mpirun kills ours), no variables of the MPI launcher
@@ -30,11 +30,11 @@ from typing import Any, BinaryIO
 from holdfast.config import FlusherConfig, StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.log_files import last_lines, log_path
-from holdfast.process import memory_kills
+from holdfast.process import count_oom_kills
 from holdfast.ring import doorbell as ipc
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.ring import Ring
-from holdfast.wire.failure_count import NONE_SEEN, FailureCount
+from holdfast.wire.failure_count import NO_FAILURES, FailureCount
 from holdfast.wire.frames import peer_error
 from stager.orphaned_rings import orphaned_rings
 
@@ -42,11 +42,11 @@ _log = logging.getLogger("holdfast.stager.flusher")
 
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _READY_LINE_BYTES_MAX = 64 * 1024
-# Flusher processes for `reap`; they outlive us by design. The value: `memory_kills()` at the start of the process.
+# Flusher processes for `reap`; they outlive us by design. The value: `count_oom_kills()` at the start of the process.
 _started: dict[subprocess.Popen[bytes], int] = {}
 
 
-class FlusherAhead:
+class PreloadedFlusher:
     """A flusher process that has loaded its modules and waits for `begin`; it ends with this process.
 
     None is started if the run's flusher has a socket already. Main thread.
@@ -98,7 +98,7 @@ class Flusher:
     store_url: str
     pid: int
     resumed: bool = False
-    seen: FailureCount = NONE_SEEN
+    seen: FailureCount = NO_FAILURES
 
     def close(self) -> None:
         """Detach; the flusher keeps running."""
@@ -110,7 +110,7 @@ def attach(
     config: StagerConfig,
     *,
     held: Flusher | None = None,
-    ahead: FlusherAhead | None = None,
+    ahead: PreloadedFlusher | None = None,
     lead_attempt: int = 0,
 ) -> Flusher:
     """Attach to the run's flusher, within `start_seconds_max`; start one if none runs. Any thread. `held`: the flusher
@@ -175,7 +175,7 @@ def reap() -> None:
     """Reap and log flushers that this process started and that have ended."""
     for process in [process for process in _started if process.poll() is not None]:
         killed_before, code = _started.pop(process), process.returncode
-        if code == -signal.SIGKILL and memory_kills() > killed_before:
+        if code == -signal.SIGKILL and count_oom_kills() > killed_before:
             _log.error(
                 "the flusher (process %d) was killed by the kernel because the memory was used up: raise the limit of "
                 "its control group, or lower ring_bytes",
@@ -251,7 +251,7 @@ def _launch(
         )
 
 
-def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) -> None:
+def _start(config: StagerConfig, deadline: float, ahead: PreloadedFlusher | None) -> None:
     """Start a flusher, or tell the waiting one to begin, and wait until it is ready."""
     path = log_path("flusher", config.store)
     process = (ahead and ahead.begin(config)) or _launch(config, [], subprocess.DEVNULL)
@@ -272,7 +272,7 @@ def _start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) ->
     except (ValueError, AttributeError):
         error, ready = None, False
     if ready:
-        _started[process] = memory_kills()
+        _started[process] = count_oom_kills()
         _log.info("started the flusher (process %d), its log is %s", process.pid, path)
         return
     code = process.wait()
@@ -297,7 +297,7 @@ def _adopt_rings(config: StagerConfig) -> None:
         unset = dict.fromkeys(("chunk_bytes", "ring_bytes", "metrics_port"))
         of_share = config.model_copy(update={**unset, "share": left.share, "linger": False})
         process = _launch(of_share, [], subprocess.DEVNULL, output=subprocess.DEVNULL)
-        _started[process] = memory_kills()
+        _started[process] = count_oom_kills()
         _log.warning(
             "the ring of share %s on this machine, %s, has checkpoints and no flusher: started one, process %d, as by "
             "`%s`",

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import ProtocolError
-from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, StepWord, carry_out
+from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, AnnouncementKind, apply_effects
 from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
-from holdfast.wire.pace import Pace, Wish
+from holdfast.wire.pace import Pace, PaceRequest
 from stager.trainers import Trainers
 
 _log = logging.getLogger("holdfast.stager")
@@ -38,7 +38,7 @@ class IntervalAgreement:
         self._agreement = StepAgreement(
             ranks, _MARGIN, tries_max=_TRIES_MAX, answer_seconds_max=answer_seconds_max
         )
-        self._wish = Wish(1, -1, "")  # valid while the agreement is open
+        self._wish = PaceRequest(1, -1, "")  # valid while the agreement is open
         self._pace: Pace | None = None  # the pace that all ranks have promised, by proposal `_appointed`
         self._appointed, self._appointed_step = 0, -1
         self._refused = ""  # why no interval can be agreed on in this job
@@ -48,7 +48,7 @@ class IntervalAgreement:
         """Whether ranks may wait for a decision."""
         return self._agreement.open
 
-    def wished(self, wish: Wish, now: float) -> list[Effect]:
+    def wished(self, wish: PaceRequest, now: float) -> list[Effect]:
         """Rank 0 has computed another interval."""
         if self._refused or (self._pace is not None and self._pace.every == wish.every and not self.open):
             return []  # rank 0 has not reached the appointed step
@@ -87,7 +87,7 @@ class IntervalAgreement:
         overdue = self._agreement.overdue(now)
         return self._call_off(overdue) if overdue else []
 
-    def _appoint(self, wish: Wish) -> list[Effect]:
+    def _appoint(self, wish: PaceRequest) -> list[Effect]:
         step, before = self._agreement.step, None if self._pace is None else self._pace.every
         self._pace = Pace(max(step, wish.after + wish.every), wish.every)
         self._appointed, self._appointed_step = self._agreement.number, step
@@ -116,7 +116,7 @@ class IntervalAgreement:
             return []
         self._pace = None
         text = f"the ranks may have different intervals ({why}): they continue at powers of two"
-        loose = Announcement(StepWord.LOOSE, self._agreement.step, self._agreement.number)
+        loose = Announcement(AnnouncementKind.LOOSE, self._agreement.step, self._agreement.number)
         return [loose, EventLine("interval_loose", text, {"reason": why})]
 
 
@@ -143,7 +143,7 @@ class IntervalHandler:
             body = wire.json_body(frame)
             if rank != 0:
                 raise ProtocolError(f"WISH from rank {rank}; only rank 0 measures")
-            self._do(self._agreement.wished(Wish.from_json(body), self._clock()))
+            self._do(self._agreement.wished(PaceRequest.from_json(body), self._clock()))
             return
         answer = StepAnswer.from_frame(frame)
         refusal = answer.body.get("refusal", "")
@@ -164,5 +164,5 @@ class IntervalHandler:
         self._do(self._agreement.tick(self._clock()))
 
     def _do(self, effects: Sequence[Effect]) -> None:
-        tell_all = self._trainers.send_all
-        carry_out(effects, Kind.SAVE_EVERY, tell_all, self._events, attempt=self._attempt(), log=_log)
+        send_to_all = self._trainers.send_all
+        apply_effects(effects, Kind.SAVE_EVERY, send_to_all, self._events, attempt=self._attempt(), log=_log)

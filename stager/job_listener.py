@@ -37,16 +37,16 @@ from holdfast.net.handshake import (
     NONCE_BYTES,
     PROOF_MESSAGE_BYTES,
     Hello,
-    OtherVersion,
+    VersionMismatch,
     Status,
     challenge,
     check_proof,
     hello_bytes,
     is_hello,
     read_hello,
-    refuse_hello,
+    rejection,
 )
-from holdfast.net.lifelines import find_dead_peers
+from holdfast.net.lifelines import enable_keepalive
 from holdfast.net.tls import HANDSHAKE_RECORD, NO_TLS_HERE, AnySocket, StagerTls, TlsSocket
 from stager.reactor import Reactor
 from stager.tcp import TcpTrainersPort, refuse
@@ -57,14 +57,14 @@ _BACKLOG = 1024
 _ACCEPTED_PER_TURN_MAX = 64
 _GREETINGS_MAX = 256  # connections that have not proved the key; beyond this the oldest is closed
 _GREETING_SECONDS_MAX = 10.0
-_PAST_KEPT = 4096
-_FOR_GOOD = GENERATION_MAX + 1
+_ENDED_JOBS_MAX = 4096
+_ALL_GENERATIONS = GENERATION_MAX + 1
 _AGAIN = "its job was started again"
 _UNKNOWN = (
     "this stager does not know its job: it was started after it, or the job is over or goes on without it"
 )
 _TLS_HELLO_BYTES_MAX = 16 * 1024
-_COMPLAINT_SECONDS = 10.0  # between two log lines about refused connections
+_REFUSAL_LOG_SECONDS = 10.0  # between two log lines about refused connections
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -91,7 +91,7 @@ class _Waiting:
     received: int
 
 
-class _Past(NamedTuple):
+class _EndedJob(NamedTuple):
     """A start of a job that has ended, up to this generation."""
 
     launch: str
@@ -141,17 +141,17 @@ class JobListener:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sock, self._reactor, self._clock = sock, reactor, clock
-        self._key, self._wanted_ranks, self._tls = key, ranks, tls
+        self._key, self._expected_ranks, self._tls = key, ranks, tls
         self._greetings: OrderedDict[AnySocket, _Greeting] = OrderedDict()
         self._waiting: dict[AnySocket, _Waiting] = {}
-        self._past: OrderedDict[bytes, _Past] = OrderedDict()  # by incarnation
+        self._ended_jobs: OrderedDict[bytes, _EndedJob] = OrderedDict()  # by incarnation
         self._present: TcpTrainersPort | None = None
         self._ending = False
         self.turned_away: set[int] = set()
-        self._complained_at = -_COMPLAINT_SECONDS
-        self._complaints = 0
+        self._refusal_logged_at = -_REFUSAL_LOG_SECONDS
+        self._unlogged_refusals = 0
         reactor.watch(sock, self._accept)
-        reactor.each_turn(self._end_the_late)  # while a job is served, too
+        reactor.each_turn(self._close_overdue)  # while a job is served, too
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class JobListener:
 
     def close_job(self) -> None:
         if self._present is not None:
-            self._end_present(self._present.generation)
+            self._end_current(self._present.generation)
 
     def end(self) -> None:
         """Accept no further job. Ranks of the current job may still reconnect, until `close_job`."""
@@ -184,13 +184,13 @@ class JobListener:
         for sock in [self._sock, *self._greetings, *self._waiting]:
             self._reactor.close(sock)
 
-    def _end_the_late(self) -> None:
+    def _close_overdue(self) -> None:
         """Close connections that take too long to identify themselves."""
         now = self._clock()
         for greeting in list(self._greetings.values()):
             if now <= greeting.deadline:
                 break  # the others came later
-            self._complain(greeting.peer, "it did not identify itself in time")
+            self._log_refusal(greeting.peer, "it did not identify itself in time")
             self._forget(greeting)
 
     # -- handshakes --------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class JobListener:
             self._greet(sock, f"{place[0]}:{place[1]}")
             while len(self._greetings) > _GREETINGS_MAX:
                 oldest = next(iter(self._greetings.values()))
-                self._complain(oldest.peer, "too many connections have not identified themselves")
+                self._log_refusal(oldest.peer, "too many connections have not identified themselves")
                 self._forget(oldest)
 
     def _greet(self, accepted: socket.socket, peer: str) -> None:
@@ -229,7 +229,7 @@ class JobListener:
         self._reactor.watch(sock, functools.partial(self._hear, greeting))
 
     def _hear(self, greeting: _Greeting, _readable: bool, _writable: bool) -> None:
-        if greeting.in_tls_handshake and not self._has_shaken_hands(greeting):
+        if greeting.in_tls_handshake and not self._continue_tls_handshake(greeting):
             return
         try:
             data = greeting.sock.recv(self._bytes_wanted(greeting))
@@ -243,25 +243,25 @@ class JobListener:
         greeting.begun += data
         try:
             if greeting.hello is None:
-                self._hear_hello(greeting)
+                self._handle_hello(greeting)
             elif len(greeting.begun) >= PROOF_MESSAGE_BYTES:
-                self._hear_proof(greeting, greeting.hello)
-        except OtherVersion as error:
-            self._send_last(greeting, refuse_hello(Status.VERSION))
-            self._complain(greeting.peer, str(error))
+                self._handle_proof(greeting, greeting.hello)
+        except VersionMismatch as error:
+            self._send_and_close(greeting, rejection(Status.VERSION))
+            self._log_refusal(greeting.peer, str(error))
         except (ProtocolError, OSError) as error:
-            self._complain(greeting.peer, str(error))
+            self._log_refusal(greeting.peer, str(error))
             self._forget(greeting)
 
-    def _has_shaken_hands(self, greeting: _Greeting) -> bool:
+    def _continue_tls_handshake(self, greeting: _Greeting) -> bool:
         """Continue the TLS handshake; whether it is done."""
         sock = greeting.sock
         assert isinstance(sock, TlsSocket)
         try:
             begun = sock.first_bytes(len(HANDSHAKE_RECORD))
             if begun and is_hello(begun):
-                sock.refuse_plain(refuse_hello(Status.TLS), HELLO_BYTES_MAX)
-                self._complain(greeting.peer, "it does not speak TLS; give the ranks HOLDFAST_TLS_CA")
+                sock.reject_plain(rejection(Status.TLS), HELLO_BYTES_MAX)
+                self._log_refusal(greeting.peer, "it does not speak TLS; give the ranks HOLDFAST_TLS_CA")
                 self._forget(greeting)
                 return False
             if sock.handshake():
@@ -270,7 +270,7 @@ class JobListener:
         except BlockingIOError:
             pass
         except ssl.SSLError as error:
-            self._complain(greeting.peer, f"its TLS handshake failed: {error.reason or error}")
+            self._log_refusal(greeting.peer, f"its TLS handshake failed: {error.reason or error}")
             self._forget(greeting)
         except OSError:
             self._forget(greeting)
@@ -283,13 +283,13 @@ class JobListener:
             return HELLO_BYTES_MIN - len(greeting.begun)
         return HELLO_BYTES_MAX - len(greeting.begun)
 
-    def _hear_hello(self, greeting: _Greeting) -> None:
+    def _handle_hello(self, greeting: _Greeting) -> None:
         if self._tls is None and greeting.begun.startswith(HANDSHAKE_RECORD):
             with contextlib.suppress(BlockingIOError):
                 # Closing with unread bytes resets the connection, and the rank would not get the answer.
                 greeting.sock.recv(_TLS_HELLO_BYTES_MAX)
-            self._send_last(greeting, NO_TLS_HERE)
-            self._complain(
+            self._send_and_close(greeting, NO_TLS_HERE)
+            self._log_refusal(
                 greeting.peer, "it speaks TLS, and this stager has neither --tls-cert nor --tls-key"
             )
             return
@@ -304,18 +304,18 @@ class JobListener:
         greeting.begun.clear()
         greeting.sock.send(challenge(self._key, greeting.hello_data, greeting.nonce))
 
-    def _hear_proof(self, greeting: _Greeting, hello: Hello) -> None:
+    def _handle_proof(self, greeting: _Greeting, hello: Hello) -> None:
         received = check_proof(self._key, greeting.hello_data, greeting.nonce, bytes(greeting.begun))
         del self._greetings[greeting.sock]
         self._reactor.unwatch(greeting.sock)
-        find_dead_peers(greeting.sock, messages=hello.channel == MESSAGES_CHANNEL)
+        enable_keepalive(greeting.sock, messages=hello.channel == MESSAGES_CHANNEL)
         if received is None:
-            self._complain(greeting.peer, "it has another key")
+            self._log_refusal(greeting.peer, "it has another key")
             refuse(self._reactor, greeting.sock, Status.KEY, "another key")
         else:
             self._place(greeting.sock, hello, received)
 
-    def _send_last(self, greeting: _Greeting, data: bytes) -> None:
+    def _send_and_close(self, greeting: _Greeting, data: bytes) -> None:
         try:
             greeting.sock.send(data)
         except OSError as error:
@@ -326,33 +326,33 @@ class JobListener:
         self._greetings.pop(greeting.sock, None)
         self._reactor.close(greeting.sock)
 
-    def _complain(self, peer: str, why: str) -> None:
-        """Log a refused connection, at most one line in `_COMPLAINT_SECONDS`."""
-        self._complaints += 1
+    def _log_refusal(self, peer: str, why: str) -> None:
+        """Log a refused connection, at most one line in `_REFUSAL_LOG_SECONDS`."""
+        self._unlogged_refusals += 1
         now = self._clock()
-        if now - self._complained_at >= _COMPLAINT_SECONDS:
+        if now - self._refusal_logged_at >= _REFUSAL_LOG_SECONDS:
             more = (
-                f"; {self._complaints} connections since the last such line" if self._complaints > 1 else ""
+                f"; {self._unlogged_refusals} connections since the last such line" if self._unlogged_refusals > 1 else ""
             )
             _log.warning("a connection from %s is refused: %s%s", peer, why, more)
-            self._complained_at, self._complaints = now, 0
+            self._refusal_logged_at, self._unlogged_refusals = now, 0
 
     # -- whose job it is ---------------------------------------------------------------------------------------------
 
     def _place(self, sock: AnySocket, hello: Hello, received: int) -> None:
         present = self._present
-        past = self._past.get(hello.incarnation)
+        past = self._ended_jobs.get(hello.incarnation)
         if self._ending and (present is None or not _is_of(hello, present)):
             self._turn_away(sock, hello)
         elif past is not None and hello.generation <= past.generation:
-            if past.generation == _FOR_GOOD:
+            if past.generation == _ALL_GENERATIONS:
                 refuse(
                     self._reactor, sock, Status.REPLACED, "its job is over, or was started again without it"
                 )
             else:
                 refuse(self._reactor, sock, Status.LOST, _UNKNOWN)
-        elif self._wanted_ranks not in {None, hello.ranks}:
-            text = f"the job has {hello.ranks} ranks, and this stager was started with --ranks {self._wanted_ranks}"
+        elif self._expected_ranks not in {None, hello.ranks}:
+            text = f"the job has {hello.ranks} ranks, and this stager was started with --ranks {self._expected_ranks}"
             refuse(self._reactor, sock, Status.RANKS, text)
         elif present is not None and _is_of(hello, present):
             if hello.ranks != present.ranks:
@@ -367,7 +367,7 @@ class JobListener:
             refuse(self._reactor, sock, Status.LOST, _UNKNOWN)
             if present is None or present.incarnation != hello.incarnation:
                 # A rank of this start that no stager has admitted may connect after the launcher's next start.
-                self._note_past(hello.incarnation, hello.launch, hello.generation)
+                self._record_ended(hello.incarnation, hello.launch, hello.generation)
         elif present is not None and present.is_alive and not self._may_replace(hello, present):
             text = f"this stager serves another job, of {present.ranks} ranks, which is alive"
             refuse(self._reactor, sock, Status.BUSY, text)
@@ -381,7 +381,7 @@ class JobListener:
 
     def _is_behind(self, hello: Hello) -> bool:
         """Whether a later generation of the same start is served, or waits."""
-        known = [one.hello.generation for one in self._waiting.values() if _same_start(one.hello, hello)]
+        known = [one.hello.generation for one in self._waiting.values() if _is_same_start(one.hello, hello)]
         if self._present is not None and self._present.incarnation == hello.incarnation:
             known.append(self._present.generation)
         return any(generation > hello.generation for generation in known)
@@ -395,30 +395,30 @@ class JobListener:
         if self._present is not None:
             present = self._present
             is_start = hello.generation == 0 and hello.launch == present.launch
-            self._end_present(_FOR_GOOD if is_start else present.generation)
+            self._end_current(_ALL_GENERATIONS if is_start else present.generation)
             present.end(f"was left behind: {_AGAIN if is_start else 'ranks of it come again'}")
         if hello.generation == 0:
             # The later of two starts of one launch wins; the first of two launches wins: `open` refuses the other.
-            for incarnation, past in list(self._past.items()):
+            for incarnation, past in list(self._ended_jobs.items()):
                 if past.launch == hello.launch and incarnation != hello.incarnation:
-                    self._past[incarnation] = past._replace(generation=_FOR_GOOD)
+                    self._ended_jobs[incarnation] = past._replace(generation=_ALL_GENERATIONS)
         for one in list(self._waiting.values()):
             is_same_start = one.hello.incarnation == hello.incarnation
             is_older = one.hello.generation < hello.generation if is_same_start else hello.generation == 0
             if one.hello.launch == hello.launch and is_older:
                 self._unwatch(one.sock)
-                generation = one.hello.generation if is_same_start else _FOR_GOOD
-                self._note_past(one.hello.incarnation, one.hello.launch, generation)
+                generation = one.hello.generation if is_same_start else _ALL_GENERATIONS
+                self._record_ended(one.hello.incarnation, one.hello.launch, generation)
                 status = Status.LOST if is_same_start else Status.REPLACED
                 refuse(self._reactor, one.sock, status, "its job was started again without it")
         self._waiting[sock] = _Waiting(sock, hello, received)
-        self._watch_end(sock)
+        self._watch_disconnect(sock)
 
-    def _watch_end(self, sock: AnySocket) -> None:
+    def _watch_disconnect(self, sock: AnySocket) -> None:
         """Drop a waiting rank when its socket becomes readable: it sends nothing, so it has ended."""
-        self._reactor.watch(sock, functools.partial(self._waiting_ended, sock))
+        self._reactor.watch(sock, functools.partial(self._on_waiting_disconnect, sock))
 
-    def _waiting_ended(self, sock: AnySocket, _readable: bool, _writable: bool) -> None:
+    def _on_waiting_disconnect(self, sock: AnySocket, _readable: bool, _writable: bool) -> None:
         del self._waiting[sock]
         self._reactor.close(sock)
 
@@ -426,19 +426,19 @@ class JobListener:
         self._waiting.pop(sock, None)
         self._reactor.unwatch(sock)
 
-    def _end_present(self, generation: int) -> None:
+    def _end_current(self, generation: int) -> None:
         """Record that the present job has ended, up to this generation of its start."""
         assert self._present is not None
-        self._note_past(self._present.incarnation, self._present.launch, generation)
+        self._record_ended(self._present.incarnation, self._present.launch, generation)
         self._present = None
 
-    def _note_past(self, incarnation: bytes, launch: str, generation: int) -> None:
-        self._past[incarnation] = _Past(launch, generation)
-        while len(self._past) > _PAST_KEPT:
-            self._past.popitem(last=False)
+    def _record_ended(self, incarnation: bytes, launch: str, generation: int) -> None:
+        self._ended_jobs[incarnation] = _EndedJob(launch, generation)
+        while len(self._ended_jobs) > _ENDED_JOBS_MAX:
+            self._ended_jobs.popitem(last=False)
 
 
-def _same_start(hello: Hello, other: Hello) -> bool:
+def _is_same_start(hello: Hello, other: Hello) -> bool:
     return hello.incarnation == other.incarnation
 
 

@@ -24,9 +24,9 @@ import numpy as np
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.image.entries import Extent
 from holdfast.image.shares import WRITERS_MAX, ShareNumber
-from holdfast.process import FINALIZE_SECONDS_MAX, end_within
+from holdfast.process import FINALIZE_SECONDS_MAX, call_or_exit
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, Role, data_tag, payload_messages
+from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, Role, data_tag, payload_message_count
 from stager.trainers_port import PollResult
 
 mpi4py.rc.thread_level = "serialized"  # one thread of this process talks to MPI
@@ -59,7 +59,7 @@ def _finalize() -> None:
         return
     except NotImplementedError:
         pass
-    end_within(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize")
+    call_or_exit(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize")
 
 
 atexit.register(_finalize)
@@ -75,7 +75,7 @@ class MpiStagers:
     def __init__(self, stagers: MPI.Comm) -> None:
         self._comm = stagers
         self.share = ShareNumber(stagers.rank, stagers.size)
-        self._telling: list[tuple[MPI.Request, bytes]] = []
+        self._pending_sends: list[tuple[MPI.Request, bytes]] = []
 
     def tell(self, attempt: int | HoldfastError) -> None:
         """Send the others the attempt, or the error that replaces it. Only the lead sends."""
@@ -87,7 +87,7 @@ class MpiStagers:
             message = wire.encode(Kind.WELCOME, attempt=attempt)
         for other in range(1, self.share.writers):
             try:
-                self._telling.append((self._comm.Isend([message, MPI.BYTE], other, CONTROL_TAG), message))
+                self._pending_sends.append((self._comm.Isend([message, MPI.BYTE], other, CONTROL_TAG), message))
             except MPI.Exception as error:  # that stager is dead; the ranks notice, too
                 _log.debug("stager %d/%d is not told: %s", other + 1, self.share.writers, error)
 
@@ -116,10 +116,10 @@ class MpiStagers:
                 f"the first stager of the job is dead, and the stager of share {self.share} does not know the attempt "
                 f"(MPI: {error.Get_error_string()})"
             ) from error
-        return _attempt_told(wire.decode(buffer))
+        return _attempt_from_frame(wire.decode(buffer))
 
 
-def _attempt_told(frame: wire.Frame) -> int:
+def _attempt_from_frame(frame: wire.Frame) -> int:
     if frame.kind is Kind.REFUSED:
         body = wire.json_body(frame, code=str, message=str)
         error = wire.peer_error(body["code"], body["message"])
@@ -254,7 +254,7 @@ class MpiTrainersPort:
         """Post the receive of `pieces` (offsets within `memory`, the slot) from `rank`; then send it the credit."""
         world_rank = self._world_ranks[rank]
         targets: list[list[object]] = [[memory[piece.offset : piece.end], MPI.BYTE] for piece in pieces]
-        if payload_messages(len(pieces)) < len(pieces):
+        if payload_message_count(len(pieces)) < len(pieces):
             targets = [[memory, 1, self._datatype(pieces)]]
         requests: list[MPI.Request] = []
         self._receives[rank, slot] = requests
@@ -283,7 +283,7 @@ class MpiTrainersPort:
     def cancel(self, rank: int, slot: int) -> None:
         """Withdraw a posted receive whose payload will not come."""
         for request in self._receives.pop((rank, slot), []):
-            if not _withdrawn(request):
+            if not _cancel_receive(request):
                 _log.warning("the MPI receive from rank %d into slot %d could not be withdrawn", rank, slot)
 
     def _datatype(self, pieces: tuple[Extent, ...]) -> MPI.Datatype:
@@ -328,7 +328,7 @@ class MpiTrainersPort:
         return len(self._lost) > before
 
 
-def _withdrawn(request: MPI.Request) -> bool:
+def _cancel_receive(request: MPI.Request) -> bool:
     """Cancel a receive; False if it does not end."""
     if request == MPI.REQUEST_NULL:
         return True

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.config import StagerConfig
-from holdfast.notices.messages import Effect, EventLine, carry_out
+from holdfast.notices.messages import Effect, EventLine, apply_effects
 from holdfast.notices.notice import NoticeKind
 from holdfast.notices.preemption import PreemptionCoordinator
 from holdfast.notices.should_save import InFlight
@@ -73,5 +73,5 @@ class Notices:
             isinstance(effect, EventLine) and effect.fields.get("kind") == NoticeKind.TERMINATE
             for effect in effects
         )
-        tell_all = self._trainers.send_all
-        carry_out(effects, Kind.SAVE_AT, tell_all, self._events, attempt=self._attempt(), log=_log)
+        send_to_all = self._trainers.send_all
+        apply_effects(effects, Kind.SAVE_AT, send_to_all, self._events, attempt=self._attempt(), log=_log)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.shares import ShareNumber
-from holdfast.ring.checkpoint_record import checkpoint_names
+from holdfast.ring.checkpoint_record import checkpoint_ids
 from holdfast.ring.directory import check_private_directory, runtime_directory, share_directories
 from holdfast.ring.side_files import read_writers
 from holdfast.telemetry.status_socket import ask, socket_path
@@ -40,19 +40,19 @@ def orphaned_rings(store: str, runtime_dir: Path | None, own: ShareNumber) -> li
     places = {0: lead, **share_directories(lead)}
     found = []
     for index, directory in places.items():
-        if index == own.index or not _is_left(directory):
+        if index == own.index or not _is_orphaned(directory):
             continue
-        before = max(read_writers(directory, attempt) for attempt, _ in checkpoint_names(directory))
+        before = max(read_writers(directory, attempt) for attempt, _ in checkpoint_ids(directory))
         has_stager = index < own.writers
         writers = own.writers if has_stager else max(before, index + 1)
         found.append(OrphanedRing(directory, ShareNumber(index, writers), has_stager))
     return found
 
 
-def _is_left(directory: Path) -> bool:
+def _is_orphaned(directory: Path) -> bool:
     try:
         check_private_directory(directory)
-        has_ring = (directory / "journal").exists() and bool(checkpoint_names(directory))
+        has_ring = (directory / "journal").exists() and bool(checkpoint_ids(directory))
         return has_ring and ask(socket_path(directory, "flusher"), seconds_max=_ANSWER_SECONDS_MAX) is None
     except (FileNotFoundError, ConfigError):
         return False  # no such directory, or another user's

@@ -15,7 +15,7 @@ from types import FrameType
 
 from holdfast.config import StagerConfig
 from holdfast.net.address import Address
-from holdfast.own_stager import OwnStagerNote, OwnStagerPlace, say_place
+from holdfast.own_stager import OwnStagerNote, OwnStagerEndpoint, report_endpoint
 from stager.flusher_process import Flusher
 from stager.standing import StandingStager, key_of
 
@@ -36,7 +36,7 @@ class OwnStager(StandingStager):
         super().__init__(config)
         place = Address(host, self.address.port)
         self._note = OwnStagerNote(config.store, config.runtime_dir, place, key_of(config), config.share)
-        say_place(OwnStagerPlace(str(place), "", str(config.share)))
+        report_endpoint(OwnStagerEndpoint(str(place), "", str(config.share)))
 
     def _attach_early(self) -> Flusher | None:
         return None  # attach at the first job, so that its ranks are told why there is no flusher

@@ -36,7 +36,7 @@ class Place:
     wanted: bool = True
 
 
-class PayloadLine:
+class PayloadConnection:
     """Reads payloads from one connection into the ring, and sends receipts. One thread.
 
     Args:

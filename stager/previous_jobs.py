@@ -17,7 +17,7 @@ from collections.abc import Callable
 from holdfast.errors import ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
-from holdfast.ring.remains import held_in
+from holdfast.ring.remains import held_checkpoints
 from holdfast.ring.ring import Ring
 
 _log = logging.getLogger("holdfast.stager")
@@ -37,11 +37,11 @@ class PreviousJobs:
     ) -> None:
         self._seconds_max, self._share, self._clock = seconds_max, share, clock
         self._first_look_at: float | None = None
-        self._settled = False
+        self._may_restore = False
 
     def settled(self, ring: Ring, attempt: int) -> bool:
         """Whether restore can read every step that earlier attempts staged, or the wait has timed out."""
-        if self._settled:
+        if self._may_restore:
             return True
         now = self._clock()
         staged = _staged_before(ring, attempt)
@@ -70,13 +70,13 @@ class PreviousJobs:
                 "an earlier job has staged %s, which is not in the store yet; the trainers restore it from the ring",
                 _named([key.step for key in staged]),
             )
-        self._settled = True
+        self._may_restore = True
         return True
 
     def _whole_in(self, ring: Ring) -> set[CheckpointId]:
         """Staged checkpoints with every chunk in the ring."""
         found = set()
-        for held in held_in(ring):
+        for held in held_checkpoints(ring):
             try:
                 layout = ring.layout(held.staged_digest) if held.staged_digest else None
             except ProtocolError:
@@ -100,7 +100,7 @@ def left_behind(ring: Ring, attempt: int) -> dict[int, bool]:
 
 def _states(ring: Ring) -> list[tuple[CheckpointId, str]]:
     found: list[tuple[CheckpointId, str]] = []
-    for key in ring.checkpoint_names():
+    for key in ring.checkpoint_ids():
         try:
             said = ring.checkpoint(*key)
         except ProtocolError:

@@ -16,7 +16,7 @@ from holdfast.ring.proofs import PROOFS_MAX, read_proofs, write_proofs
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Frame
 from holdfast.wire.step_proof import ResumeProof, read_proof
-from stager.flusher_line import FlusherLine
+from stager.flusher_line import FlusherConnection
 
 _log = logging.getLogger("holdfast.stager")
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("holdfast.stager")
 class ProofHandler:
     """Handles PROOF. Only for the loop's thread."""
 
-    def __init__(self, line: FlusherLine, events: EventLog, *, ranks: int) -> None:
+    def __init__(self, line: FlusherConnection, events: EventLog, *, ranks: int) -> None:
         self._line, self._events, self._ranks = line, events, ranks
         self._coming: dict[CheckpointId, dict[int, Digest]] = {}
         self._known: list[ProofRecord] = []

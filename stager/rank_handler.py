@@ -24,7 +24,7 @@ from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
-from holdfast.wire.layout_round import LayoutRound, OneSided
+from holdfast.wire.layout_round import LayoutRound, OneSidedRound
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
 from stager.actions import Actions
@@ -75,7 +75,7 @@ class RankHandler:
         self._doubts, self._proofs = doubts, proofs
         self._fetches = Fetches(port, line)
         self._previous_jobs = previous_jobs
-        self._unwelcomed: set[int] = set()
+        self._awaiting_welcome: set[int] = set()
 
     @property
     def streaming(self) -> bool:
@@ -90,7 +90,7 @@ class RankHandler:
                 self._hear(rank, message)
         for rank, reason in seen.lost:
             self._leave(rank, f"{reason} ({self._trainers.name(rank)})", loud=True)
-        received = self._look_at_payloads()
+        received = self._poll_payloads()
         answered = self._fetches.answer()
         return bool(seen.messages or seen.lost or received or answered)
 
@@ -102,21 +102,21 @@ class RankHandler:
             _log.warning("%s", late)
         self._answer(self._round.overdue(now))
         self._greet()
-        self._beat()
+        self._send_beats()
 
-    def _look_at_payloads(self) -> bool:
+    def _poll_payloads(self) -> bool:
         arrivals = self._payloads.look()
         for rank, step, chunk, nbytes, expected_bytes in arrivals:
             if nbytes == expected_bytes:
                 self._take(rank, Received(rank, step, chunk))
                 continue
             what = f"step {step}, chunk {chunk}: payload of {nbytes} bytes, expected {expected_bytes}"
-            self._broke_protocol(rank, ProtocolError(f"rank {rank}: {what}"))
+            self._drop_rank(rank, ProtocolError(f"rank {rank}: {what}"))
         return bool(arrivals)
 
     def _take(self, rank: int, event: Event) -> None:
         """Pass an event to the session; drop the rank if the event breaks the protocol."""
-        self._actions.take(event, lambda error: self._broke_protocol(rank, error))
+        self._actions.take(event, lambda error: self._drop_rank(rank, error))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -146,15 +146,15 @@ class RankHandler:
             elif frame.kind is Kind.FETCH:
                 self._fetches.hear(rank, frame)
             elif frame.kind is not Kind.BEAT:  # `heard` above has noted the beat
-                self._hear_frame(rank, frame)
+                self._handle_frame(rank, frame)
         except ProtocolError as error:
-            self._broke_protocol(rank, error)
+            self._drop_rank(rank, error)
 
-    def _hear_frame(self, rank: int, frame: Frame) -> None:
+    def _handle_frame(self, rank: int, frame: Frame) -> None:
         match frame.kind:
             case Kind.HELLO:
                 self._trainers.hello(rank, frame)
-                self._unwelcomed.add(rank)
+                self._awaiting_welcome.add(rank)
                 self._greet()
             case Kind.PROPOSE:
                 self._answer(self._round.propose(rank, self._proposal(rank, frame), self._clock()))
@@ -193,14 +193,14 @@ class RankHandler:
     def _greet(self) -> None:
         """Welcome the ranks that have joined, once restore can read every step that earlier jobs staged."""
         flusher = self._line.flusher
-        if not self._unwelcomed:
+        if not self._awaiting_welcome:
             return
-        for rank in self._unwelcomed:
+        for rank in self._awaiting_welcome:
             self._trainers.heard(rank)  # before WELCOME a rank answers no beats
         if self._previous_jobs.settled(flusher.ring, flusher.attempt):
-            for rank in self._unwelcomed & self._trainers.present:
+            for rank in self._awaiting_welcome & self._trainers.present:
                 self._trainers.welcome(rank, self._welcome().to_frame())
-            self._unwelcomed.clear()
+            self._awaiting_welcome.clear()
 
     def _welcome(self) -> Welcome:
         flusher = self._line.flusher
@@ -218,7 +218,7 @@ class RankHandler:
             seen=flusher.seen,
         )
 
-    def _beat(self) -> None:
+    def _send_beats(self) -> None:
         """Send heartbeats to the ranks, and find the silent ones."""
         for rank, seconds in self._trainers.beat(self._line.flusher.attempt):
             name = self._trainers.name(rank)
@@ -232,7 +232,7 @@ class RankHandler:
             self._actions.take(RankSilent(rank, name, seconds))
             self._interval.silent(f"{name} has been silent")
 
-    def _broke_protocol(self, rank: int, error: ProtocolError) -> None:
+    def _drop_rank(self, rank: int, error: ProtocolError) -> None:
         """Tell the rank why, and drop it."""
         _log.error("rank %d broke the protocol and is dropped: %s", rank, error)
         self._trainers.send(rank, self._refusal(error))
@@ -252,14 +252,14 @@ class RankHandler:
         )  # first: otherwise it would retry the steps that the session fails now
         self._interval.left(reason, lost=loud)
         self._actions.take(RankLost(rank, reason))
-        self._answer(self._round.lost(rank, reason, by_itself=not loud))
+        self._answer(self._round.lost(rank, reason, has_exited=not loud))
 
-    def _answer(self, answer: Agreement | HoldfastError | OneSided | None) -> None:
+    def _answer(self, answer: Agreement | HoldfastError | OneSidedRound | None) -> None:
         """Tell every rank how a round of proposals ended, if it did."""
         if answer is None:
             return
-        if isinstance(answer, OneSided):
-            self._end_one_sided(answer)
+        if isinstance(answer, OneSidedRound):
+            self._fail_one_sided(answer)
             return
         if isinstance(answer, Agreement):
             self._trainers.send_all(answer.to_frame(self._line.flusher.attempt))
@@ -279,7 +279,7 @@ class RankHandler:
             )
         return layout
 
-    def _end_one_sided(self, ended: OneSided) -> None:
+    def _fail_one_sided(self, ended: OneSidedRound) -> None:
         """Refuse the ranks that proposed; fail the step for the others, which have begun it."""
         _log.error("%s", ended.error)
         for rank in ended.ranks:

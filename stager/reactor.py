@@ -20,8 +20,8 @@ class Reactor:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._on_ready: dict[int, OnReady] = {}
-        self._wanting: set[int] = set()
-        self._each_turn: list[Callable[[], None]] = []
+        self._watching_writable: set[int] = set()
+        self._turn_callbacks: list[Callable[[], None]] = []
         self._with_tls: dict[int, TlsSocket] = {}
         self._unread: set[int] = set()  # TLS sockets with decrypted bytes, which epoll does not report
         self._wake = -1
@@ -42,16 +42,16 @@ class Reactor:
     def want_write(self, sock: AnySocket, wanted: bool) -> None:
         """Set whether the callback is also called when the socket can be written."""
         descriptor = sock.fileno()
-        if wanted != (descriptor in self._wanting):  # saves a system call for each message
+        if wanted != (descriptor in self._watching_writable):  # saves a system call for each message
             self._epoll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
-            (self._wanting.add if wanted else self._wanting.discard)(descriptor)
+            (self._watching_writable.add if wanted else self._watching_writable.discard)(descriptor)
 
     def unwatch(self, sock: AnySocket) -> None:
         """Stop watching the socket, which stays open. Safe to call twice."""
         descriptor = sock.fileno()
         if descriptor >= 0 and self._on_ready.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
-            self._wanting.discard(descriptor)
+            self._watching_writable.discard(descriptor)
             self._with_tls.pop(descriptor, None)
             self._unread.discard(descriptor)
 
@@ -62,11 +62,11 @@ class Reactor:
 
     def each_turn(self, call: Callable[[], None]) -> None:
         """Have every `turn` call this, to check deadlines."""
-        self._each_turn.append(call)
+        self._turn_callbacks.append(call)
 
     def turn(self) -> bool:
         """Call the callbacks of all ready sockets; return whether there were events."""
-        for call in self._each_turn:
+        for call in self._turn_callbacks:
             call()
         unread, self._unread = self._unread, set()
         events = self._epoll.poll(0, _EVENTS_PER_TURN_MAX)

@@ -3,7 +3,7 @@
     RankHandler ── messages, payloads, silent or dead ranks ─┐               ┌─► Trainers     credits, verdicts
     FlusherHandler ── began, freed, durable, failed ─────────┼─► Session ────┼─► Payloads     receives
     the clock ── ticks ──────────────────────────────────────┘   (Actions)   ├─► Ring         FILLING, FULL, FREE
-                                                                             └─► FlusherLine  doorbell
+                                                                             └─► FlusherConnection  doorbell
 
 One thread, which never blocks on a peer; an idle loop sleeps on the flusher's socket, longer each time. The trainers do
 not notice the death of a flusher: the stager finds another one, and tells it what the session knows. The loop ends when
@@ -35,7 +35,7 @@ from holdfast.wire.welcome import Welcome
 from stager.actions import Actions
 from stager.doubt_handler import DoubtHandler
 from stager.flusher_handler import FlusherHandler, slot_owners
-from stager.flusher_line import FlusherLine
+from stager.flusher_line import FlusherConnection
 from stager.flusher_process import Flusher, attach, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
@@ -44,7 +44,7 @@ from stager.proof_handler import ProofHandler
 from stager.rank_handler import RankHandler
 from stager.segments import SegmentList
 from stager.session.session import Session
-from stager.session.session_messages import FlusherGone, Tick
+from stager.session.session_messages import FlusherLost, Tick
 from stager.trainers import Trainers
 from stager.trainers_port import TrainersPort
 
@@ -60,7 +60,7 @@ _PAUSE_PER_SECOND_WAITED = (
     0.02  # while a full ring waits for the store, frequent polls of the ranks find nothing
 )
 _REFUSAL_PAUSE_SECONDS = 5e-3
-_LAST_WORDS_SECONDS_MAX = 2.0
+_FINAL_SEND_SECONDS_MAX = 2.0
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 
@@ -79,7 +79,7 @@ class StagerService:
     ) -> None:
         self._config, self._clock = config, clock
         self._port, self._is_stopping = port, is_stopping
-        self._line = FlusherLine(config, flusher, events=events, clock=clock)
+        self._line = FlusherConnection(config, flusher, events=events, clock=clock)
         self._trainers = Trainers(port, rank_seconds_max=config.rank_seconds_max, clock=clock)
         self._payloads = Payloads(port, flusher.ring)
         free_slots, flusher_slots = slot_owners(flusher.ring)
@@ -130,7 +130,7 @@ class StagerService:
         """Trainers that did not leave: they died, were dropped, or were still present when the stager stopped."""
         return self._trainers.lost
 
-    def ranks_said(self) -> list[RankStatus]:
+    def rank_statuses(self) -> list[RankStatus]:
         """The state of each rank, for `holdfast status`. Any thread."""
         return self._trainers.said()
 
@@ -177,7 +177,7 @@ class StagerService:
     def _tick(self, now: float) -> None:
         reap()
         if self._line.cut:
-            self._actions.take(FlusherGone(self._line.cut))  # again: the reason may have become more precise
+            self._actions.take(FlusherLost(self._line.cut))  # again: the reason may have become more precise
         self._actions.take(Tick())
         self._rank_handler.tick(now)
 
@@ -219,7 +219,7 @@ class StagerService:
                 told = self._line.flusher
                 self._line.send("finish", interrupted=bool(self.lost_ranks) or self._notices.terminates)
             if self._line.failures >= _DRAIN_FAILURES_MAX:
-                raise self._drain_failed()
+                raise self._drain_error()
             left_seconds = deadline - self._clock()
             if left_seconds <= 0:
                 _log.error(
@@ -232,7 +232,7 @@ class StagerService:
                 said
             ):  # the text differs at each try: compare only whether there is one
                 said = self._line.held
-                self._say_waiting(said, left_seconds)
+                self._log_waiting(said, left_seconds)
             wakes = self._port.fileno() if self._trainers.present else None
             self._line.wait(min(left_seconds, _TICK_SECONDS), *(() if wakes is None else (wakes,)))
             if self._trainers.present:
@@ -243,7 +243,7 @@ class StagerService:
             self._actions.take(Tick())
             reap()
 
-    def _say_waiting(self, held: str, left_seconds: float) -> None:
+    def _log_waiting(self, held: str, left_seconds: float) -> None:
         if held:
             _log.warning(
                 "waiting for the store until %s: %s. The flusher's log: %s",
@@ -252,7 +252,7 @@ class StagerService:
                 self._line.log_path,
             )
 
-    def _drain_failed(self) -> PeerLost:
+    def _drain_error(self) -> PeerLost:
         flusher, line = self._line.flusher, self._line
         return PeerLost(
             f"{line.failures} flushers in a row ended, or could not be started, before all was durable "
@@ -306,7 +306,7 @@ def serve(
     service = StagerService(config, port, flusher, events=events, is_stopping=is_stopping)
     with export_spans("stager", flusher.store_url, events):  # outermost: the exporter may take seconds to end
         try:
-            state = StatusState("stager", flusher.store_url, ranks=service.ranks_said)
+            state = StatusState("stager", flusher.store_url, ranks=service.rank_statuses)
             events.listen(state.hear)
             with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", state.said):
                 events.emit(
@@ -372,7 +372,7 @@ def tell_end(port: TrainersPort, error: HoldfastError) -> None:
     )  # not PeerLost: the ranks would take that for another rank
     for rank in range(port.ranks):
         port.send(rank, wire.encode(Kind.REFUSED, body=wire.error_body(ended)))
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS_MAX
+    deadline = time.monotonic() + _FINAL_SEND_SECONDS_MAX
     while port.unsent and time.monotonic() < deadline:
         port.poll()
         time.sleep(_REFUSAL_PAUSE_SECONDS)

@@ -157,7 +157,7 @@ class StandingStager:
         """
         served = 0
         try:
-            while not self._stopped and (jobs is None or served < jobs) and self._await_job():
+            while not self._stopped and (jobs is None or served < jobs) and self._wait_for_job():
                 self._serve_next()
                 served += 1
                 if self._ends_with_job():
@@ -180,7 +180,7 @@ class StandingStager:
     def _ends_with_job(self) -> bool:
         return False
 
-    def _await_job(self) -> bool:
+    def _wait_for_job(self) -> bool:
         """Wait for a job; False if the stager was told to stop, or no job came within `idle_seconds_max`."""
         deadline = time.monotonic() + (self._config.idle_seconds_max or math.inf)
         directory = self._directory
@@ -246,9 +246,9 @@ class StandingStager:
             connected = port.connected
             port.close()
             if self._stopped:
-                self._say_goodbye(connected)
+                self._turn_away_reconnecting(connected)
 
-    def _say_goodbye(self, ranks: set[int]) -> None:
+    def _turn_away_reconnecting(self, ranks: set[int]) -> None:
         """Tell reconnecting ranks that this stager is stopping: otherwise they would wait for it."""
         deadline = time.monotonic() + _GOODBYE_SECONDS_MAX
         while not ranks <= self._listener.turned_away and time.monotonic() < deadline:

@@ -20,9 +20,9 @@ from holdfast.errors import ProtocolError
 from holdfast.image.entries import Extent
 from holdfast.net.handshake import MESSAGES_CHANNEL, Hello, Status, admission
 from holdfast.net.message_line import SCRATCH_BYTES, MessageLine
-from holdfast.net.payload_frame import PayloadHeader, TakenNumbers
+from holdfast.net.payload_frame import PayloadHeader, ReceivedNumbers
 from holdfast.net.tls import AnySocket
-from stager.payload_line import PayloadLine, Place
+from stager.payload_line import PayloadConnection, Place
 from stager.reactor import Reactor
 from stager.trainers_port import PollResult
 
@@ -36,11 +36,11 @@ class _Rank:
     line: MessageLine
     sock: AnySocket | None = None
     known: bool = False  # it was admitted here before
-    cut_at: float | None = None  # since when it has no connection; None before the first
+    disconnected_at: float | None = None  # since when it has no connection; None before the first
     blocked: bool = False
     left: bool = False
     lost: bool = False
-    taken: TakenNumbers = field(default_factory=TakenNumbers)
+    taken: ReceivedNumbers = field(default_factory=ReceivedNumbers)
     payload_socks: dict[int, AnySocket] = field(default_factory=dict)
 
 
@@ -108,25 +108,25 @@ class TcpTrainersPort:
             self._reactor.close(sock)
             return
         if hello.channel == MESSAGES_CHANNEL:
-            self._take_messages(hello.rank, rank, sock)
+            self._attach_messages(hello.rank, rank, sock)
         else:
-            self._take_payloads(hello.rank, rank, hello.channel, sock)
+            self._attach_payloads(hello.rank, rank, hello.channel, sock)
 
-    def _take_messages(self, number: int, rank: _Rank, sock: AnySocket) -> None:
+    def _attach_messages(self, number: int, rank: _Rank, sock: AnySocket) -> None:
         if rank.sock is not None:
             self._reactor.close(rank.sock)
-        if rank.cut_at is not None:
-            _log.info("rank %d is connected again after %.1f s", number, self._clock() - rank.cut_at)
-        rank.sock, rank.cut_at, rank.blocked, rank.known = sock, None, False, True
+        if rank.disconnected_at is not None:
+            _log.info("rank %d is connected again after %.1f s", number, self._clock() - rank.disconnected_at)
+        rank.sock, rank.disconnected_at, rank.blocked, rank.known = sock, None, False, True
         self._reactor.watch(sock, functools.partial(self._messages_ready, number))
         self._write(number)
 
-    def _take_payloads(self, number: int, rank: _Rank, channel: int, sock: AnySocket) -> None:
+    def _attach_payloads(self, number: int, rank: _Rank, channel: int, sock: AnySocket) -> None:
         old = rank.payload_socks.pop(channel, None)
         if old is not None:
             self._reactor.close(old)
         rank.payload_socks[channel] = sock
-        line = PayloadLine(
+        line = PayloadConnection(
             sock,
             open_place=functools.partial(self._open_place, number),
             taken=functools.partial(self._taken, number),
@@ -181,9 +181,9 @@ class TcpTrainersPort:
         self._reactor.turn()
         now = self._clock()
         for number, rank in self._ranks.items():
-            if rank.lost or rank.left or rank.cut_at is None:
+            if rank.lost or rank.left or rank.disconnected_at is None:
                 continue
-            if now > rank.cut_at + self._reconnect_seconds_max:
+            if now > rank.disconnected_at + self._reconnect_seconds_max:
                 self.drop(
                     number,
                     f"has had no connection for {self._reconnect_seconds_max:g} s: its process is dead, or cut off",
@@ -192,7 +192,7 @@ class TcpTrainersPort:
             self._awaited = False
             for number in range(self.ranks):
                 rank = self._ranks[number]
-                if rank.sock is None and rank.cut_at is None:
+                if rank.sock is None and rank.disconnected_at is None:
                     self.drop(
                         number, f"did not come within {self._start_seconds_max:g} s after the first rank"
                     )
@@ -250,7 +250,7 @@ class TcpTrainersPort:
         rank = self._ranks[number]
         if rank.sock is not None:
             self._reactor.close(rank.sock)
-            rank.sock, rank.cut_at = None, self._clock()
+            rank.sock, rank.disconnected_at = None, self._clock()
             if not rank.left:
                 _log.debug("rank %d: its connection has ended", number)
 
@@ -291,7 +291,7 @@ class TcpTrainersPort:
         number: int,
         channel: int,
         sock: AnySocket,
-        line: PayloadLine,
+        line: PayloadConnection,
         readable: bool,
         writable: bool,
     ) -> None:

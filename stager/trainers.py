@@ -60,7 +60,7 @@ class Trainers:
         ] = {}  # ranks that have said HELLO; before, they may import torch for long
         # Broadcasts held for each rank that has no WELCOME yet.
         self._held: dict[int, list[bytes]] = {rank: [] for rank in range(port.ranks)}
-        self._turned_at = self._beat_at = clock()
+        self._last_turn_at = self._next_beat_at = clock()
         self._listened_seconds = 0.0
 
     def send(self, rank: int, message: bytes) -> None:
@@ -127,11 +127,11 @@ class Trainers:
     def beat(self, attempt: int) -> list[SilentRank]:
         """Send a beat when it is due; return the ranks that have become silent since the last call."""
         now = self._clock()
-        self._listened_seconds += min(_STALL_SECONDS_MAX, now - self._turned_at)
-        self._turned_at = now
-        due = now >= self._beat_at
+        self._listened_seconds += min(_STALL_SECONDS_MAX, now - self._last_turn_at)
+        self._last_turn_at = now
+        due = now >= self._next_beat_at
         if due:
-            self._beat_at = now + self.beat_seconds
+            self._next_beat_at = now + self.beat_seconds
         found = []
         # No beats for a rank that has not said HELLO, or is silent and has unanswered ones: they would pile up.
         for rank in sorted(self._known.keys() & self.present):

@@ -33,14 +33,14 @@ from trainer_side.ranks.peers import Peers
 from trainer_side.ranks.ports import World
 from trainer_side.save.copier import Copier
 from trainer_side.save.fresh_run_check import FreshRunCheck
-from trainer_side.save.hook_coverage import Quietness
-from trainer_side.save.left_out import LeftOut
+from trainer_side.save.hook_coverage import CopyPolicy
+from trainer_side.save.left_out import LeftOutCheck
 from trainer_side.save.planner import Planner
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver
 from trainer_side.save.staging import CopyEngine
 from trainer_side.save.staging_pool import Areas, StagingPool
-from trainer_side.state.tree import GivenState
+from trainer_side.state.tree import UserState
 from trainer_side.tiers.tier_set import TierSet
 
 if TYPE_CHECKING:
@@ -59,22 +59,22 @@ class CheckpointerParts:
     link: ToStager
     pacer: Pacer | None  # None unless `every="auto"`
     ledger: Ledger
-    quietness: Quietness
+    copy_policy: CopyPolicy
     copier: Copier
     tiers: TierSet
     areas: Areas
     engine: CopyEngine
     fresh_run: FreshRunCheck
-    left_out: LeftOut
+    left_out: LeftOutCheck
     pool: StagingPool
     saver: Saver
     leaving: Leaving
     notices: PreemptionNotices
     resume_check: ResumeCheck
-    not_at_exit: Callable[[], None]  # to call once the tiers are closed; otherwise they are closed at exit
+    cancel_at_exit: Callable[[], None]  # to call once the tiers are closed; otherwise they are closed at exit
 
 
-def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) -> CheckpointerParts:
+def build(given: UserState, config: TrainerConfig, *, auto: bool, fresh: bool) -> CheckpointerParts:
     """Join the job, with its stager and local tiers, and make all parts. Collective; main thread.
 
     With `auto` holdfast chooses the interval. With `fresh` training may start from scratch although the run has
@@ -96,7 +96,7 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
     link = join(config, world, inbox, events)
     pacer = _pacer(schedule, config, link, events, optimizers, world) if auto else None
     tiers = open_tier_set(config, world, link, agreed_steps, ledger, events)
-    not_at_exit = at_exit(tiers.close, EXIT_SECONDS_MAX)
+    cancel_at_exit = at_exit(tiers.close, EXIT_SECONDS_MAX)
 
     def tell(doubt: Doubt) -> None:
         """Tell all ranks that this one no longer trusts copies behind the gate. Any thread."""
@@ -106,7 +106,7 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
         if not lives:
             tiers.council.doubt(doubt)
 
-    quietness = Quietness(
+    copy_policy = CopyPolicy(
         rank,
         mode=config.copy,
         inside_ms_max=config.copy_inside_ms_max,
@@ -118,18 +118,18 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
     def hear(doubt: Doubt) -> None:
         """Act on the doubt of any rank. Link's or council's thread."""
         tiers.doubt(doubt)
-        quietness.hear(doubt)
+        copy_policy.hear(doubt)
 
     inbox.on_doubt = hear
-    tiers.council.when_doubted(hear)
+    tiers.council.set_doubt_callback(hear)
     seconds_max = config.copy_seconds_max
     copier = Copier(
-        optimizers, link, ledger=ledger, events=events, seconds_max=seconds_max, quietness=quietness
+        optimizers, link, ledger=ledger, events=events, seconds_max=seconds_max, copy_policy=copy_policy
     )
     areas, engine = Areas(), CopyEngine(device_bytes_max=config.device_bytes_max)
     fresh_run = FreshRunCheck(fresh=fresh, seconds_max=config.start_seconds_max)
     context = RankContext(config, link, tiers, ledger, events, fresh_run)
-    left_out = LeftOut(state, rank=rank, events=events)
+    left_out = LeftOutCheck(state, rank=rank, events=events)
     pool = StagingPool(areas, context)
     saver = Saver(state, Planner(given, left_out, pool, engine, context), pool, copier, context)
     leaving = Leaving(
@@ -151,7 +151,7 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
         link,
         pacer,
         ledger,
-        quietness,
+        copy_policy,
         copier,
         tiers,
         areas,
@@ -163,7 +163,7 @@ def build(given: GivenState, config: TrainerConfig, *, auto: bool, fresh: bool) 
         leaving,
         notices,
         resume_check,
-        not_at_exit,
+        cancel_at_exit,
     )
 
 

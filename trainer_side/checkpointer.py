@@ -31,35 +31,35 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import is_trackers
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
-from holdfast.supervised import report, report_end, tell
+from holdfast.supervised import report, register_end_report, tell
 from trainer_side.builder import build
 from trainer_side.ledger import Stats
 from trainer_side.opaque import OpaqueContext, opaque_methods
 from trainer_side.pace.schedule import chosen_interval
 from trainer_side.proof.digest_taker import StepInput
 from trainer_side.ranks.peers import agree
-from trainer_side.ranks.uncaught import end_by_exit_codes
-from trainer_side.restore.choice import wanted_best
+from trainer_side.ranks.uncaught import install_exit_code_hook
+from trainer_side.restore.choice import parse_best
 from trainer_side.restore.restore import restore
 from trainer_side.restore.restore_attempt import Restored, RestoreOptions
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.host_memory import locked_buffer
-from trainer_side.save.metric_values import MetricsGiven
-from trainer_side.save.saver import no_collections
+from trainer_side.save.metric_values import StepMetrics
+from trainer_side.save.saver import gc_paused
 from trainer_side.seat import Seat
 from trainer_side.start_line import start_line
-from trainer_side.state.drill_notes import PlainCounters, SeenBatches
+from trainer_side.state.drill_notes import CounterNotes, BatchNotes
 from trainer_side.state.skippable import Skippable
 from trainer_side.state.split_kinds import refuse_split_objects
-from trainer_side.state.tree import GivenState
-from trainer_side.trackers.marking import Marking
+from trainer_side.state.tree import UserState
+from trainer_side.trackers.marking import MarkSender
 from trainer_side.trackers.start_point import StartPoint
-from trainer_side.trackers.tracker import NoTracker, Tracker
+from trainer_side.trackers.tracker import NullTracker, Tracker
 from trainer_side.whole_number import STEP_MAX, shown, step_number
 
 _log = logging.getLogger("holdfast.trainer")
 
-report_end()  # an error of joining the job is reported, too
+register_end_report()  # an error of joining the job is reported, too
 
 
 @opaque_methods
@@ -107,16 +107,16 @@ class Checkpointer:
         every: int | Literal["auto"] | None = None,
         fresh: bool = False,
     ) -> None:
-        end_by_exit_codes()
+        install_exit_code_hook()
         # An exception that the script handles while it makes the Checkpointer does not end the training.
-        self._handled_before = sys.exc_info()[1]
+        self._handled_exception = sys.exc_info()[1]
         if not isinstance(state, Mapping):
             raise StateError(f"state: expected a mapping of names to objects, got {shown(state)}")
         if not isinstance(config, TrainerConfig | None):
             raise ConfigError(f"config: expected a TrainerConfig, got {shown(config)}")
         if not isinstance(fresh, bool):
             raise ConfigError(f"fresh: expected True or False, got {shown(fresh)}")
-        self._given = GivenState(state)
+        self._given = UserState(state)
         self._state = self._given.held
         refuse_split_objects(self._state)
         self._config = config or TrainerConfig()
@@ -128,12 +128,12 @@ class Checkpointer:
         self._saver, self._leaving, self._pacer = parts.saver, parts.leaving, parts.pacer
         self._agreed_steps, self._events = parts.agreed_steps, parts.events
         self._resume_check = parts.resume_check
-        self._counters = PlainCounters(self._state, rank=self.rank)
-        self._batches = SeenBatches(self._state)
-        self._metrics = MetricsGiven(self.rank)
+        self._counters = CounterNotes(self._state, rank=self.rank)
+        self._batches = BatchNotes(self._state)
+        self._metrics = StepMetrics(self.rank)
         self._skippable = Skippable(self._state)
         self.restored: Restored | None = None
-        self._marking: Marking | None = None
+        self._marking: MarkSender | None = None
         self._closed = self._stepped = self._asked = self._progressed = False
         self._finished = (
             FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
@@ -195,7 +195,7 @@ class Checkpointer:
     def stats(self) -> Stats:
         """Counts of the checkpoints that this rank has begun, ended and declined so far."""
         stats = self._parts.ledger.stats
-        stats.stager_losses, stats.stager_lost_seconds = self._link.job.times_lost
+        stats.stager_losses, stats.stager_lost_seconds = self._link.job.stager_losses
         return stats
 
     def restore(
@@ -232,7 +232,7 @@ class Checkpointer:
             StoreMissing: There is no checkpoint of `step`, or no good one with the metric `best`.
         """
         self._check_call("restore()")
-        wanted = wanted_best(best, mode, step)
+        wanted = parse_best(best, mode, step)
         step = None if step is None else step_number(step, "restore()")
         lacking = self._names_in_state(may_lack)
         self._parts.fresh_run.restored()
@@ -248,7 +248,7 @@ class Checkpointer:
             can_skip=bool(self._skippable),
             locked=locked_buffer,
         )
-        with no_collections():
+        with gc_paused():
             found = self.restored = restore(
                 self._state,
                 store,
@@ -266,7 +266,7 @@ class Checkpointer:
         self._tiers.restored((found.attempt, found.step), found.whole_in)
         self._agreed_steps.restored(found.step)
         self._parts.left_out.restored()
-        is_other_batch = found.rewound is not None and found.rewound.leaves_out(found.step + 1)
+        is_other_batch = found.rewound is not None and found.rewound.skips(found.step + 1)
         self._resume_check.restored(
             CheckpointId(found.attempt, found.step),
             found.kept_proofs,
@@ -387,7 +387,7 @@ class Checkpointer:
                 `on_stager_lost` is `end`.
         """
         step = self._checked_step(step, "save()")
-        values = None if metrics is None else self._metrics.to_save(metrics, step)
+        values = None if metrics is None else self._metrics.values_for_save(metrics, step)
         self._end_without_stager()
         self._asked = True
         if self._finished is not None and step != self._finished.step:
@@ -438,13 +438,13 @@ class Checkpointer:
                 not have `fresh=True`; or the tracker's `kind` or `run_id` is longer than 1024 characters.
         """
         self._check_call("track()")
-        if not self._parts.fresh_run.is_known:
+        if not self._parts.fresh_run.has_chosen:
             raise ConfigError(
                 "an experiment tracker was started before restore(), so the run to continue is not known yet; call "
                 "restore() of the Checkpointer first, or say Checkpointer(..., fresh=True)"
             )
         if self.rank:
-            return NoTracker()
+            return NullTracker()
         start = self._start_point()
         tracker = begin(start)
         if not is_trackers(named := {tracker.kind: tracker.run_id}):
@@ -452,7 +452,7 @@ class Checkpointer:
                 f"tracker: expected a kind and a run_id of at most 1024 characters, got {named}"
             )
         if self._marking is None:
-            self._marking = Marking()
+            self._marking = MarkSender()
             self._events.listen(self._marking.hear)
         self._marking.add(tracker, start.marks(tracker.last_step))
         self._saver.trackers |= named
@@ -481,7 +481,7 @@ class Checkpointer:
             NotDurable: The newest step that was to be saved is not durable, and `on_not_durable` is not `warn`.
         """
         error = sys.exc_info()[1]
-        self._leave(None if error is self._handled_before else error)
+        self._leave(None if error is self._handled_exception else error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Leave the job, once. `error`: The exception that has ended the training, if any."""
@@ -516,9 +516,9 @@ class Checkpointer:
             if error is None:
                 self._leaving.at_the_end()
             else:
-                self._leaving.with_an_error(error)
+                self._leaving.leave_after_error(error)
         finally:
-            self._parts.not_at_exit()
+            self._parts.cancel_at_exit()
             if summary := self._parts.ledger.summary():
                 _log.warning("rank %d: %s", self.rank, summary)
             self._report_progress()

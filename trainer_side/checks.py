@@ -17,7 +17,7 @@ from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.save.host_memory import lock
 from trainer_side.tiers.first_touch import huge_buffer
 from trainer_side.tiers.open_tiers import memory_directory
-from trainer_side.tiers.tier_directory import why_not_memory, why_small_pages
+from trainer_side.tiers.tier_directory import not_in_memory_reason, small_pages_reason
 
 _SECONDS_MAX = 1.0  # the server is on this machine, or next to it
 _CHECK = "metadata service"
@@ -119,14 +119,14 @@ def tiers(_: CheckPlan) -> Iterator[Finding]:
     for spec in TrainerConfig.from_sources().tiers:
         if (directory := memory_directory(spec)) is None:
             continue
-        problem, needs_it = why_not_memory(spec, directory), torch.cuda.is_available()
+        problem, needs_it = not_in_memory_reason(spec, directory), torch.cuda.is_available()
         yield Finding(
             "memory tier",
             CheckState.OK if problem is None else CheckState.FAIL if needs_it else CheckState.WARN,
             f"{directory} is on {file_system_of(directory)}",
             problem or "",
         )
-        if (small := why_small_pages(directory)) is not None:
+        if (small := small_pages_reason(directory)) is not None:
             why, command = small
             yield Finding(
                 "memory tier pages",

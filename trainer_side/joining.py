@@ -14,15 +14,15 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from holdfast.checkpoints.catalog import CatalogLook
-from holdfast.checkpoints.lease import note_attempt
+from holdfast.checkpoints.catalog import CatalogListing
+from holdfast.checkpoints.lease import claim_attempt
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.faultpoint import identify
-from holdfast.store import open_store, refuse_missing_parent
+from holdfast.store import open_store, require_parent
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
-from trainer_side.link.greeting import Greeted, greet
+from trainer_side.link.greeting import GreetedStager, greet
 from trainer_side.link.inbox import ShareInbox, StagerInbox
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager
@@ -33,7 +33,7 @@ from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.ranks.ports import StagerPort, World
 from trainer_side.restore.inventory import newest_attempt
-from trainer_side.seat import meet_once
+from trainer_side.seat import claim_port
 from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_inventory import TierInventory, take_inventory
 from trainer_side.tiers.tier_set import StagerCouncil, TierSet
@@ -60,21 +60,21 @@ def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventL
     if alone and config.tiers:
         return NoStager(config, world)
     if world.stagers > 1:
-        return meet_stagers(config, world, inbox, events)
-    return meet_stager(config, world, inbox, events)
+        return connect_stagers(config, world, inbox, events)
+    return connect_stager(config, world, inbox, events)
 
 
-def meet_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
+def connect_stager(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     """Send HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`; raises as `greet`. Main thread.
 
     ConfigError also: there is no stager in this job, this process has met it before, or it is one of several.
     """
-    link = _meet_lead(config, world, inbox, events)
+    link = _connect_lead(config, world, inbox, events)
     link.close_at_exit()
     return link
 
 
-def _meet_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
+def _connect_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     identify(f"rank:{world.rank}")
     greeted = _greet(config, world, world.port(), 0)
     again = None
@@ -83,16 +83,16 @@ def _meet_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: 
     return Link(config, greeted, inbox, events, rank=world.rank, again=again)
 
 
-def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:
-    """Meet the lead, and then each of the other stagers, as `meet_stager`. Main thread.
+def connect_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:
+    """Meet the lead, and then each of the other stagers, as `connect_stager`. Main thread.
 
     ConfigError also: a stager writes another run than the lead, or in other chunks.
     """
-    lead = _meet_lead(config, world, inbox, events)
+    lead = _connect_lead(config, world, inbox, events)
     links = [lead]
     try:
         others = range(1, world.stagers)
-        links.extend(_meet_member(config, world, index, lead, inbox, events) for index in others)
+        links.extend(_connect_member(config, world, index, lead, inbox, events) for index in others)
     except BaseException:
         for link in links:
             link.close(seconds_max=0.0)
@@ -102,7 +102,7 @@ def meet_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events
     return group
 
 
-def _meet_member(
+def _connect_member(
     config: TrainerConfig, world: World, index: int, lead: Link, inbox: StagerInbox, events: EventLog
 ) -> Link:
     attempt = lead.job.attempt
@@ -134,8 +134,8 @@ def _attempt_of(lead: Link) -> int:
     return lead.job.attempt
 
 
-def _greet(config: TrainerConfig, world: World, port: StagerPort, index: int) -> Greeted:
-    meet_once(port)
+def _greet(config: TrainerConfig, world: World, port: StagerPort, index: int) -> GreetedStager:
+    claim_port(port)
     greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
     said, name = greeted.welcome, _name(config, world, index)
     if (said.share, said.shares) != (index + 1, world.stagers):
@@ -156,7 +156,7 @@ def _name(config: TrainerConfig, world: World, index: int) -> str:
 
 
 def _newest_published(store_url: str) -> int:
-    names = CatalogLook(open_store(store_url)).names
+    names = CatalogListing(open_store(store_url)).names
     return names[0].order.attempt if names else 0
 
 
@@ -221,7 +221,7 @@ def open_tier_set(
     # A tier that hangs now is refused, like one that is too small: it would delay the first save as well.
     limit = min(config.start_seconds_max, config.tier_seconds_max)
     inventory = take_inventory(peers, tiers, error, seconds_max=limit)
-    appointments = None if attempt else agreed_steps  # with a stager, the link receives them
+    agreed_steps = None if attempt else agreed_steps  # with a stager, the link receives them
     attempt = (
         _beside(attempt, inventory, rank=world.rank) if attempt else _alone(config, store_url, tiers, peers)
     )
@@ -233,7 +233,7 @@ def open_tier_set(
         job=TierJob(attempt, job),
         inventory=inventory,
         report=TierReport(world.rank, ledger, events),
-        appointments=appointments,
+        agreed_steps=agreed_steps,
     )
 
 
@@ -264,7 +264,7 @@ def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: 
     )
     if peers.rank == 0:
         try:
-            note_attempt(store, attempt)
+            claim_attempt(store, attempt)
         except HoldfastError as error:
             _log.warning("attempt %d of this job could not be recorded in the store: %s", attempt, error)
     return attempt
@@ -272,7 +272,7 @@ def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: 
 
 def _missing_parent(config: TrainerConfig, store_url: str) -> HoldfastError | None:
     try:
-        refuse_missing_parent(store_url, create=config.create or config.restore_without_store)
+        require_parent(store_url, create=config.create or config.restore_without_store)
     except HoldfastError as error:
         return error
     return None

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from holdfast.errors import HoldfastError, NotDurable
-from holdfast.lost_peer import says_lost_peer
+from holdfast.lost_peer import is_lost_peer
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import DeclineCause
 from trainer_side.background_thread import ThreadDied
@@ -77,7 +77,7 @@ class Leaving:
             else:
                 self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
         except KeyboardInterrupt:
-            self.say_what_is_safe()
+            self.log_safe_step()
             raise
         if self.died is not None:
             raise self.died
@@ -105,7 +105,7 @@ class Leaving:
 
     def has_lost_peer(self, error: BaseException) -> bool:
         """Whether a collective has failed because a rank is lost: no step of all ranks can be saved then."""
-        if isinstance(error, HoldfastError) or not says_lost_peer(type(error).__name__, str(error)):
+        if isinstance(error, HoldfastError) or not is_lost_peer(type(error).__name__, str(error)):
             return False
         _log.warning(
             "rank %d: nothing is saved after the notice: another rank of the job is lost", self._link.job.rank
@@ -155,7 +155,7 @@ class Leaving:
             if why := finished.why_not():
                 return f"the exception came in the middle of the next one, and {why}"
             finished.put_back()
-            self._tiers.council.hurry(seconds)
+            self._tiers.council.limit_wait(seconds)
             if not save(step):
                 return "save() declined it, see above"
         _log.warning(
@@ -179,7 +179,7 @@ class Leaving:
     def _is_safe(self, step: int) -> bool:
         return max(self._link.job.staged_step, self._tiers.complete_step) >= step
 
-    def with_an_error(self, error: BaseException) -> None:
+    def leave_after_error(self, error: BaseException) -> None:
         """Leave quickly after an exception of the script, and log how to continue."""
         try:
             self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
@@ -187,7 +187,7 @@ class Leaving:
             if not isinstance(error, KeyboardInterrupt):
                 raise  # otherwise the first one is raised
         finally:
-            self.say_what_is_safe()
+            self.log_safe_step()
 
     def say(self, error: BaseException) -> None:
         """Log the exception that ends the block, before any wait."""
@@ -204,7 +204,7 @@ class Leaving:
             EXIT_SECONDS_MAX,
         )
 
-    def say_what_is_safe(self) -> None:
+    def log_safe_step(self) -> None:
         """Log the step that a restart resumes from. On rank 0."""
         if self._link.job.rank != 0:
             return

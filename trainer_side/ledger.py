@@ -81,32 +81,32 @@ class Ledger:
         with self._guard:
             refused = set(self._refused)
         pending = []
-        for transfer, keeping in self._pending:
-            in_tiers = keeping is not None and not keeping.released.is_set()
+        for transfer, tier_write in self._pending:
+            in_tiers = tier_write is not None and not tier_write.released.is_set()
             if not transfer.ended.is_set() or (transfer.state is not TransferState.DURABLE and in_tiers):
-                pending.append((transfer, keeping))
+                pending.append((transfer, tier_write))
             elif transfer.state is TransferState.DURABLE:
                 continue
             elif transfer.step in refused:
                 self._refuse(transfer.step)
-            elif keeping is not None and keeping.kept_in:
+            elif tier_write is not None and tier_write.kept_in:
                 self._refusable.append(transfer.step)
             else:
                 self._stats.saved -= 1
                 reason = transfer.reason
-                if reason is None and keeping is not None:
-                    reason = next(iter(keeping.lost_in.values()), None)
+                if reason is None and tier_write is not None:
+                    reason = next(iter(tier_write.lost_in.values()), None)
                 self._leave_out(OTHER if reason is None else reason.cause, transfer.state)
         self._pending = pending
         for step in refused.intersection(self._refusable):
             self._refusable.remove(step)
             self._refuse(step)
 
-    def begun(self, transfer: Transfer, keeping: TierWrite | None = None) -> None:
+    def begun(self, transfer: Transfer, tier_write: TierWrite | None = None) -> None:
         """Count a step that was begun, to the stager, into local tiers, or both."""
         self._settle()  # here too: the script may never read `stats`
         self._stats.saved += 1
-        self._pending.append((transfer, keeping))
+        self._pending.append((transfer, tier_write))
 
     def kept(self, tier: str) -> None:
         """Count a slice that is sealed in a local tier. Any thread."""

@@ -42,7 +42,7 @@ def opaque(call: Callable[_P, _R]) -> Callable[_P, _R]:
         result: _R = (_uncompiled or _runner())(call, *args, **kwargs)
         return result
 
-    return _refused_to_inline(outside)
+    return _disable_compilation(outside)
 
 
 def opaque_hook(hook: Callable[..., _R]) -> Callable[..., _R]:
@@ -53,12 +53,12 @@ def opaque_hook(hook: Callable[..., _R]) -> Callable[..., _R]:
         result: _R = (_uncompiled or _runner())(hook, *args, compiled=compiled)
         return result
 
-    outside = _refused_to_inline(outside)
+    outside = _disable_compilation(outside)
     _runner()  # here, and not in the first step, which may be compiled
     return outside
 
 
-def only_shapes() -> bool:
+def is_fake_mode() -> bool:
     """Whether torch works on shapes without contents in this thread: fake tensors, with which code is traced."""
     if not torch._C._len_torch_dispatch_stack():
         return False
@@ -81,7 +81,7 @@ def opaque_methods(found: _Class) -> _Class:
     return found
 
 
-def _refused_to_inline(outside: Callable[_P, _R]) -> Callable[_P, _R]:
+def _disable_compilation(outside: Callable[_P, _R]) -> Callable[_P, _R]:
     """Mark a function for the compiler, as `torch.compiler.disable` does."""
     vars(outside).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
     _codes.add(outside.__code__)

@@ -33,7 +33,7 @@ class Seat:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._names, self.process, self._place = list(names), os.getpid(), _line_of_the_script()
+        self._names, self.process, self._place = list(names), os.getpid(), _script_location()
         for seat in _seats:
             if seat.process != self.process:
                 raise ConfigError(
@@ -77,17 +77,17 @@ _seats: list[Seat] = []  # open ones
 _met: weakref.WeakKeyDictionary[StagerPort, str] = weakref.WeakKeyDictionary()
 
 
-def meet_once(port: StagerPort) -> None:
+def claim_port(port: StagerPort) -> None:
     """Note that this process now sends HELLO to the stager by `port`. ConfigError: it has done so before."""
     if port in _met:
         raise ConfigError(
             f"Checkpointer(...): this process has joined its job before (at {_met[port]}), and the stager was told "
             "that this rank has left; keep one Checkpointer until the end of the process, or start a new job"
         )
-    _met[port] = _line_of_the_script()
+    _met[port] = _script_location()
 
 
-def _line_of_the_script() -> str:
+def _script_location() -> str:
     """Return the place of the script's call, such as `train.py:45`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_between(Path(frame.f_code.co_filename)):
@@ -100,9 +100,9 @@ def _is_between(file: Path) -> bool:
     return file.is_relative_to(_PACKAGE) or file.parent.name == "_dynamo"
 
 
-def _leave_children_alone() -> None:
+def _release_seats_in_child() -> None:
     for seat in _seats:
         seat._let_go()
 
 
-os.register_at_fork(after_in_child=_leave_children_alone)
+os.register_at_fork(after_in_child=_release_seats_in_child)

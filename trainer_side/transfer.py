@@ -90,7 +90,7 @@ class Transfer:
         """Keep the transfer for the next process of its lost stager; return whether it is kept. Link's thread."""
         return False
 
-    def offer_again(self) -> SliceSource | None:
+    def reoffer(self) -> SliceSource | None:
         """Return the memory to send once more, after `hold`; None if the step has ended. Link's thread."""
         return None
 

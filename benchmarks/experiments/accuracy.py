@@ -19,9 +19,9 @@ from benchmarks.grid import Grid
 from holdfast.store import open_store
 from operator_side.drill.compare import compare, constants
 from operator_side.drill.drill_run import DrillRun, Setup, wait_until
-from operator_side.drill.findings import Struck, examine
+from operator_side.drill.findings import ExecutedKill, examine
 from operator_side.drill.kill_plan import Kill, KillTarget
-from operator_side.drill.run_drill import disturb
+from operator_side.drill.run_drill import run_with_kills
 
 __all__ = ["grids", "measure", "run"]
 
@@ -57,7 +57,7 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     progress(f"killed {len(kills)} times")
     with DrillRun(_setup(folder, "killed", epochs, width), folder / "killed", kills=len(kills)) as killed:
         steps = epochs * epoch_steps(_RANKS)
-        struck = disturb(killed, kills, 0.0, deadline, progress, steps=steps, comparable=range(steps))
+        struck = run_with_kills(killed, kills, 0.0, deadline, progress, steps=steps, comparable=range(steps))
     for one in (undisturbed, killed):
         if one.exit_code != 0:
             raise RuntimeError(f"a training ended with {one.exit_code}; it said:\n{one.last_words()}")
@@ -82,7 +82,7 @@ def _kills(epochs: int) -> list[Kill]:
     ]
 
 
-def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list[Struck]) -> dict[str, Any]:
+def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list[ExecutedKill]) -> dict[str, Any]:
     files = compare(open_store(str(undisturbed.store)), open_store(str(killed.store)))
     constant = constants(files, struck[0].kill.after_step)  # generators that the job neither seeds nor uses
     differ = [str(each) for one in files for each in one.differs if each.path not in constant]

@@ -21,7 +21,7 @@ from benchmarks.grid import Grid
 from operator_side.simulate.profiles import TrainingProfile, load_profile, measured_profile
 from operator_side.simulate.replay import ReplayOutcome, StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, Strategy, microseconds
-from operator_side.simulate.study import goodput, lanes_of, total_times
+from operator_side.simulate.study import goodput, make_lanes, total_times
 from operator_side.simulate.trace_windows import TraceWindows, cut, poisson
 from operator_side.simulate.traces import read_trace
 
@@ -60,7 +60,7 @@ def measure(options: Options) -> dict[str, Any]:
     )
     for mtbf in _MTBF_HOURS:
         for of in total_times(
-            job, lanes_of(own.lanes((0.0,)), _INTERVALS), mtbf_hours=mtbf, samples=samples, seed=_SEED
+            job, make_lanes(own.lanes((0.0,)), _INTERVALS), mtbf_hours=mtbf, samples=samples, seed=_SEED
         ):
             hours = None if of.hours is None else of.hours.median
             totals.append(

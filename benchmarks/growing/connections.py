@@ -25,7 +25,7 @@ from flusher.workers import Workers
 from holdfast.checkpoints.verification import verify_file
 from holdfast.crc import combine_all, crc32
 from holdfast.image.manifest import EntryRecord, Manifest
-from holdfast.ring.pages import direct_window
+from holdfast.ring.pages import aligned_buffer
 from holdfast.store import open_store
 from holdfast.store.base import Store, Upload
 from holdfast.store.concurrency import REQUESTS_MAX, ConcurrencyLimit, writing
@@ -115,7 +115,7 @@ def _measure(way: Callable[[Callable[[int], None]], None], port: int, seconds: f
 def _send(store: Store, limit: ConcurrencyLimit, count: Callable[[int], None]) -> None:
     """Upload one file after the other, as the flusher's writers do, without completing any."""
     nbytes = 2 * REQUESTS_MAX * _CHUNK_BYTES
-    memory = direct_window(_CHUNK_BYTES)
+    memory = aligned_buffer(_CHUNK_BYTES)
     sum32 = crc32(memory)
     workers = Workers("writer", limit.most, limit)
     room, ended = threading.Semaphore(2 * REQUESTS_MAX), list[BaseException]()

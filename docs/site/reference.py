@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings
 
 from holdfast import errors
 from holdfast.command.cli import cli
-from holdfast.command.settings import default_of, meanings
+from holdfast.command.settings import format_default, meanings
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
 
@@ -146,7 +146,7 @@ def _variable(name: str) -> str:
 def _cell_of_default(config: type[BaseSettings], name: str) -> str:
     if config.model_fields[name].is_required():
         return "required"
-    default = default_of(config, name)
+    default = format_default(config, name)
     return f"`{default}`" if default else ""
 
 

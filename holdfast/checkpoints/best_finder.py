@@ -7,12 +7,12 @@ from typing import NamedTuple
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import Catalog, CatalogItem
 from holdfast.errors import ConfigError, StoreMissing
-from holdfast.image.best_rule import BestMode, BestRule, no_best, rule_of
+from holdfast.image.best_rule import BestMode, BestRule, no_best_error, rule_of
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
 
 
-class BestFound(NamedTuple):
+class BestCheckpoint(NamedTuple):
     """The best checkpoint so far, and its value."""
 
     order: CheckpointId
@@ -44,7 +44,7 @@ class BestFinder:
         if item.is_good and manifest.metrics:
             self._seen.append(_Rated(item.order, manifest.metrics, bool(item.caveat)))
 
-    def best(self) -> BestFound | None:
+    def best(self) -> BestCheckpoint | None:
         """Return the best of all that were added; None if none has the metric, or no mode is known."""
         rule = self._rule()
         if rule is None:
@@ -53,11 +53,11 @@ class BestFinder:
         if not rated:
             return None
         first = min(rated, key=lambda one: rule.key(one.metrics, one.order, has_caveat=one.has_caveat))
-        return BestFound(first.order, first.metrics[rule.metric], rule)
+        return BestCheckpoint(first.order, first.metrics[rule.metric], rule)
 
-    def why_none(self, where: str) -> StoreMissing | ConfigError:
+    def none_found_error(self, where: str) -> StoreMissing | ConfigError:
         """Return the error that says why no checkpoint of the run `where` is best."""
-        return no_best(where, self._metric or "", [one.metrics for one in self._seen])
+        return no_best_error(where, self._metric or "", [one.metrics for one in self._seen])
 
     def _rule(self) -> BestRule | None:
         if self._metric is None:
@@ -77,7 +77,7 @@ def find_best(catalog: Catalog, metric: str, mode: BestMode | None = None) -> Ma
             finder.see(item)
     best = finder.best()
     if best is None:
-        raise finder.why_none(look.url)
+        raise finder.none_found_error(look.url)
     for item in look.items([listed for listed in look.names if listed.order.step == best.order.step]):
         if item.order == best.order and item.manifest is not None:
             return item.manifest

@@ -58,7 +58,7 @@ class Rewound(NamedTuple):
         left_out = f", without the batches of steps {told(self.skipped)}" if self.skipped else ""
         return f"rewound from step {self.from_step} to step {self.to_step}{left_out}"
 
-    def leaves_out(self, step: int) -> bool:
+    def skips(self, step: int) -> bool:
         """Whether the batch of this training step is skipped."""
         return any(one.first <= step <= one.last for one in self.skipped)
 
@@ -129,7 +129,7 @@ class Rewind(BaseModel):
         )
 
 
-def rewound_attempt(name: str) -> int | None:
+def rewind_attempt(name: str) -> int | None:
     """Return the attempt in the name of a rewind's record; None for other names."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
@@ -140,14 +140,14 @@ class Branches:
 
     def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
         self.rewinds = tuple(sorted(rewinds, key=lambda one: one.attempt))
-        self._line = self._in_effect()
+        self._line = self._effective_rewinds()
 
     @classmethod
     def read(cls, store: Store, objects: Sequence[ObjectInfo]) -> Self:
         """Read the branches in a listing of the run. Raises `DamageError`: a record cannot be read, or was renamed."""
         found = []
         for info in objects:
-            attempt = rewound_attempt(info.name)
+            attempt = rewind_attempt(info.name)
             if attempt is None:
                 continue
             source = f"{store.url}/{info.name}"
@@ -160,7 +160,7 @@ class Branches:
             found.append(rewind)
         return cls(found)
 
-    def _in_effect(self) -> tuple[Rewind, ...]:
+    def _effective_rewinds(self) -> tuple[Rewind, ...]:
         """Return the rewinds that the current line has gone through, newest first."""
         found: list[Rewind] = []
         for one in reversed(self.rewinds):

@@ -19,9 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.checkpoints.branches import Branches
-from holdfast.checkpoints.lease import names_tell
+from holdfast.checkpoints.lease import plain_names_are_first
 from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
-from holdfast.checkpoints.old_slices import told_old_slices
+from holdfast.checkpoints.old_slices import describe_old_slices
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, manifest_name
@@ -46,7 +46,7 @@ class CatalogItem:
     manifest: Manifest | None  # None if it cannot be read
     fault: str  # why restore does not use it, for people; empty if it may
     file_bytes: int | None  # size of the portable file in the store; None without the file
-    unopened: bool = False  # the fault is that the store lists the manifest but cannot read it
+    is_unreadable: bool = False  # the fault is that the store lists the manifest but cannot read it
     has_proof: bool = False  # a proof lies beside it, so that a resume from it can be proven
 
     @property
@@ -79,11 +79,11 @@ class CatalogItem:
         read-back found damage; `damaged` if manifest or file is not whole.
         """
         if self.manifest is not None and (not self.fault or self.manifest.state is State.BAD):
-            return self.manifest.told_state
+            return self.manifest.display_state
         return "damaged"
 
 
-class CatalogLook:
+class CatalogListing:
     """One listing of a run, whose manifests are read one by one. Any thread. `is_empty`: no object is at the URL."""
 
     def __init__(self, store: Store, step: int | None = None) -> None:
@@ -94,8 +94,8 @@ class CatalogLook:
         if step is not None:
             manifests = [info for info in manifests if step_of(info.name) == step]
         # A single manifest needs no order, so its attempt is not needed yet.
-        told = len(manifests) < 2 or names_tell(store, self._objects)
-        self.names = newest_first(store, manifests, names_tell=told)
+        told = len(manifests) < 2 or plain_names_are_first(store, self._objects)
+        self.names = newest_first(store, manifests, plain_names_are_first=told)
         self.is_empty = not self._objects
 
     @property
@@ -155,7 +155,7 @@ class CatalogLook:
     @property
     def old_slices(self) -> str:
         """A sentence about steps that exist only as slices of an older holdfast; empty without such steps."""
-        return told_old_slices(self.url, self._objects)
+        return describe_old_slices(self.url, self._objects)
 
     def _read(self, listed: ListedManifest) -> bytes:
         if listed.nbytes > MANIFEST_BYTES_MAX:
@@ -173,11 +173,11 @@ class CatalogLook:
         except StoreMissing as error:
             if all(info.name != name for info in self._store.list()):  # pruned between listing and reading
                 return None
-            return self._unopened(listed, error)
+            return self._unreadable_item(listed, error)
         except StoreError as error:
             if error.retriable:
                 raise
-            return self._unopened(listed, error)
+            return self._unreadable_item(listed, error)
         if manifest_name(manifest.file) != name or manifest.step != step:
             fault = (
                 f"{name}: is the manifest of {manifest.file}, step {manifest.step}: it was renamed or copied"
@@ -188,10 +188,10 @@ class CatalogLook:
         fault = _fault(manifest, file_bytes)
         return CatalogItem(name, manifest.attempt, step, manifest, fault, file_bytes, has_proof=has_proof)
 
-    def _unopened(self, listed: ListedManifest, error: StoreError) -> CatalogItem:
+    def _unreadable_item(self, listed: ListedManifest, error: StoreError) -> CatalogItem:
         name, (attempt, step) = listed.name, listed.order
         fault = f"{name}: the store lists it, and it cannot be opened: {error}"
-        return CatalogItem(name, attempt, step, None, fault, self._beside(name), unopened=True)
+        return CatalogItem(name, attempt, step, None, fault, self._beside(name), is_unreadable=True)
 
     def _beside(self, name: str) -> int | None:
         return self._sizes.get(name.removesuffix(".json") + ".pt")
@@ -207,9 +207,9 @@ class Catalog:
     def store(self) -> Store:
         return self._store
 
-    def look(self) -> CatalogLook:
+    def look(self) -> CatalogListing:
         """List the run. Raises `StoreError`."""
-        return CatalogLook(self._store)
+        return CatalogListing(self._store)
 
     def newest_first(self) -> Iterator[CatalogItem]:
         """Yield every manifest, newest first, each read on demand. Sizes are compared, bytes are not read: restore
@@ -246,7 +246,7 @@ class Catalog:
         look = self.look()
         for item in look.items(look.current):
             if item.is_good and not item.caveat and item.manifest is not None:
-                self._say_passed(passed)
+                self._log_skipped(passed)
                 return item.manifest
             if item.is_good and doubted is None:
                 doubted = item, len(passed)
@@ -254,7 +254,7 @@ class Catalog:
             reasons.append(f"  {item.name}: {item.fault}")
         if doubted is not None and doubted[0].manifest is not None:
             # A checkpoint that drifted, or may be torn, is better than no checkpoint.
-            self._say_passed(passed[: doubted[1]])
+            self._log_skipped(passed[: doubted[1]])
             _log.warning("%s: used, as there is no other: %s", self._store.url, doubted[0].caveat)
             return doubted[0].manifest
         if reasons:
@@ -269,7 +269,7 @@ class Catalog:
 
     def of_step(self, step: int) -> Sequence[CatalogItem]:
         """Return the manifests of one step, newest first, those of older branches last. Reads no other step."""
-        look = CatalogLook(self._store, step)
+        look = CatalogListing(self._store, step)
         branches = look.branches
         found = list(look.items())
         if branches is not None:
@@ -293,7 +293,7 @@ class Catalog:
                 return item.manifest
         raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
-    def _say_passed(self, passed: Sequence[str]) -> None:
+    def _log_skipped(self, passed: Sequence[str]) -> None:
         """Warn of each newer checkpoint that is not used."""
         for reason in passed:
             _log.warning("%s: a checkpoint is not used: %s", self._store.url, reason)
@@ -302,7 +302,7 @@ class Catalog:
         url = self._store.url
         objects: Sequence[ObjectInfo] = self._store.list()
         if objects:
-            old = told_old_slices(url, objects)
+            old = describe_old_slices(url, objects)
             return StoreMissing(old or f"{url}: there is no checkpoint in this run yet (no step-….json)")
         return StoreMissing(f"{url}: there is nothing at this URL; check the URL")
 

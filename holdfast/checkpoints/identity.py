@@ -34,7 +34,7 @@ class Identity:
             started=start_ticks(pid) or 0,
         )
 
-    def shares_place(self, other: Identity) -> bool:
+    def shares_pid_namespace(self, other: Identity) -> bool:
         """Whether the other's pid can be looked up here."""
         mine = (self.host, self.boot_id, self.pid_namespace)
         return bool(self.boot_id) and mine == (other.host, other.boot_id, other.pid_namespace)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from concurrent import futures
 from typing import Protocol
 
-from holdfast.checkpoints.intents import Intent, forget_intent, take_back
+from holdfast.checkpoints.intents import Intent, discard_intent, take_back
 from holdfast.checkpoints.lease import LeasedRun
 from holdfast.checkpoints.publish import (
     ASSEMBLY,
@@ -36,10 +36,10 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.process import available_memory_bytes
-from holdfast.ring.pages import direct_window
+from holdfast.ring.pages import aligned_buffer
 from holdfast.store import is_s3
 from holdfast.store.base import Upload
-from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, LimitedUntilFailure, writing
+from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, FailFastRequests, writing
 
 _BUFFERS_MIN = 2  # one is filled while the other is written
 _BYTES_MAX, _MEMORY_SHARE = 4 << 30, 4  # of all parts in flight; divisor of the available memory
@@ -137,7 +137,7 @@ def publish_image(
         writer_record={"seconds": round(time.monotonic() - begun, 6)},
     )
     manifest = publish_manifest(store, manifest)
-    forget_intent(store, write_id)
+    discard_intent(store, write_id)
     return manifest
 
 
@@ -153,7 +153,7 @@ def write_image(
     nbytes_max = min(upload.part_bytes, layout.image_bytes)
     share_bytes = min(_BYTES_MAX, available_memory_bytes() // _MEMORY_SHARE)
     buffers_max = max(_BUFFERS_MIN, share_bytes // (2 * nbytes_max)) if limit.most > 1 else _BUFFERS_MIN
-    requests, at_work = LimitedUntilFailure(), deque[tuple[futures.Future[int], memoryview]]()
+    requests, in_flight = FailFastRequests(), deque[tuple[futures.Future[int], memoryview]]()
     free: list[memoryview] = []
 
     def write(part: int, chunks: list[memoryview], crc: int) -> int:
@@ -165,7 +165,7 @@ def write_image(
         return requests.run(limit, call)
 
     def oldest() -> int:
-        written, memory = at_work.popleft()
+        written, memory = in_flight.popleft()
         futures.wait([written])
         requests.check()
         free.append(memory)
@@ -174,9 +174,9 @@ def write_image(
     with futures.ThreadPoolExecutor(limit.most, thread_name_prefix="image") as writers:
         try:
             for part, first in enumerate(range(0, layout.chunks, upload.part_bytes // layout.chunk_bytes)):
-                while len(at_work) >= max(_BUFFERS_MIN, min(buffers_max, limit.width + 1)):
+                while len(in_flight) >= max(_BUFFERS_MIN, min(buffers_max, limit.width + 1)):
                     yield oldest()
-                memory = free.pop() if free else direct_window(nbytes_max)
+                memory = free.pop() if free else aligned_buffer(nbytes_max)
                 chunks, crcs = list[memoryview](), list[tuple[int, int]]()
                 for chunk in range(
                     first, min(first + upload.part_bytes // layout.chunk_bytes, layout.chunks)
@@ -185,8 +185,8 @@ def write_image(
                     chunks.append(memory[begin : begin + layout.chunk_extent(chunk).nbytes])
                     image.write_chunk(chunk, chunks[-1])
                     crcs.append((finisher.finish(chunks[-1]), chunks[-1].nbytes))
-                at_work.append((writers.submit(write, part, chunks, combine_all(crcs)), memory))
-            while at_work:
+                in_flight.append((writers.submit(write, part, chunks, combine_all(crcs)), memory))
+            while in_flight:
                 yield oldest()
         finally:
             requests.end()

@@ -24,7 +24,7 @@ from holdfast.checkpoints.publish import exists, writer_attempt
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.sealed import seal, unseal
-from holdfast.store.base import BegunUpload, ObjectInfo, Store, Upload
+from holdfast.store.base import InterruptedUpload, ObjectInfo, Store, Upload
 
 _log = logging.getLogger("holdfast.intents")
 
@@ -90,7 +90,7 @@ def intent_name(write_id: str) -> str:
     return f"{_PREFIX}{text}.json"
 
 
-def forget_intent(store: Store, write_id: str) -> None:
+def discard_intent(store: Store, write_id: str) -> None:
     """Remove the intent of a finished write. If the store fails, that is logged, and the next writer removes it."""
     try:
         store.delete(intent_name(write_id))
@@ -127,7 +127,7 @@ def take_back(store: Store, write_id: str) -> str:
     is_listed = exists(store, manifest_name(intent.file))  # a manifest of this write or another, whole or not
     if is_listed and intent.act == "remove":
         return ""  # its writer may only be suspended, and would leave a file without an intent
-    removes = not is_listed and _is_that_write(store, intent)
+    removes = not is_listed and _matches_intent(store, intent)
     if removes:
         store.delete(intent.file)
     store.delete(intent.name)
@@ -152,14 +152,14 @@ def _read(store: Store, name: str) -> Intent | None:
     return intent
 
 
-def _is_that_write(store: Store, intent: Intent) -> bool:
+def _matches_intent(store: Store, intent: Intent) -> bool:
     """Whether the file at this name is the one that this intent records."""
     try:
         if store.size(intent.file) != intent.nbytes:
             return False
         if not intent.token:
             return True  # a removal that had begun, or a store that cannot tell one write from another
-        begun = BegunUpload(intent.nbytes, intent.part_bytes, intent.write_id, intent.token)
+        begun = InterruptedUpload(intent.nbytes, intent.part_bytes, intent.write_id, intent.token)
         upload = store.resume(intent.file, begun)
     except (StoreMissing, DamageError):
         return False

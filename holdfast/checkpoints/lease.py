@@ -40,7 +40,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from holdfast.checkpoints.branches import rewound_attempt
+from holdfast.checkpoints.branches import rewind_attempt
 from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.manifest_order import manifests_in, newest_first
 from holdfast.checkpoints.old_slices import old_slices
@@ -104,7 +104,7 @@ class _LeaseRecord(BaseModel):
     def seen(self) -> FailureCount:
         return FailureCount(self.failures, self.seen_seconds)
 
-    def seen_with_own(self, *, is_over: bool) -> FailureCount:
+    def failures_with_own(self, *, is_over: bool) -> FailureCount:
         """Return the sums including this attempt. `is_over`: its writer is gone, so a running job counts as lost."""
         if self.work is Work.NONE:
             return self.seen
@@ -146,7 +146,7 @@ class Lease:
         # Set without the lock, which a beat may hold while the store does not answer.
         self._work, self._work_since, self._work_seconds = Work.NONE, 0.0, 0.0
         self._store = store
-        self._at_once = store.inner if isinstance(store, Retrying) else store  # without retries
+        self._unretried_store = store.inner if isinstance(store, Retrying) else store  # without retries
         self._record = record
         self._lock = threading.Lock()  # a beat must not undo a release
 
@@ -173,16 +173,16 @@ class Lease:
         for _ in range(_TAKE_ROUNDS_MAX):
             attempts = _attempts(store)
             if attempts and not takeover:
-                _refuse_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
-            before = _newest_whole(store, attempts)
-            seen = FailureCount() if before is None else before.seen_with_own(is_over=True)
+                _raise_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
+            before = _newest_intact(store, attempts)
+            seen = FailureCount() if before is None else before.failures_with_own(is_over=True)
             record = _LeaseRecord(
                 attempt=(attempts[-1] if attempts else _highest_published(store, store.list())) + 1,
                 write_id=uuid.uuid4().hex,
                 **asdict(identity),
                 heartbeat_seconds=heartbeat_seconds,
                 beat=0,
-                named=_are_named(store, attempts, before),
+                named=_are_manifests_named(store, attempts, before),
                 failures=seen.failures,
                 seen_seconds=seen.seconds,
             )
@@ -239,7 +239,7 @@ class Lease:
         once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError` if that
         is unknown.
         """
-        store, url, attempt = self._at_once if at_once else self._store, self._store.url, self.attempt
+        store, url, attempt = self._unretried_store if at_once else self._store, self._store.url, self.attempt
         attempts = _attempts(store)
         while attempts and attempts[-1] > attempt:
             owner = _read(store, attempts[-1])
@@ -291,44 +291,44 @@ class Lease:
                 _log.warning("an old claim on the run could not be removed: %s", error)
 
 
-def failures_seen(store: Store) -> FailureCount:
+def read_failure_count(store: Store) -> FailureCount:
     """Return the failures counted by the run's newest claim, with a running attempt's time. Raises `StoreError`."""
-    newest = _newest_whole(store, _attempts(store))
-    return FailureCount() if newest is None else newest.seen_with_own(is_over=False)
+    newest = _newest_intact(store, _attempts(store))
+    return FailureCount() if newest is None else newest.failures_with_own(is_over=False)
 
 
 def newest_attempt(store: Store) -> int:
     """Return the highest attempt claimed or published in this run; 0 for a new run. Raises `StoreError`."""
     objects = store.list()
     attempts = _attempts(store, objects)
-    if _says_named(store, attempts):  # then every writer that published had a claim
+    if _is_newest_named(store, attempts):  # then every writer that published had a claim
         return max([*attempts, *(found.attempt for found in old_slices(objects))])
     return max([*attempts, _highest_published(store, objects)])
 
 
-def names_tell(store: Store, objects: Sequence[ObjectInfo]) -> bool:
+def plain_names_are_first(store: Store, objects: Sequence[ObjectInfo]) -> bool:
     """Whether a manifest without an attempt in its name is of attempt 1: no older version has written to this run."""
-    return _says_named(store, _attempts(store, objects))
+    return _is_newest_named(store, _attempts(store, objects))
 
 
-def _says_named(store: Store, attempts: Sequence[int]) -> bool:
+def _is_newest_named(store: Store, attempts: Sequence[int]) -> bool:
     record = _read(store, attempts[-1]) if attempts else None
     return record is not None and record.named
 
 
-def _are_named(store: Store, older: Sequence[int], before: _LeaseRecord | None) -> bool:
+def _are_manifests_named(store: Store, older: Sequence[int], before: _LeaseRecord | None) -> bool:
     if older:
         return before is not None and before.attempt == older[-1] and before.named
     return not manifests_in(store.list())
 
 
-def _newest_whole(store: Store, attempts: Sequence[int]) -> _LeaseRecord | None:
+def _newest_intact(store: Store, attempts: Sequence[int]) -> _LeaseRecord | None:
     """Return the newest claim that is not damaged; counts of newer ones are lost. None without one."""
     claims = (_read(store, attempt) for attempt in reversed(attempts))
     return next((claim for claim in claims if claim is not None), None)
 
 
-def may_live(store: Store, before_attempt: int) -> str:
+def find_possibly_live_writer(store: Store, before_attempt: int) -> str:
     """Return the holder of the newest attempt before this one if it may be alive; else empty. Never waits. In the same
     place its process is looked up, whatever its claim says; elsewhere a claim that is not released counts as alive.
     """
@@ -337,16 +337,16 @@ def may_live(store: Store, before_attempt: int) -> str:
     mine = Identity.of_this_process()
     if record is None or record.identity == mine:
         return ""
-    lives = record.identity.is_running() if mine.shares_place(record.identity) else not record.released
+    lives = record.identity.is_running() if mine.shares_pid_namespace(record.identity) else not record.released
     return _holder(record) if lives else ""
 
 
-def runs_here(store: Store) -> str:
+def find_local_writer(store: Store) -> str:
     """Return another process in this place that has claimed the run, released or not, and is running; else empty."""
     mine = Identity.of_this_process()
     for attempt in reversed(_attempts(store)):
         record = _read(store, attempt)
-        if record is None or record.identity == mine or not mine.shares_place(record.identity):
+        if record is None or record.identity == mine or not mine.shares_pid_namespace(record.identity):
             continue
         if record.identity.is_running():
             return _holder(record)
@@ -357,11 +357,11 @@ def _holder(record: _LeaseRecord) -> str:
     return f"process {record.pid} on {record.host} (attempt {record.attempt})"
 
 
-def note_attempt(store: Store, attempt: int) -> bool:
+def claim_attempt(store: Store, attempt: int) -> bool:
     """Claim this attempt for a job without a lease, so that later attempts are higher. False: it was taken."""
     older = [one for one in _attempts(store) if one < attempt]
-    before = _newest_whole(store, older)
-    seen = FailureCount() if before is None else before.seen_with_own(is_over=True)
+    before = _newest_intact(store, older)
+    seen = FailureCount() if before is None else before.failures_with_own(is_over=True)
     record = _LeaseRecord(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
@@ -369,7 +369,7 @@ def note_attempt(store: Store, attempt: int) -> bool:
         heartbeat_seconds=1.0,
         beat=0,
         released=True,
-        named=_are_named(store, older, before),
+        named=_are_manifests_named(store, older, before),
         failures=seen.failures,
         seen_seconds=seen.seconds,
     )
@@ -406,9 +406,9 @@ def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list
 
 def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
     """Return the highest attempt of manifests, slices and rewinds, which remain if `.holdfast/` is cleared."""
-    rewound = (attempt for info in objects if (attempt := rewound_attempt(info.name)) is not None)
+    rewound = (attempt for info in objects if (attempt := rewind_attempt(info.name)) is not None)
     highest = max((*rewound, *(found.attempt for found in old_slices(objects))), default=0)
-    for listed in newest_first(store, objects, names_tell=False):
+    for listed in newest_first(store, objects, plain_names_are_first=False):
         try:
             return max(highest, Manifest.from_bytes(store.read(listed.name), source=listed.name).attempt)
         except (DamageError, StoreMissing) as error:
@@ -451,14 +451,14 @@ def _is_of(record: _LeaseRecord | None, write_id: str) -> bool:
     return record is not None and record.write_id == write_id
 
 
-def _refuse_if_alive(
+def _raise_if_alive(
     store: Store, attempt: int, identity: Identity, heartbeat_seconds: float, sleep: Callable[[float], None]
 ) -> None:
     """Raise `FencedError` if the writer of claim `attempt` is alive."""
     first = _read(store, attempt)
     if first is None or first.released:
         return
-    if identity.shares_place(first.identity):
+    if identity.shares_pid_namespace(first.identity):
         if first.identity.is_running():
             raise FencedError(_alive_message(store, first, "is running"))
         return

@@ -48,19 +48,19 @@ def step_of(name: str) -> int:
 
 
 def newest_first(
-    store: Store, objects: Sequence[ObjectInfo], *, names_tell: bool
+    store: Store, objects: Sequence[ObjectInfo], *, plain_names_are_first: bool
 ) -> Sequence[ListedManifest]:
-    """Return the manifests in a listing, newest first. `names_tell`: a plain name means attempt 1 (see `lease`)."""
+    """Return the manifests in a listing, newest first. `plain_names_are_first`: a plain name means attempt 1 (see `lease`)."""
     listed = manifests_in(objects)
     told: dict[str, int | None] = {}
     unsaid = []
     for info in listed:
         attempt = _parts(info.name)[1]
-        if attempt is None and not names_tell:
+        if attempt is None and not plain_names_are_first:
             unsaid.append(info)
         else:
             told[info.name] = attempt or 1
-    told |= dict(zip((info.name for info in unsaid), _attempts_said(store, unsaid), strict=True))
+    told |= dict(zip((info.name for info in unsaid), _read_attempts(store, unsaid), strict=True))
     newest = max((attempt for attempt in told.values() if attempt is not None), default=0)
     found = [
         ListedManifest(
@@ -77,14 +77,14 @@ def _parts(name: str) -> tuple[int, int | None]:
     return int(match[1]), None if match[2] is None else int(match[2])
 
 
-def _attempts_said(store: Store, unsaid: Sequence[ObjectInfo]) -> Iterator[int | None]:
+def _read_attempts(store: Store, unsaid: Sequence[ObjectInfo]) -> Iterator[int | None]:
     if not unsaid:
         return
     with ThreadPoolExecutor(min(_READERS, len(unsaid)), thread_name_prefix="catalog") as readers:
-        yield from readers.map(lambda info: _attempt_said(store, info), unsaid)
+        yield from readers.map(lambda info: _read_attempt(store, info), unsaid)
 
 
-def _attempt_said(store: Store, info: ObjectInfo) -> int | None:
+def _read_attempt(store: Store, info: ObjectInfo) -> int | None:
     """Return the attempt that the manifest states; None if it is gone or cannot be read."""
     try:
         if info.nbytes <= _SMALL_BYTES:  # as cheap

@@ -56,7 +56,7 @@ def count_nonfinite(data: memoryview, this: FloatFormat) -> int:
     """Return how many values in `data` are not finite; bytes after the last whole value do not count."""
     values = np.frombuffer(data, dtype=f"<u{this.nbytes}", count=len(data) // this.nbytes)
     return sum(
-        _count_of_block(values[begin : begin + _BLOCK_VALUES], this)
+        _count_in_block(values[begin : begin + _BLOCK_VALUES], this)
         for begin in range(0, len(values), _BLOCK_VALUES)
     )
 
@@ -71,7 +71,7 @@ def crc32_and_nonfinite(data: memoryview, this: FloatFormat) -> tuple[int, int]:
     return crc, count
 
 
-def _count_of_block(block: npt.NDArray[Any], this: FloatFormat) -> int:
+def _count_in_block(block: npt.NDArray[Any], this: FloatFormat) -> int:
     # The exponent is below the sign, so values that are not finite are the greatest of their sign. Nearly always all
     # are finite, and a maximum writes no memory.
     sign = 1 << (8 * this.nbytes - 1)

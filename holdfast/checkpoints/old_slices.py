@@ -23,7 +23,7 @@ def old_slices(objects: Iterable[ObjectInfo]) -> list[CheckpointId]:
     return sorted({CheckpointId(int(one[2]), int(one[1])) for one in found if one}, reverse=True)
 
 
-def told_old_slices(url: str, objects: Iterable[ObjectInfo]) -> str:
+def describe_old_slices(url: str, objects: Iterable[ObjectInfo]) -> str:
     """Return a sentence about steps that the run has only as such slices; empty without such steps."""
     listed = list(objects)
     published = {step_of(info.name) for info in manifests_in(listed)}

@@ -51,7 +51,7 @@ def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     names = names_of(key)
     for name in names:
         # The manifest first: a published step gives an error of its own.
-        if _is_manifest_there(store, name, key) or name in taken or exists(store, name):
+        if _has_manifest(store, name, key) or name in taken or exists(store, name):
             continue
         return name
     raise BusyError(
@@ -67,7 +67,7 @@ def names_of(key: CheckpointId) -> tuple[str, ...]:
     return (plain, numbered, zero) if key.attempt == 1 else (numbered, zero)
 
 
-def _is_manifest_there(store: Store, file: str, key: CheckpointId) -> bool:
+def _has_manifest(store: Store, file: str, key: CheckpointId) -> bool:
     """Whether this file's manifest name is taken. Raises `BusyError` if the manifest is of this very checkpoint."""
     name = manifest_name(file)
     try:

@@ -30,7 +30,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.share_sums import ShareSums, combined
 from holdfast.image.shares import WRITERS_MAX, ImageShare, Shares
 from holdfast.sealed import seal, unseal
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
+from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo, Store, Upload
 
 _PREFIX = ".holdfast/shares/"
 _NAME = re.compile(r"\.holdfast/shares/a(\d{6,18})-s(\d{9,18})\.[a-z0-9-]{1,20}")
@@ -108,18 +108,18 @@ class ShareStart(_Record):
         ]
         return "; ".join(wrong)
 
-    def begun(self, crc32s: dict[int, int] | None = None) -> BegunUpload:
+    def begun(self, crc32s: dict[int, int] | None = None) -> InterruptedUpload:
         """Return the upload, for `Store.resume`. `crc32s`: of its parts, as far as they are known."""
-        return BegunUpload(self.image_bytes, self.part_bytes, self.write_id, self.token, crc32s or {})
+        return InterruptedUpload(self.image_bytes, self.part_bytes, self.write_id, self.token, crc32s or {})
 
 
-class _OfShare(_Record):
+class _ShareRecord(_Record):
     write_id: _Text
     index: _Index
     count: Annotated[int, Field(ge=2, le=WRITERS_MAX)]
     entry_crcs: _Crcs
 
-    def refuse_another(self, start: ShareStart, index: int) -> None:
+    def require_same_write(self, start: ShareStart, index: int) -> None:
         """Raise `ProtocolError` if it belongs to another write, another checkpoint or another share."""
         said = (*self.key, self.write_id, self.index, self.count)
         expected = (*start.key, start.write_id, index, start.count)
@@ -131,13 +131,13 @@ class _OfShare(_Record):
             )
 
 
-class ShareCrcs(_OfShare):
+class ShareCrcs(_ShareRecord):
     """The CRCs of the entries' bytes in one share, all of them verified."""
 
     format: Literal["holdfast-share-crcs/1"] = "holdfast-share-crcs/1"
 
 
-class ShareSeal(_OfShare):
+class ShareSeal(_ShareRecord):
     """One share is written. `record`, `staged_at_unix`: for the manifest, from the lead."""
 
     format: Literal["holdfast-share-seal/1"] = "holdfast-share-seal/1"
@@ -197,7 +197,7 @@ class ShareRecords:
         """Return the CRCs of a share; None: not verified yet. Raises `ProtocolError`: they are of another write."""
         found = self._read(f"crcs-{index + 1}", _CRCS)
         if found is not None:
-            found.refuse_another(start, index)
+            found.require_same_write(start, index)
         return found
 
     def put_seal(
@@ -209,7 +209,7 @@ class ShareRecords:
         staged_at_unix: float,
         record: dict[str, Any],
     ) -> ShareSeal:
-        """Seal a share that is written. May be called again. Call after `refuse_given_up`, in the same process."""
+        """Seal a share that is written. May be called again. Call after `require_not_voided`, in the same process."""
         made = ShareSeal(
             **_of(start, share),
             entry_crcs=sums.entry_crcs,
@@ -222,9 +222,9 @@ class ShareRecords:
         self._write(f"seal-{share.index + 1}", made)
         return made
 
-    def refuse_given_up(self, index: int) -> None:
+    def require_not_voided(self, index: int) -> None:
         """Raise `PeerLost` if a writer of this share, which has died since, gave the checkpoint up."""
-        void = self._void_at(f"seal-{index + 1}")
+        void = self._read_void(f"seal-{index + 1}")
         if void is not None:
             raise voided(void)
 
@@ -234,7 +234,7 @@ class ShareRecords:
         if isinstance(found, ShareVoid):
             raise voided(found)
         if found is not None:
-            found.refuse_another(start, index)
+            found.require_same_write(start, index)
         return found
 
     def put_void(self, index: int, reason: str) -> bool:
@@ -244,7 +244,7 @@ class ShareRecords:
         if index == 0:
             self._write(name, void)
         # Some servers ignore that a creation is exclusive, so look first.
-        elif self._void_at(name) is None and (self._is_there(name) or not self._create(name, void)):
+        elif self._read_void(name) is None and (self._is_there(name) or not self._create(name, void)):
             return False
         self._create("void", void)
         return True
@@ -271,7 +271,7 @@ class ShareRecords:
             return False
         return True
 
-    def _void_at(self, name: str) -> ShareVoid | None:
+    def _read_void(self, name: str) -> ShareVoid | None:
         try:
             found = self._read(name, _SEAL_OR_VOID)
         except (ProtocolError, DamageError):
@@ -298,7 +298,7 @@ class ShareRecords:
         return found
 
 
-def checked_image(
+def combine_seals(
     start: ShareStart, seals: Sequence[ShareSeal], index: LayoutIndex, shares: Shares
 ) -> Finished:
     """Return the facts about an image whose shares are all sealed. `seals`: of each share, in order.
@@ -307,7 +307,7 @@ def checked_image(
         ProtocolError: A seal is of another write, layout or share, or one is missing; nothing may be published.
     """
     for number, one in enumerate(seals):
-        one.refuse_another(start, number)
+        one.require_same_write(start, number)
         chunks = shares.chunks_of(number)
         said = (one.layout_digest, one.first_chunk, len(one.chunk_crcs))
         if said != (index.layout.digest, chunks.start, len(chunks)):
@@ -320,7 +320,7 @@ def checked_image(
     return Finished(start.key, index, *sums)
 
 
-def share_objects(objects: Sequence[ObjectInfo]) -> dict[CheckpointId, list[str]]:
+def list_share_objects(objects: Sequence[ObjectInfo]) -> dict[CheckpointId, list[str]]:
     """Return the names of share records in a listing, by their checkpoints, oldest first."""
     found: dict[CheckpointId, list[str]] = {}
     for info in objects:

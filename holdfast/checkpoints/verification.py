@@ -32,9 +32,9 @@ from holdfast.checkpoints.nonfinite import float_formats, nonfinite_record
 from holdfast.checkpoints.zip_directory import plain_directory
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
-from holdfast.ring.pages import direct_window
+from holdfast.ring.pages import aligned_buffer
 from holdfast.store.base import Store
-from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, LimitedUntilFailure, reading
+from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, FailFastRequests, reading
 from holdfast.store.ranged import RangedFile
 
 _log = logging.getLogger("holdfast.verify")
@@ -54,7 +54,7 @@ class Damage:
     tensors: tuple[str, ...] = ()  # paths of the tensors with bytes there
 
     def __str__(self) -> str:
-        held = f", holding {_shortened(self.tensors)}" if self.tensors else ""
+        held = f", holding {_shorten(self.tensors)}" if self.tensors else ""
         last = self.offset + max(self.nbytes, 1) - 1
         place = f"bytes {self.offset}-{last}"
         return f"{self.what} ({place}{held}): expected {self.expected}, got {self.got}"
@@ -84,12 +84,12 @@ class VerifyReport:
     def summary(self) -> str:
         if self.ok:
             return f"{self.file}: {self.checked_bytes} bytes are as they were written"
-        names = _shortened(self.tensors)
+        names = _shorten(self.tensors)
         tensors = f"; damaged tensors: {names}" if names else "; no tensor is touched"
         return f"{self.file}: {self.damage[0]}{_more(len(self.damage))}{tensors}"
 
 
-def _shortened(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     rest = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -129,9 +129,9 @@ def verify_file(
     if size_bytes != manifest.image_bytes:
         shorter, longer = sorted((size_bytes, manifest.image_bytes))
         lengths = f"{manifest.image_bytes} bytes", f"{size_bytes} bytes"
-        tensors = _Tensors(manifest).between(shorter, longer)
+        tensors = _TensorIndex(manifest).between(shorter, longer)
         return report(Damage("file", shorter, longer - shorter, *lengths, tensors))
-    found = _Found(manifest)
+    found = _DamageFinder(manifest)
     try:
         limit = reading(store.url, threads)
         with closing(_chunk_sums(store, manifest, limit, buffer_bytes)) as chunks:
@@ -158,16 +158,16 @@ def _chunk_sums(
     """Yield the sums of each chunk, in order, each computed in a request of its own."""
     most_bytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
     chunks = len(manifest.chunk_crc32s)
-    buffers = _Buffers(most_bytes)
+    buffers = _BufferPool(most_bytes)
     bounds = EntryBounds(manifest.entries)
     formats = float_formats(manifest)
-    requests = LimitedUntilFailure()
+    requests = FailFastRequests()
 
     def sums_of(chunk: int) -> ChunkSums:
         return requests.run(limit, lambda request: read(chunk, request))
 
     def read(chunk: int, request: LimitedRequest) -> ChunkSums:
-        with buffers.borrowed(limit.width) as buffer:
+        with buffers.borrow(limit.width) as buffer:
             sums = sums_of_chunk(store, manifest, chunk, (bounds, formats), buffer)
             request.nbytes = bytes_of_chunk(manifest, chunk)
             if sums.crc32 == manifest.chunk_crc32s[chunk]:
@@ -192,7 +192,7 @@ def _chunk_sums(
             requests.end()
 
 
-class _Buffers:
+class _BufferPool:
     """One buffer per request; the more requests, the smaller, so that their sum stays below a bound."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -200,19 +200,19 @@ class _Buffers:
         self._free: list[memoryview] = []
 
     @contextmanager
-    def borrowed(self, requests: int) -> Iterator[memoryview]:
+    def borrow(self, requests: int) -> Iterator[memoryview]:
         share_bytes = max(_BUFFER_BYTES_MIN, _BUFFERS_BYTES_MAX // requests & -_BUFFER_BYTES_MIN)
         nbytes = min(self._most_bytes, share_bytes)
         buffer = None
         with suppress(IndexError):
             buffer = self._free.pop()
         if buffer is None or len(buffer) != nbytes:  # the limit has changed
-            buffer = direct_window(nbytes)
+            buffer = aligned_buffer(nbytes)
         yield buffer
         self._free.append(buffer)
 
 
-class _Found:
+class _DamageFinder:
     """Gathers the sums of the chunks, in order, and compares them with the manifest at the end."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -250,7 +250,7 @@ class _Found:
         if not bad_entries and not self._bad_chunks and self._image_crc32 == manifest.image_crc32:
             return []
         found: list[Damage] = []
-        named = _Tensors(manifest)
+        named = _TensorIndex(manifest)
         for chunk, got in self._bad_chunks:
             offset, nbytes = chunk * manifest.chunk_bytes, bytes_of_chunk(manifest, chunk)
             tensors = named.between(offset, offset + nbytes, only=bad_entries)
@@ -288,7 +288,7 @@ def _crc_damage(
     return Damage(what, offset, nbytes, f"CRC-32 {expected:08x}", f"{got:08x}", tensors)
 
 
-class _Tensors:
+class _TensorIndex:
     """Paths of tensors by the place of their bytes. Indexed, because a file of zeros has a fault in every entry."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -331,7 +331,7 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         return [Damage("directory", 0, manifest.image_bytes, "a zip file", str(error))]
     found: list[Damage] = []
-    named: _Tensors | None = None
+    named: _TensorIndex | None = None
     for index, entry in enumerate(manifest.entries):
         info = infos.get(entry.name)
         if info is None:
@@ -345,7 +345,7 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
         else:
             continue
         expected = f"{entry.nbytes} bytes with CRC-32 {entry.crc32:08x}"
-        named = named or _Tensors(manifest)
+        named = named or _TensorIndex(manifest)
         found.append(
             Damage(f"directory of {entry.name}", entry.offset, entry.nbytes, expected, got, named.of(index))
         )

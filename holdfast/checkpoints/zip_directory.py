@@ -43,7 +43,7 @@ _PLAIN_FLAGS = 0x808  # the name is UTF-8; sizes follow the data
 _LARGE = 0xFFFFFFFF  # marks a value that is stated elsewhere
 
 
-class StatedRecord(NamedTuple):
+class DirectoryRecord(NamedTuple):
     """One record of the directory."""
 
     crc32: int
@@ -51,7 +51,7 @@ class StatedRecord(NamedTuple):
     compression: int
 
 
-def plain_directory(store: Store, name: str, nbytes: int) -> dict[bytes, StatedRecord] | None:
+def plain_directory(store: Store, name: str, nbytes: int) -> dict[bytes, DirectoryRecord] | None:
     """Return the records of a zip file by name; None if its directory is missing or not plain. Raises `StoreError`."""
     tail = _read(store, name, max(0, nbytes - _TAIL_BYTES), min(nbytes, _TAIL_BYTES))
     if len(tail) < _TAIL_BYTES:
@@ -75,8 +75,8 @@ def plain_directory(store: Store, name: str, nbytes: int) -> dict[bytes, StatedR
     return found if found is not None and len(found) == count else None
 
 
-def _records(data: bytes) -> dict[bytes, StatedRecord] | None:
-    found: dict[bytes, StatedRecord] = {}
+def _records(data: bytes) -> dict[bytes, DirectoryRecord] | None:
+    found: dict[bytes, DirectoryRecord] = {}
     at = 0
     while at < len(data):
         if len(data) - at < _HEADER_BYTES:
@@ -102,7 +102,7 @@ def _records(data: bytes) -> dict[bytes, StatedRecord] | None:
         stated = zip(
             *(of_one_length[field].tolist() for field in ("crc32", "nbytes", "compression")), strict=True
         )
-        found.update(zip(of_one_length["name"].tolist(), map(StatedRecord._make, stated), strict=True))
+        found.update(zip(of_one_length["name"].tolist(), map(DirectoryRecord._make, stated), strict=True))
         at += count * record.itemsize
     return found
 

@@ -147,11 +147,11 @@ def _set_up_logging(level: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `holdfast` script."""
     code = _run(arguments)
-    _leave_closed_terminal()
+    _discard_output_to_closed_terminal()
     sys.exit(code)
 
 
-def _leave_closed_terminal() -> None:
+def _discard_output_to_closed_terminal() -> None:
     """Drop output for a closed terminal: Python would write it again on exit, and the error would replace the exit
     code.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _GROUP = "holdfast.converters"
 
 
-class Exported(NamedTuple):
+class ExportResult(NamedTuple):
     """A finished export."""
 
     nbytes: int

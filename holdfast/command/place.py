@@ -32,7 +32,7 @@ def place(destination: Path, file_name: str, *, force: bool) -> Path:
     return path
 
 
-def place_folder(destination: Path, mark: str, *, force: bool) -> Path:
+def output_folder(destination: Path, mark: str, *, force: bool) -> Path:
     """Return the path for a folder. `mark`: a file in every folder of this kind; with `force` such a folder may be
     replaced, any other never. Raises `ConfigError`: the path cannot be used.
     """
@@ -54,7 +54,7 @@ def place_folder(destination: Path, mark: str, *, force: bool) -> Path:
     return path
 
 
-def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
+def write_atomically(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
     """Write the file at `path` through a temporary file beside it; `fill` writes to its descriptor.
 
     Raises:
@@ -71,14 +71,14 @@ def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
         temporary.rename(path)
         sync_directory(path.parent)
     except OSError as error:
-        raise unwritable(path, nbytes, error) from error
+        raise write_error(path, nbytes, error) from error
     finally:
         with contextlib.suppress(FileNotFoundError):  # renamed, or never created
             temporary.unlink()
 
 
 def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
-    """Write a folder like `write_whole`; `fill` writes files into it, which are synced.
+    """Write a folder like `write_atomically`; `fill` writes files into it, which are synced.
 
     An existing folder is replaced; for a moment the path does not exist.
     """
@@ -94,7 +94,7 @@ def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
         temporary.rename(path)
         sync_directory(path.parent)
     except OSError as error:
-        raise unwritable(path, nbytes, error) from error
+        raise write_error(path, nbytes, error) from error
     finally:
         if old.exists() and not path.exists():
             old.rename(path)
@@ -108,7 +108,7 @@ def write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def unwritable(path: Path, nbytes: int, error: OSError) -> StoreError:
+def write_error(path: Path, nbytes: int, error: OSError) -> StoreError:
     """Build the error for a failed system call on `path`."""
     return StoreError(f"{path}: cannot be written: {error.strerror or error} ({nbytes} bytes are needed)")
 

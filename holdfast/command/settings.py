@@ -26,7 +26,7 @@ def setting_options(config: type[BaseSettings], **kinds: Any) -> Callable[[Calla
             if kind is bool:
                 option, kind = f"{option}/--no-{name.replace('_', '-')}", None
             text = described[name].replace("`", "")
-            default = default_of(config, name)
+            default = format_default(config, name)
             # Not click's default: an option that is not given may still be set in the environment or holdfast.toml.
             help_text = f"{text}  [default: {default}]" if default else text
             command = click.option(option, default=None, type=kind, help=help_text)(command)
@@ -47,7 +47,7 @@ def meanings(config: type[BaseSettings]) -> Mapping[str, str]:
     return found
 
 
-def default_of(config: type[BaseSettings], name: str) -> str:
+def format_default(config: type[BaseSettings], name: str) -> str:
     """Format the default as a user would write it; empty without a default."""
     value: Any = config.model_fields[name].get_default(call_default_factory=True)
     if value in (None, PydanticUndefined) or isinstance(

@@ -27,7 +27,7 @@ class CheckpointId(NamedTuple):
         return f"{self.step}-a{self.attempt}"
 
     @classmethod
-    def of_label(cls, text: str) -> Self:
+    def from_label(cls, text: str) -> Self:
         """Parse a `label`. ValueError: the text is not one."""
         match = _LABEL.fullmatch(text)
         if match is None:

@@ -309,14 +309,14 @@ class Layout:
         return tuple(result)
 
     @cached_property
-    def _kept_senders(self) -> OrderedDict[int, tuple[int, ...]]:
+    def _cached_senders(self) -> OrderedDict[int, tuple[int, ...]]:
         return OrderedDict()
 
     def senders(self, chunk: int) -> tuple[int, ...]:
         """Return the ranks that send into chunk `chunk`, ascending."""
         if not self.patterns:
             return tuple(sorted(self._pieces[chunk]))
-        kept = self._kept_senders.get(chunk)
+        kept = self._cached_senders.get(chunk)
         if kept is not None:
             return kept
         found: set[int] = set()
@@ -325,9 +325,9 @@ class Layout:
                 found.update(self.split_senders(segment))
             else:
                 found.add(self.sender(chunk, segment))
-        senders = self._kept_senders[chunk] = tuple(sorted(found))
-        while len(self._kept_senders) > _CHUNKS_KEPT:
-            self._kept_senders.popitem(last=False)
+        senders = self._cached_senders[chunk] = tuple(sorted(found))
+        while len(self._cached_senders) > _CHUNKS_KEPT:
+            self._cached_senders.popitem(last=False)
         return senders
 
     def pieces(self, chunk: int, rank: int) -> tuple[Extent, ...]:
@@ -386,7 +386,7 @@ class Layout:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Layout:
         """Read a result of `to_bytes`. ProtocolError: it is something else, or too costly to parse."""
         try:
-            document = json.loads(_inflated(data))
+            document = json.loads(_inflate(data))
             if document["format"] not in _FORMATS:
                 raise ProtocolError(
                     f"layout: format {document['format']!r}, this version reads {_FORMAT} to {_FORMATS[-1]}"
@@ -412,7 +412,7 @@ class Layout:
             raise ProtocolError(f"layout: it cannot be read: {error}") from error
 
 
-def _inflated(data: bytes | bytearray | memoryview) -> bytes:
+def _inflate(data: bytes | bytearray | memoryview) -> bytes:
     try:
         return inflate_json(data, _MAX_LAYOUT_BYTES)
     except ValueError as error:

@@ -163,7 +163,7 @@ class Manifest(_ManifestRecord):
         return "; ".join(filter(None, (self.doubt, self.drift)))
 
     @property
-    def told_state(self) -> Literal["durable", "verified", "drifted", "doubtful", "bad"]:
+    def display_state(self) -> Literal["durable", "verified", "drifted", "doubtful", "bad"]:
         """The state for people: `doubtful` and `drifted` are durable with a caveat. Torn copies may also differ between
         ranks, so a checkpoint with both caveats is `doubtful`.
         """

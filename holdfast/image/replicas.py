@@ -133,7 +133,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def groups_of(digests: Mapping[int, str]) -> list[list[int]]:
+def group_by_digest(digests: Mapping[int, str]) -> list[list[int]]:
     """Group the ranks with equal digests; ranks without a digest are left out."""
     groups: dict[str, list[int]] = {}
     for rank, said in sorted(digests.items()):
@@ -147,14 +147,14 @@ def drift_of(record: StepRecord, step: int) -> str:
     if record.drift:
         return record.drift[:_DRIFT_CHARACTERS_MAX]
     digests = {rank: one.replicas_digest or "" for rank, one in record.ranks.items()}
-    return drifted_groups(groups_of(digests), step)
+    return describe_drifted_groups(group_by_digest(digests), step)
 
 
-def drifted_groups(groups: Sequence[Sequence[int]], step: int) -> str:
+def describe_drifted_groups(groups: Sequence[Sequence[int]], step: int) -> str:
     """Describe groups of ranks of which only the digests are known; empty unless there are two groups."""
     if len(groups) < 2:
         return ""
-    sides = " and ".join(ranks_named(group) for group in groups[:_GROUPS_MAX])
+    sides = " and ".join(format_ranks(group) for group in groups[:_GROUPS_MAX])
     more = f" and {len(groups) - _GROUPS_MAX} more groups" if len(groups) > _GROUPS_MAX else ""
     return f"step {step}: replicas have drifted apart: {sides}{more} differ from each other"
 
@@ -172,15 +172,15 @@ class Divergence:
     def message(self) -> str:
         """Name the ranks and tensors that differ, and the remedy."""
         said = [
-            f"rank {rank} differs from most ranks in {tensors_named(paths)}"
+            f"rank {rank} differs from most ranks in {format_tensors(paths)}"
             for rank, paths in sorted(self.drifted.items())
         ]
         by_groups: dict[str, list[str]] = {}
         for path, groups in self.undecided.items():
-            sides = " and ".join(ranks_named(group) for group in groups)
+            sides = " and ".join(format_ranks(group) for group in groups)
             by_groups.setdefault(sides, []).append(path)
         said += [
-            f"{sides} differ from each other in {tensors_named(paths)}" for sides, paths in by_groups.items()
+            f"{sides} differ from each other in {format_tensors(paths)}" for sides, paths in by_groups.items()
         ]
         return (
             f"step {self.step}: replicas have drifted apart: {'; '.join(said)}. They must hold the same bytes on every "
@@ -197,7 +197,7 @@ class Divergence:
         }
 
 
-class Replicas:
+class ReplicaComparer:
     """The stager's knowledge of the replicas of one job. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class Replicas:
         self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
     ) -> Divergence | None:
         """Compare the ranks that sent fingerprints; None if these are the same."""
-        if _are_same(layout, self._entries(layout), fingerprints) and not (self._open and fingerprints):
+        if _all_equal(layout, self._entries(layout), fingerprints) and not (self._open and fingerprints):
             return None
         paths: dict[int, str] = {}
         for tensor in layout.tensors:
@@ -240,7 +240,7 @@ class Replicas:
             return ""
         return (
             f"step {step}: replicas have drifted apart at step {min(self._open.values())}, in "
-            f"{tensors_named([*self._open])}, and a sample cannot show that they are equal again"
+            f"{format_tensors([*self._open])}, and a sample cannot show that they are equal again"
         )
 
     def is_news(self, divergence: Divergence) -> bool:
@@ -265,7 +265,7 @@ def _alike(layout: Layout, entry: int) -> Sequence[Sequence[int]]:
     return (range(layout.ranks),) if pattern is None else pattern.holders
 
 
-def _are_same(layout: Layout, entries: Sequence[int], fingerprints: Mapping[int, tuple[int, ...]]) -> bool:
+def _all_equal(layout: Layout, entries: Sequence[int], fingerprints: Mapping[int, tuple[int, ...]]) -> bool:
     """Whether all replicas are the same; fast, because they nearly always are."""
     if not layout.patterns or not fingerprints:
         return len(set(fingerprints.values())) < 2
@@ -305,13 +305,13 @@ def _judge(
     undecided.setdefault(path, []).extend(groups.values())
 
 
-def tensors_named(paths: Sequence[str]) -> str:
+def format_tensors(paths: Sequence[str]) -> str:
     """Name the first paths, and how many more there are."""
     more = len(paths) - _NAMED_MAX
     return ", ".join(paths[:_NAMED_MAX]) + (f" and {more} more tensors" if more > 0 else "")
 
 
-def ranks_named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, or `ranks 0, 2`, and how many more there are."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -28,7 +28,7 @@ class EntryPiece(NamedTuple):
 
 
 class ShareSums(NamedTuple):
-    """The CRC-32s of one share, of its chunks and of `pieces_in` it."""
+    """The CRC-32s of one share, of its chunks and of `entry_pieces` it."""
 
     chunk_crcs: tuple[int, ...]
     entry_crcs: tuple[int, ...]
@@ -42,7 +42,7 @@ class ImageSums(NamedTuple):
     entry_crc32s: tuple[int, ...]
 
 
-def pieces_in(layout: Layout, chunks: range) -> list[EntryPiece]:
+def entry_pieces(layout: Layout, chunks: range) -> list[EntryPiece]:
     """Return the bytes of entries in a run of chunks, in order."""
     if not chunks:
         return []
@@ -61,7 +61,7 @@ def pieces_in(layout: Layout, chunks: range) -> list[EntryPiece]:
 def entry_crcs_of(
     index: LayoutIndex, chunks: range, segment_crcs: Mapping[int, Sequence[int]]
 ) -> tuple[int, ...]:
-    """Combine the CRCs of each chunk's segments into those of `pieces_in`."""
+    """Combine the CRCs of each chunk's segments into those of `entry_pieces`."""
     runs: dict[int, list[tuple[int, int]]] = {}
     for chunk in chunks:
         for segment, crc in zip(index.layout.segments(chunk), segment_crcs[chunk], strict=True):
@@ -88,7 +88,7 @@ def combined(layout: Layout, shares: Shares, sums: Sequence[ShareSums]) -> Image
     runs: list[list[tuple[int, int]]] = [[] for _ in layout.entries]
     for share, own in enumerate(sums):
         chunks = shares.chunks_of(share)
-        pieces = pieces_in(layout, chunks)
+        pieces = entry_pieces(layout, chunks)
         if (len(own.chunk_crcs), len(own.entry_crcs)) != (len(chunks), len(pieces)):
             raise ProtocolError(
                 f"share {share + 1} of {shares.count} has CRCs of {len(own.chunk_crcs)} chunks and "

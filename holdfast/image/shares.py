@@ -31,7 +31,7 @@ class ShareNumber:
     writers: int
 
     @classmethod
-    def of_text(cls, text: str) -> Self:
+    def from_text(cls, text: str) -> Self:
         """Read `K/S`, the K-th of S, from 1, such as `2/3`. ValueError: the text is something else."""
         match = _TEXT.fullmatch(text)
         if match is None or not int(match[1]) <= int(match[2]) <= WRITERS_MAX:

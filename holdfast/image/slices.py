@@ -59,7 +59,7 @@ def area_bytes(layout: Layout, rank: int) -> int:
     return frames[-1].offset + frames[-1].padded_bytes if frames else 0
 
 
-def areas_of(layout: Layout) -> list[int]:
+def area_bytes_by_rank(layout: Layout) -> list[int]:
     """Return `area_bytes` of every rank in one sweep over the chunks, which a single rank needs as well."""
     areas = [0] * layout.ranks
     for chunk in range(layout.chunks):

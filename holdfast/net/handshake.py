@@ -130,7 +130,7 @@ def hello_bytes(begun: bytes) -> int | None:
     return _HELLO.size + launch_bytes
 
 
-class OtherVersion(ProtocolError):
+class VersionMismatch(ProtocolError):
     """The peer speaks another version."""
 
 
@@ -138,14 +138,14 @@ def read_hello(data: bytes) -> Hello:
     """Decode a hello.
 
     Raises:
-        OtherVersion: The rank speaks another version.
+        VersionMismatch: The rank speaks another version.
         ProtocolError: The hello is malformed.
     """
     _, version, wire_version, channel, rank, ranks, _, resuming, *start, incarnation, nonce = (
         _HELLO.unpack_from(data)
     )
     if (version, wire_version) != (VERSION, WIRE_VERSION):
-        raise OtherVersion(
+        raise VersionMismatch(
             f"it speaks version {version}.{wire_version}, expected {VERSION}.{WIRE_VERSION}; "
             "install the same holdfast on all machines"
         )
@@ -173,7 +173,7 @@ def challenge(key: bytes, hello: bytes, nonce: bytes) -> bytes:
     return _CHALLENGE.pack(_MAGIC, Status.ADMITTED, nonce, _prove(key, b"stager", hello, nonce))
 
 
-def refuse_hello(status: Status) -> bytes:
+def rejection(status: Status) -> bytes:
     """The stager's answer to a hello of another version, or without TLS."""
     return _CHALLENGE.pack(_MAGIC, status, bytes(NONCE_BYTES), bytes(PROOF_BYTES))
 
@@ -183,7 +183,7 @@ def is_hello(begun: bytes) -> bool:
     return begun[: len(_MAGIC)] == _MAGIC[: len(begun)]
 
 
-class WantsTls(ProtocolError):
+class TlsRequired(ProtocolError):
     """The stager accepts only connections with TLS."""
 
 
@@ -192,17 +192,17 @@ def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> by
     this rank has received on this channel.
 
     Raises:
-        OtherVersion: The stager speaks another version.
-        WantsTls: The stager accepts only connections with TLS.
+        VersionMismatch: The stager speaks another version.
+        TlsRequired: The stager accepts only connections with TLS.
         ProtocolError: The peer is no stager.
     """
     magic, status, nonce, proof = _CHALLENGE.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("what answers there is no stager")
     if status == Status.TLS:
-        raise WantsTls("the stager takes connections with TLS alone")
+        raise TlsRequired("the stager takes connections with TLS alone")
     if status != Status.ADMITTED:
-        raise OtherVersion(
+        raise VersionMismatch(
             "the stager speaks another version of the protocol; install the same holdfast on all machines"
         )
     if not hmac.compare_digest(proof, _prove(key, b"stager", hello, nonce)):
@@ -223,7 +223,7 @@ def admission(status: Status, received: int = 0, text: str = "") -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class StagerAnswer:
+class AdmissionReply:
     """An admission without its text. `received`: how many messages the stager has received on this channel."""
 
     status: Status
@@ -231,9 +231,9 @@ class StagerAnswer:
     text_bytes: int
 
 
-def read_admission(data: bytes) -> StagerAnswer:
+def read_admission(data: bytes) -> AdmissionReply:
     """Decode an admission. Raises `ProtocolError`."""
     status, received, text_bytes = _ADMISSION.unpack(data)
     if status not in set(Status) or text_bytes > TEXT_BYTES_MAX:
         raise ProtocolError(f"an admission with status {status} and {text_bytes} bytes of text")
-    return StagerAnswer(Status(status), received, text_bytes)
+    return AdmissionReply(Status(status), received, text_bytes)

@@ -10,7 +10,7 @@ _IDLE_SECONDS, _EVERY_SECONDS, _PROBES = 5, 2, 3
 UNANSWERED_SECONDS_MAX = 10.0
 
 
-def find_dead_peers(sock: AnySocket, *, messages: bool) -> None:
+def enable_keepalive(sock: AnySocket, *, messages: bool) -> None:
     """Have the kernel end the connection if the other machine does not answer for about ten seconds. A stopped process
     does not count: its kernel answers. `messages`: also limit unacknowledged data; not for payloads, which may wait at
     the closed window of a stopped process.

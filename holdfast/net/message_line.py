@@ -41,7 +41,7 @@ class MessageLine:
         self._begun = 0  # how many unacknowledged messages the present connection has begun to send
         self._outgoing: deque[memoryview] = deque()
         self._scratch = bytearray(SCRATCH_BYTES) if scratch is None else scratch
-        self._begun_record = b""  # the received beginning of an incomplete record
+        self._partial_record = b""  # the received beginning of an incomplete record
         self._large: memoryview | None = None  # a message that does not fit into the scratch buffer
         self._large_filled = 0
 
@@ -93,8 +93,8 @@ class MessageLine:
         """The buffer to receive into. Report the received bytes by `arrived`."""
         if self._large is not None:
             return self._large[self._large_filled :]
-        begun = len(self._begun_record)
-        self._scratch[:begun] = self._begun_record
+        begun = len(self._partial_record)
+        self._scratch[:begun] = self._partial_record
         return memoryview(self._scratch)[begun:]
 
     def arrived(self, nbytes: int) -> list[bytes]:
@@ -106,7 +106,7 @@ class MessageLine:
             message, self._large = bytes(self._large), None
             self.received += 1
             return [message]
-        return self._parse(len(self._begun_record) + nbytes)
+        return self._parse(len(self._partial_record) + nbytes)
 
     def _parse(self, filled: int) -> list[bytes]:
         messages: list[bytes] = []
@@ -129,7 +129,7 @@ class MessageLine:
                 messages.append(bytes(view[body : body + size]))
                 self.received += 1
             place = body + size
-        self._begun_record = bytes(view[place:filled])
+        self._partial_record = bytes(view[place:filled])
         return messages
 
     def _check(self, kind: int, size: int, acknowledged: int) -> None:
@@ -165,4 +165,4 @@ class MessageLine:
         self._begun = 0
         self._told = self.received  # the handshake has acknowledged them
         self._outgoing.clear()
-        self._begun_record, self._large = b"", None
+        self._partial_record, self._large = b"", None

@@ -37,7 +37,7 @@ class PayloadHeader(NamedTuple):
         return cls(number, slot, nbytes)
 
 
-class TakenNumbers:
+class ReceivedNumbers:
     """Set of the numbers of a rank's payloads that were taken, in at most 8 KiB. One thread."""
 
     def __init__(self) -> None:

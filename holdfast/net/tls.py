@@ -52,7 +52,7 @@ class TlsSocket:
         """Peek at the raw bytes before the TLS handshake; they stay in the socket."""
         return socket.socket.recv(self._sock, nbytes, socket.MSG_PEEK)
 
-    def refuse_plain(self, data: bytes, nbytes: int) -> None:
+    def reject_plain(self, data: bytes, nbytes: int) -> None:
         """Read up to `nbytes` and send `data`, both without TLS, for a peer that does not speak it."""
         socket.socket.recv(self._sock, nbytes)
         socket.socket.send(self._sock, data)

@@ -22,7 +22,7 @@ from holdfast.wire.frames import Frame, Kind
 _STEP_SECONDS_MAX = 1e6
 
 
-class StepWord(Enum):
+class AnnouncementKind(Enum):
     """The meaning of an announcement; sent in `flags`."""
 
     PROPOSED = 0
@@ -35,7 +35,7 @@ class StepWord(Enum):
 class Announcement:
     """The decider's message to every rank. `number`: of the proposal. `body`: the action at an appointed step."""
 
-    word: StepWord
+    word: AnnouncementKind
     step: int
     number: int
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class Announcement:
     @classmethod
     def from_frame(cls, frame: Frame) -> Announcement:
         """Parse a SAVE_AT or a SAVE_EVERY. Raises `ProtocolError`: a field is wrong."""
-        last = StepWord.LOOSE if frame.kind is Kind.SAVE_EVERY else StepWord.CALLED_OFF
+        last = AnnouncementKind.LOOSE if frame.kind is Kind.SAVE_EVERY else AnnouncementKind.CALLED_OFF
         if not 0 <= frame.flags <= last.value:
             raise ProtocolError(f"{frame.kind.name}: flags {frame.flags}, expected 0 to {last.value}")
-        return cls(StepWord(frame.flags), frame.step, frame.arg, wire.json_body(frame))
+        return cls(AnnouncementKind(frame.flags), frame.step, frame.arg, wire.json_body(frame))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ class EventLine:
 Effect = Announcement | EventLine
 
 
-def carry_out(
+def apply_effects(
     effects: Sequence[Effect],
     kind: Kind,
-    tell_all: Callable[[bytes], None],
+    send_to_all: Callable[[bytes], None],
     events: EventLog,
     *,
     attempt: int,
@@ -111,4 +111,4 @@ def carry_out(
             log.log(logging.ERROR if effect.loud else logging.WARNING, "%s", effect.text)
             events.emit(effect.event, dict(effect.fields))
         else:
-            tell_all(effect.to_frame(kind, attempt=attempt))
+            send_to_all(effect.to_frame(kind, attempt=attempt))

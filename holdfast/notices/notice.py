@@ -83,7 +83,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SaveInstruction:
     """The action of all ranks at the step that the stager has appointed; the body of SAVE_AT."""
 
     save: bool  # whether to take a checkpoint
@@ -102,7 +102,7 @@ class Terms:
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Terms:
+    def from_json(cls, document: Mapping[str, Any]) -> SaveInstruction:
         """Parse the fields of a message. Raises `ProtocolError`: a field is missing or wrong."""
         save, reason, notice = document.get("save"), document.get("reason"), document.get("notice")
         factor, until_step = document.get("factor"), document.get("until_step")

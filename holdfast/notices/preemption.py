@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from holdfast.notices.messages import Effect, EventLine, StepAnswer
-from holdfast.notices.notice import Notice, NoticeKind, Terms
+from holdfast.notices.notice import Notice, NoticeKind, SaveInstruction
 from holdfast.notices.should_save import Choice, Decision, InFlight, Measures, Outlook, should_save
 from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
 from holdfast.wire import frames as wire
@@ -101,7 +101,7 @@ class PreemptionCoordinator:
                 self._notice, self._name = replace(notice, rank=rank, kind=kind), name
             if earlier:
                 self._deadline = deadline
-                self._agreement.decide_again()  # the decision was made for another deadline
+                self._agreement.ignore_promises()  # the decision was made for another deadline
             return [said]
         if self._served is not None:
             step, at, kind = self._served
@@ -124,7 +124,7 @@ class PreemptionCoordinator:
             case Answers.EXHAUSTED:
                 return self._over(agreement.exhausted, now)
             case Answers.PASSED:
-                self._decision = should_save(self._outlook(agreement.foremost, now))
+                self._decision = should_save(self._outlook(agreement.foremost_step, now))
                 return [agreement.propose_later(now, wait_seconds=self._decision.wait_seconds)]
 
     def offered(self, step: int) -> None:
@@ -201,7 +201,7 @@ class PreemptionCoordinator:
             longest = self._agreement.slowest_step_seconds or 0.0
             steps = min(_MARGIN.steps_max, math.ceil(self._rebalance_seconds / max(longest, 1e-3)))
             factor, until_step = self._rebalance_factor, step + steps
-        terms = Terms(take, decision.reason, self._notice, factor, until_step)
+        terms = SaveInstruction(take, decision.reason, self._notice, factor, until_step)
         does = {
             Choice.TAKE: f"step {step} is to be saved, as soon as all ranks have finished it",
             Choice.FINISH: "no new checkpoint is started",

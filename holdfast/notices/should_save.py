@@ -66,7 +66,7 @@ def should_save(outlook: Outlook) -> Decision:
     if left is None:
         return Decision(Choice.TAKE, "there is no deadline", flight_seconds)
     if left <= 0:
-        return _otherwise(outlook, f"the deadline passed {-left:.1f} s ago")
+        return _finish_or_skip(outlook, f"the deadline passed {-left:.1f} s ago")
     if outlook.staged_seconds is None:
         return Decision(
             Choice.TAKE,
@@ -79,10 +79,10 @@ def should_save(outlook: Outlook) -> Decision:
         return Decision(
             Choice.TAKE, f"{left:.1f} s are left, {needed:.1f} s are needed", flight_seconds, needed
         )
-    return _otherwise(outlook, f"{left:.1f} s are left, a new one needs {needed:.1f} s", needed)
+    return _finish_or_skip(outlook, f"{left:.1f} s are left, a new one needs {needed:.1f} s", needed)
 
 
-def _otherwise(outlook: Outlook, reason: str, needed_seconds: float = 0.0) -> Decision:
+def _finish_or_skip(outlook: Outlook, reason: str, needed_seconds: float = 0.0) -> Decision:
     if outlook.in_flight:
         steps = ", ".join(str(flight.step) for flight in outlook.in_flight)
         return Decision(Choice.FINISH, f"{reason}; step {steps} is finished", 0.0, needed_seconds)

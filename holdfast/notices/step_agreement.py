@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from holdfast.notices.messages import Announcement, StepAnswer, StepWord
+from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StepAgreement:
         self._tries_max, self._answer_seconds_max = tries_max, answer_seconds_max
         self.open = False
         self.step = self.number = self.tries = 0
-        self._only_asks = False  # ignore promises: the proposal only asks for the ranks' next steps
+        self._is_query = False  # ignore promises: the proposal only asks for the ranks' next steps
         self._asked_at = 0.0
         self._next_steps: dict[int, int] = {}
         self._step_seconds: dict[int, float] = {}
@@ -74,12 +74,12 @@ class StepAgreement:
 
     def ask(self, step: int, now: float) -> Announcement:
         """Ask like `begin`, with a step that ranks are known to have reached, and keep counting tries."""
-        self._only_asks = True
+        self._is_query = True
         return self._propose(step, now)
 
-    def decide_again(self) -> None:
+    def ignore_promises(self) -> None:
         """Use the answers to the open proposal only to learn the ranks' next steps: its reason has changed."""
-        self._only_asks = True
+        self._is_query = True
 
     def answered(self, rank: int, answer: StepAnswer) -> Answers:
         """Add a rank's answer, unless it is for another proposal than the open one."""
@@ -90,26 +90,26 @@ class StepAgreement:
             self._step_seconds[rank] = answer.step_seconds
         if len(self._next_steps) < self._ranks:
             return Answers.INCOMPLETE
-        if self.foremost <= self.step and not self._only_asks:
+        if self.foremost_step <= self.step and not self._is_query:
             return Answers.PROMISED
         return Answers.PASSED if self.tries < self._tries_max else Answers.EXHAUSTED
 
     def propose_later(self, now: float, *, wait_seconds: float = 0.0, above: int = -1) -> Announcement:
         """Propose a step ahead of all ranks, at least `wait_seconds` later, and after step `above`."""
         quickest = min(self._step_seconds.values(), default=0.0)
-        doubled = 0 if self._only_asks else self.tries - 1
-        self._only_asks = False
+        doubled = 0 if self._is_query else self.tries - 1
+        self._is_query = False
         margin = self._margin.steps(quickest, doubled, wait_seconds)
-        return self._propose(max(self.foremost + margin, above + 1), now)
+        return self._propose(max(self.foremost_step + margin, above + 1), now)
 
     def appoint(self, body: Mapping[str, Any]) -> Announcement:
         """Appoint the proposed step, which every rank has promised; later proposals do not change it."""
         self.open = False
-        return Announcement(StepWord.APPOINTED, self.step, self.number, body)
+        return Announcement(AnnouncementKind.APPOINTED, self.step, self.number, body)
 
     def call_off(self) -> Announcement:
         self.open = False
-        return Announcement(StepWord.CALLED_OFF, self.step, self.number)
+        return Announcement(AnnouncementKind.CALLED_OFF, self.step, self.number)
 
     def overdue(self, now: float) -> str:
         """Return a sentence about the ranks that have not answered in time; empty if all have."""
@@ -124,7 +124,7 @@ class StepAgreement:
         return f"the ranks had passed each of {self.tries} steps that were proposed"
 
     @property
-    def foremost(self) -> int:
+    def foremost_step(self) -> int:
         """The first step that no rank had passed when it answered."""
         return max(self._next_steps.values())
 
@@ -138,4 +138,4 @@ class StepAgreement:
         self.number += 1
         self.tries += 1
         self.step, self._asked_at, self._next_steps = step, now, {}
-        return Announcement(StepWord.PROPOSED, step, self.number)
+        return Announcement(AnnouncementKind.PROPOSED, step, self.number)

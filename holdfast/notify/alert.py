@@ -66,10 +66,10 @@ _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
 }
 
 
-def alert_of(said: Mapping[str, Any], *, is_alone: bool = False) -> Alert | None:
-    """Return the message about one event, if people need one. `is_alone`: no supervisor reports losses and ends."""
+def alert_for(said: Mapping[str, Any], *, is_unsupervised: bool = False) -> Alert | None:
+    """Return the message about one event, if people need one. `is_unsupervised`: no supervisor reports losses and ends."""
     role, event = str(said.get("role")), str(said.get("event"))
-    kind, title, severity = (_kind_alone(role, event, said) if is_alone else None) or _kind(role, event, said)
+    kind, title, severity = (_kind_alone(role, event, said) if is_unsupervised else None) or _kind(role, event, said)
     if not kind:
         return None
     text = _text(event, said)

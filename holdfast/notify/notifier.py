@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from holdfast.notify.alert import Alert, alert_of
+from holdfast.notify.alert import Alert, alert_for
 from holdfast.notify.webhook import Undelivered
 
 WINDOW_SECONDS = 300.0
@@ -34,7 +34,7 @@ class Destination(Protocol):
     def send(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None: ...
 
 
-class RareAlerts:
+class AlertRateLimiter:
     """Rate limit: at most one message of a kind within a window; the next one has the count of those dropped. Pure."""
 
     def __init__(self, window_seconds: float = WINDOW_SECONDS) -> None:
@@ -121,13 +121,13 @@ class Notifier:
         destinations: Sequence[Destination],
         *,
         run: str,
-        is_alone: bool = False,
+        is_unsupervised: bool = False,
         window_seconds: float = WINDOW_SECONDS,
         pauses_seconds: Sequence[float] = PAUSES_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._about, self._is_alone = {"run": _without_secrets(run), "host": socket.gethostname()}, is_alone
-        self._rare, self._clock = RareAlerts(window_seconds), clock
+        self._about, self._is_unsupervised = {"run": _without_secrets(run), "host": socket.gethostname()}, is_unsupervised
+        self._rare, self._clock = AlertRateLimiter(window_seconds), clock
         self._senders = [_Sender(one, pauses_seconds) for one in destinations]
         for sender in self._senders:
             sender.start()
@@ -136,7 +136,7 @@ class Notifier:
 
     def tell(self, said: Mapping[str, Any]) -> None:
         """Queue the message about an event, if it has one. Returns at once."""
-        alert = alert_of(said, is_alone=self._is_alone) if self._senders else None
+        alert = alert_for(said, is_unsupervised=self._is_unsupervised) if self._senders else None
         passing = None if alert is None else self._rare.passing(alert, self._clock())
         if passing is None:
             return

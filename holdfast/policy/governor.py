@@ -51,7 +51,7 @@ class Governor:
         if not 0 < every_seconds_max < math.inf:
             raise ConfigError(f"every_seconds_max: expected more than 0 seconds, got {every_seconds_max}")
         self.hazard, self._overhead_max, self._every_seconds_max = hazard, overhead_max, every_seconds_max
-        self._longer = self._shorter = 0
+        self._longer_streak = self._shorter_streak = 0
 
     def consider(self, cost: Cost, current: int | None) -> Change | None:
         """Return the change to make after one more checkpoint with this cost, if any. `current`: the interval that was
@@ -64,14 +64,14 @@ class Governor:
         rounding = 1 if current >= _ROUNDED_FROM else 0
         longer = every >= max(current + 1, _LONGER * current + rounding)
         shorter = every <= min(current - 1, _SHORTER * current - rounding)
-        self._longer = self._longer + 1 if longer else 0
-        self._shorter = self._shorter + 1 if shorter else 0
-        if self._longer >= _LONGER_TIMES or self._shorter >= _SHORTER_TIMES:
+        self._longer_streak = self._longer_streak + 1 if longer else 0
+        self._shorter_streak = self._shorter_streak + 1 if shorter else 0
+        if self._longer_streak >= _LONGER_TIMES or self._shorter_streak >= _SHORTER_TIMES:
             return self._settle(change)
         return None
 
     def _settle(self, change: Change) -> Change:
-        self._longer = self._shorter = 0
+        self._longer_streak = self._shorter_streak = 0
         return change
 
     def _advised(self, cost: Cost) -> Change:

@@ -42,7 +42,7 @@ class Hazard:
             raise ConfigError(f"dollars per hour: expected 0 or more, got {self.dollars_per_hour}")
 
     @classmethod
-    def of_mtbf(cls, mtbf_hours: float, dollars_per_hour: float | None = None) -> Hazard:
+    def from_mtbf(cls, mtbf_hours: float, dollars_per_hour: float | None = None) -> Hazard:
         """Build from the mean time between two interruptions. Raises `ConfigError`: `mtbf_hours` is not more than 0."""
         if not mtbf_hours > 0:
             raise ConfigError(
@@ -52,7 +52,7 @@ class Hazard:
         return cls(1 / mtbf_hours, dollars_per_hour, line)
 
     @classmethod
-    def of_seen(
+    def from_observed(
         cls,
         seen: FailureCount,
         dollars_per_hour: float | None = None,

@@ -40,7 +40,7 @@ def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
         1.0,
     )
     if wanted > every_max + 1:
-        raise _cannot(cost, overhead_max, every_max, wanted)
+        raise _unreachable_bound_error(cost, overhead_max, every_max, wanted)
     every = math.ceil(wanted)
     # The quotient was rounded, perhaps across a whole number, so check the overhead itself.
     while every > 1 and cost.overhead(every - 1) <= overhead_max:
@@ -48,11 +48,11 @@ def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
     while cost.overhead(every) > overhead_max:
         every += 1
     if every > every_max:
-        raise _cannot(cost, overhead_max, every_max, every)
+        raise _unreachable_bound_error(cost, overhead_max, every_max, every)
     return every
 
 
-def _cannot(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> ConfigError:
+def _unreachable_bound_error(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> ConfigError:
     can = cost.overhead(every_max)
     return ConfigError(
         f"an overhead of at most {overhead_max:.2%}: not possible within {every_max} iterations of "

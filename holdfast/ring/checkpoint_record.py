@@ -44,7 +44,7 @@ def checkpoint_path(directory: Path, attempt: int, step: int) -> Path:
     return directory / f"checkpoint-{attempt}-{step}.json"
 
 
-def checkpoint_names(directory: Path) -> list[CheckpointId]:
+def checkpoint_ids(directory: Path) -> list[CheckpointId]:
     """Return the ids of all checkpoint files beside a ring, oldest first; [] if the directory is gone."""
     with contextlib.suppress(FileNotFoundError):
         found = (_NAME.fullmatch(path.name) for path in directory.iterdir())

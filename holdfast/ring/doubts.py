@@ -20,7 +20,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.side_files import read_side_file, write_side_file
 from holdfast.sealed import seal, unseal
 from holdfast.wire.doubt import Doubt
-from holdfast.wire.frames import to_json, wholes
+from holdfast.wire.frames import to_json, whole_numbers
 
 DOUBTS_NAME = "doubts"
 _CRC_FIELD = "doubts_crc32"
@@ -73,7 +73,7 @@ def from_bytes(data: bytes, *, source: str) -> list[DoubtedSteps]:
         if body is None:
             raise ValueError("its CRC-32 is wrong")
         rows = json.loads(body)["doubts"]
-        return [DoubtedSteps(wholes([row["attempt"]])[0], Doubt.from_json(row)) for row in rows]
+        return [DoubtedSteps(whole_numbers([row["attempt"]])[0], Doubt.from_json(row)) for row in rows]
     except (ProtocolError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         _log.error("%s: which checkpoints are doubtful cannot be read, so none is marked: %s", source, error)
         return []

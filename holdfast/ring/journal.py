@@ -120,7 +120,7 @@ class Journal:
         self._memory, self._source, self._more = memory, source, more
         self.header = self._read_header()
         self.ring_chunks = self.header.ring_chunks
-        self.see_added()
+        self.refresh_slots()
 
     @staticmethod
     def write_header(memory: mmap.mmap, header: Header, version: int = _VERSION) -> None:
@@ -145,7 +145,7 @@ class Journal:
             added[0] = ring_chunks - self.header.ring_chunks  # one aligned store of one word
         self.ring_chunks = ring_chunks
 
-    def see_added(self) -> None:
+    def refresh_slots(self) -> None:
         """Read how many slots there are now. Raises `ProtocolError` if the file has no records for them."""
         (added,) = _STATE.unpack_from(self._memory, _ADDED_OFFSET)
         ring_chunks = self.header.ring_chunks + added

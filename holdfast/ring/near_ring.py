@@ -26,13 +26,13 @@ from holdfast.faultpoint import Point, reach
 from holdfast.process import boot_id
 from holdfast.ring.directory import check_private_directory, machine_error, open_private_file
 from holdfast.ring.journal import Journal, SlotRecord, SlotState
-from holdfast.ring.side_files import SourceFiles, read_side_file, stager_file
+from holdfast.ring.side_files import SourceFiles, read_side_file, stager_lock_path
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 _FIELDS = TypeAdapter(tuple[_Text, Annotated[int, Field(ge=1, lt=2**62)], _Text, _Text])
 
 
-class RingPlace(NamedTuple):
+class RingLocation(NamedTuple):
     """Where a stager's ring lies, and how another process recognises that very ring, and not one of the same name.
 
     Attributes:
@@ -67,7 +67,7 @@ class NearRing:
         StoreError: The machine lacks something, such as descriptors.
     """
 
-    def __init__(self, place: RingPlace) -> None:
+    def __init__(self, place: RingLocation) -> None:
         directory = Path(place.directory)
         if not directory.is_absolute() or place.boot_id != boot_id():
             raise ConfigError(f"{directory}: the stager's ring is not on this machine")
@@ -80,7 +80,7 @@ class NearRing:
             weakref.finalize(self, os.close, self._descriptor)
             # Checked last: a flusher removes this file before it makes another ring. If it still has the token, journal
             # and bytes are of the stager's ring.
-            if read_side_file(stager_file(directory, place.attempt)) != place.token.encode():
+            if read_side_file(stager_lock_path(directory, place.attempt)) != place.token.encode():
                 raise ConfigError(f"{directory}: this is not the ring of the stager that answers")
         except FileNotFoundError as error:
             raise ConfigError(f"{error.filename}: there is no such file on this machine") from error
@@ -138,6 +138,6 @@ class NearRing:
 def near_ring(said: bytes) -> NearRing | None:
     """Open the ring at the place that a stager named; None if this process cannot read it. Any thread."""
     try:
-        return NearRing(RingPlace.from_bytes(said))
+        return NearRing(RingLocation.from_bytes(said))
     except (ConfigError, ProtocolError, StoreError):
         return None

@@ -19,7 +19,7 @@ _FAILURES_MAX = (
 _PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = 0, 0x10, 25
 
 
-def direct_window(nbytes: int) -> memoryview:
+def aligned_buffer(nbytes: int) -> memoryview:
     """Return `nbytes` (above 0) of zeroed, page-aligned memory for reads past the page cache. Any thread.
 
     Memory of at least 2 MiB is aligned to a huge page. No more than `nbytes` ever becomes resident.

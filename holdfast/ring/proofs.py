@@ -49,6 +49,6 @@ def read_proofs(directory: Path) -> list[ProofRecord]:
         return []
 
 
-def proof_of(directory: Path, key: CheckpointId) -> ProofRecord | None:
+def find_proof(directory: Path, key: CheckpointId) -> ProofRecord | None:
     """Return the proof of this checkpoint; None if it is missing."""
     return next((one for one in read_proofs(directory) if one.key == key), None)

@@ -42,7 +42,7 @@ _Trackers = Annotated[dict[_Short, _Short], Field(max_length=TRACKERS_MAX)]
 _ROWS = TypeAdapter(list[tuple[_Whole, _Whole, _Digest, list[_Chunk], _Drift, _Trackers]])
 
 
-class Asked(IntEnum):
+class FetchKind(IntEnum):
     """The kind of bytes that a FETCH asks for."""
 
     HELD = 0
@@ -80,7 +80,7 @@ class HeldCheckpoint(NamedTuple):
         )
 
 
-def held_in(ring: Ring) -> list[HeldCheckpoint]:
+def held_checkpoints(ring: Ring) -> list[HeldCheckpoint]:
     """Return all checkpoints of which the ring has something, newest first. Stager only."""
     found: dict[CheckpointId, dict[int, SlotRecord]] = {}
     for record in ring.remains():
@@ -100,7 +100,7 @@ def _held(ring: Ring, key: CheckpointId, chunks: dict[int, SlotRecord]) -> HeldC
     return HeldCheckpoint(*key, said.layout_digest, chunks, caveat, record.trackers)
 
 
-def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
+def encode_held(held: Iterable[HeldCheckpoint]) -> bytes:
     """Encode the newest of them for the wire."""
     rows = [
         [
@@ -113,8 +113,8 @@ def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
 
 
-def read_held(body: bytes) -> list[HeldCheckpoint]:
-    """Read the message of `tell_held`, which names no slots. Raises `ProtocolError`: malformed, or too large."""
+def decode_held(body: bytes) -> list[HeldCheckpoint]:
+    """Read the message of `encode_held`, which names no slots. Raises `ProtocolError`: malformed, or too large."""
     try:
         inflater = zlib.decompressobj()
         raw = inflater.decompress(body, _RAW_BYTES_MAX)

@@ -36,7 +36,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.layout import Layout
 from holdfast.ring.checkpoint_record import (
     CheckpointRecord,
-    checkpoint_names,
+    checkpoint_ids,
     checkpoint_path,
     read_checkpoint,
 )
@@ -54,7 +54,7 @@ from holdfast.ring.side_files import (
     SourceFiles,
     read_side_file,
     read_writers,
-    stager_file,
+    stager_lock_path,
     write_side_file,
 )
 
@@ -206,16 +206,16 @@ class Ring:
     def add_slots(self, ring_chunks: int) -> None:
         """Grow to this many slots, all new ones FREE. Flusher only, in its loop; after `allocate`."""
         self._journal.add_slots(ring_chunks)
-        self.see_added()
+        self.refresh_slots()
 
-    def see_added(self) -> range:
+    def refresh_slots(self) -> range:
         """Map the slots that the flusher has added since the last call, and return them.
 
         Raises:
             ProtocolError: The journal is damaged.
         """
         first = self.ring_chunks
-        self._journal.see_added()
+        self._journal.refresh_slots()
         if self._journal.ring_chunks > first:
             self._map(self._ring_fd)
         return range(first, self.ring_chunks)
@@ -249,12 +249,12 @@ class Ring:
         self.close()
 
     @staticmethod
-    def remove(directory: Path, *, keeps_doubts: bool = False) -> None:
-        """Remove all that a ring put into `directory`, but not the directory. Flusher only. `keeps_doubts`: leave the
+    def remove(directory: Path, *, keep_doubts: bool = False) -> None:
+        """Remove all that a ring put into `directory`, but not the directory. Flusher only. `keep_doubts`: leave the
         file of doubted steps, whose manifests are not marked yet.
         """
         names = {"ring", "journal", "identity", SET_ASIDE_NAME, DOUBTS_NAME, PROOFS_NAME} - (
-            {DOUBTS_NAME} if keeps_doubts else set()
+            {DOUBTS_NAME} if keep_doubts else set()
         )
         for path in directory.iterdir():
             known = path.name in names or path.name.startswith(
@@ -272,7 +272,7 @@ class Ring:
 
     def set_attempt(self, attempt: int) -> None:
         """Change the attempt. Flusher only, between two stagers."""
-        stager_file(self.directory, self.attempt).unlink(missing_ok=True)
+        stager_lock_path(self.directory, self.attempt).unlink(missing_ok=True)
         self._journal.set_attempt(attempt)
 
     @property
@@ -283,9 +283,9 @@ class Ring:
         except (FileNotFoundError, ConfigError, ProtocolError):
             return ""
 
-    def note_writers(self, attempt: int, writers: int) -> None:
+    def record_writers(self, attempt: int, writers: int) -> None:
         """Record how many flushers write the checkpoints of an attempt, before the first one begins. Flusher only."""
-        wanted = {key.attempt for key in self.checkpoint_names()}
+        wanted = {key.attempt for key in self.checkpoint_ids()}
         for path in self.directory.glob("writers-*"):
             if path.name.partition("-")[2] not in map(str, wanted):
                 path.unlink(missing_ok=True)
@@ -305,7 +305,7 @@ class Ring:
         it releases the lock of a dead process.
         """
         self.let_go()
-        self._stager_fd = open_private_file(stager_file(self.directory, attempt), os.O_RDWR | os.O_CREAT)
+        self._stager_fd = open_private_file(stager_lock_path(self.directory, attempt), os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._stager_fd, fcntl.LOCK_SH)
         self.token = secrets.token_hex(16)
         os.pwrite(self._stager_fd, self.token.encode(), 0)
@@ -319,7 +319,7 @@ class Ring:
     def is_held(self) -> bool:
         """Whether the stager of the ring's attempt is alive, as far as the kernel knows."""
         try:
-            fd = open_private_file(stager_file(self.directory, self.attempt), os.O_RDWR)
+            fd = open_private_file(stager_lock_path(self.directory, self.attempt), os.O_RDWR)
         except FileNotFoundError:
             return False
         except StoreError:
@@ -397,12 +397,12 @@ class Ring:
         """Return the record of one checkpoint, or None. Raises `ProtocolError` if its file is damaged."""
         return read_checkpoint(self.directory, attempt, step)
 
-    def checkpoint_names(self) -> list[CheckpointId]:
+    def checkpoint_ids(self) -> list[CheckpointId]:
         """Return the ids of all checkpoint files, oldest first, without reading them.
 
         [] once the flusher has removed the ring, as it may when it ends.
         """
-        return checkpoint_names(self.directory)
+        return checkpoint_ids(self.directory)
 
     def has_progress(self, attempt: int, step: int) -> bool:
         """Whether the flusher keeps a record of the parts of this checkpoint in the store."""

@@ -17,7 +17,7 @@ SET_ASIDE_NAME = "set-aside"
 _BYTES_MAX = 1 << 16
 
 
-def note_set_aside(directory: Path, key: CheckpointId) -> None:
+def record_set_aside(directory: Path, key: CheckpointId) -> None:
     """Append one.
 
     Raises:
@@ -50,7 +50,7 @@ def read_set_aside(directory: Path) -> list[CheckpointId]:
     found = []
     for line in lines:
         try:
-            found.append(CheckpointId.of_label(line))
+            found.append(CheckpointId.from_label(line))
         except ValueError:
             continue
     return found

@@ -36,13 +36,13 @@ class SourceFiles:
         write_side_file(self._directory / f"sources-{slot}", pairs)
 
 
-def stager_file(directory: Path, attempt: int) -> Path:
+def stager_lock_path(directory: Path, attempt: int) -> Path:
     """Return the file by which the stager of an attempt holds the ring (`Ring.hold`)."""
     return directory / f"stager-{attempt}"
 
 
 def read_writers(directory: Path, attempt: int) -> int:
-    """Return how many flushers write an attempt's checkpoints, as `Ring.note_writers` recorded; 1: only this ring's."""
+    """Return how many flushers write an attempt's checkpoints, as `Ring.record_writers` recorded; 1: only this ring's."""
     try:
         said = read_side_file(directory / f"writers-{attempt}").decode("ascii", "replace")
     except FileNotFoundError:

@@ -105,7 +105,7 @@ def normalise_url(url: str) -> str:
         )
     try:
         parts = urlsplit(url)
-        _refuse_secrets(
+        _reject_secrets(
             parts.password is not None or (scheme in _S3 and "@" in parts.netloc),
             parts.query or parts.fragment,
             scheme,
@@ -126,7 +126,7 @@ def normalise_url(url: str) -> str:
     return "/".join([f"{scheme}://{parts.netloc}", *inside])
 
 
-def refuse_missing_parent(store_url: str, *, create: bool) -> None:
+def require_parent(store_url: str, *, create: bool) -> None:
     """Check that the parent of a run's directory exists. `create`: skip the check, since parents may be made.
 
     A missing parent is more often an unmounted file system than a new place: checkpoints would go to the mount point,
@@ -149,7 +149,7 @@ def _scheme(url: str) -> str:
     return match.group(1).lower() if match else ""
 
 
-def _refuse_secrets(has_password: bool, rest: str, scheme: str) -> None:
+def _reject_secrets(has_password: bool, rest: str, scheme: str) -> None:
     if has_password:
         raise ConfigError(
             f"the store's URL (scheme {scheme!r}) holds credentials; URLs end up in logs and manifests: "

@@ -80,7 +80,7 @@ class Upload(Protocol):
         ...
 
 
-class BegunUpload(NamedTuple):
+class InterruptedUpload(NamedTuple):
     """An upload that a dead process began, as far as it is known."""
 
     nbytes: int
@@ -155,7 +155,7 @@ class Store(Protocol):
         """
         ...
 
-    def resume(self, name: str, begun: BegunUpload) -> Upload:
+    def resume(self, name: str, begun: InterruptedUpload) -> Upload:
         """Resume a dead process's upload under the same name; only for the run's single writer. Parts that were in
         flight may or may not count. Raises `StoreMissing` with `begin_anew` if nothing is left or the token is another
         upload's, and a `StoreError` that is not retriable if the backend cannot resume.
@@ -169,7 +169,7 @@ class Store(Protocol):
         ...
 
 
-def refuse_large(what: str, nbytes: int, bytes_max: int) -> None:
+def reject_oversized(what: str, nbytes: int, bytes_max: int) -> None:
     """Raise `DamageError` if an object is larger than `bytes_max`, before it is read whole."""
     if nbytes > bytes_max:
         raise DamageError(

@@ -45,11 +45,11 @@ class AdaptiveLimit:
     def __init__(self, start: int, *, least: int, most: int) -> None:
         if not 1 <= least <= start <= most:
             raise ValueError(f"expected 1 <= least <= start <= most, got {least}, {start}, {most}")
-        self._least, self._most = least, most
+        self._minimum, self._maximum = least, most
         self._width, self._phase = start, _Phase.FIRST
         self._base, self._base_speed = start, 0.0  # the best width so far, and bytes a second with it
         self._undisturbed = False  # fewer were slower, and each connection kept its speed
-        self._kept, self._kept_windows, self._is_turn_to_narrow = 0, _KEPT_WINDOWS, False
+        self._kept, self._kept_windows, self._narrow_next = 0, _KEPT_WINDOWS, False
         self._begin(-math.inf)
 
     @property
@@ -100,20 +100,20 @@ class AdaptiveLimit:
                 self._kept += 1
                 if self._kept >= self._kept_windows:
                     self._kept_windows = min(2 * self._kept_windows, _KEPT_WINDOWS_MAX)
-                    self._is_turn_to_narrow = not self._is_turn_to_narrow
-                    self._undisturbed = self._undisturbed and not self._is_turn_to_narrow
-                    if self._is_turn_to_narrow:
+                    self._narrow_next = not self._narrow_next
+                    self._undisturbed = self._undisturbed and not self._narrow_next
+                    if self._narrow_next:
                         self._narrow()
                     else:
                         self._grow(2)
 
     def _grow(self, factor: int) -> None:
-        self._phase, self._width = _Phase.GROWING, min(self._base * factor, self._most)
+        self._phase, self._width = _Phase.GROWING, min(self._base * factor, self._maximum)
         if self._width == self._base:
             self._narrow()
 
     def _narrow(self) -> None:
-        self._phase, self._width = _Phase.NARROWING, max(self._base * 3 // 4, self._least)
+        self._phase, self._width = _Phase.NARROWING, max(self._base * 3 // 4, self._minimum)
         if self._undisturbed or self._width == self._base:
             self._keep()
 
@@ -170,7 +170,7 @@ class ConcurrencyLimit:
                 self._free.notify(1 + max(0, self.width - before))
 
 
-class LimitedUntilFailure:
+class FailFastRequests:
     """Starts no request after one has failed, since a store that is gone fails each after many retries. Any thread."""
 
     def __init__(self) -> None:
@@ -210,9 +210,9 @@ def reading(url: str, most: int | None = None) -> ConcurrencyLimit:
     """Return the limit for long reads from the store at `url`. `most`: as in `writing`."""
     if most is not None or not is_s3(url):
         return ConcurrencyLimit(most or _READS)
-    return _reading_s3(url)
+    return _s3_read_limit(url)
 
 
 @functools.lru_cache(16)
-def _reading_s3(url: str) -> ConcurrencyLimit:  # noqa: ARG001 - cached by URL: one process reads a run many times
+def _s3_read_limit(url: str) -> ConcurrencyLimit:  # noqa: ARG001 - cached by URL: one process reads a run many times
     return ConcurrencyLimit(REQUESTS_MAX, AdaptiveLimit(_READS_S3, least=_REQUESTS_MIN, most=REQUESTS_MAX))

@@ -16,7 +16,7 @@ import secrets
 import threading
 
 from holdfast.errors import DamageError
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo
 from holdfast.store.generic_folder import GenericFolder
 from holdfast.store.generic_upload import GenericUpload
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
@@ -90,7 +90,7 @@ class GenericStore:
         path, temporary = self._path(name), self._temporary(write_id, name)
         return GenericUpload(self._folder, path, temporary, nbytes=nbytes, part_bytes=chunk_bytes)
 
-    def resume(self, name: str, begun: BegunUpload) -> GenericUpload:
+    def resume(self, name: str, begun: InterruptedUpload) -> GenericUpload:
         """Resume with the parts that are there with the right size; those in `crc32s` are read and compared."""
         return GenericUpload(
             self._folder,

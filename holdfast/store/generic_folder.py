@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
-from holdfast.store.base import refuse_large
+from holdfast.store.base import reject_oversized
 
 
 class GenericFolder:
@@ -34,13 +34,13 @@ class GenericFolder:
 
     def check(self) -> None:
         """Check that the file system answers."""
-        with self._translated("list", self.url):
+        with self._translate_errors("list", self.url):
             self._fs.exists(self._root)
 
     def sizes(self, prefix: str) -> list[tuple[str, int]]:
         """Return the names of the files under a prefix, with the size of each."""
         base = self.path(prefix.rstrip("/"))
-        with self._translated("list", base):
+        with self._translate_errors("list", base):
             self._fs.invalidate_cache()
             try:
                 found: dict[str, Any] = self._fs.find(base, detail=True)
@@ -50,7 +50,7 @@ class GenericFolder:
         return [(path[start:], int(info["size"])) for path, info in found.items() if info["type"] == "file"]
 
     def size_of(self, path: str) -> int:
-        with self._translated("read", path):
+        with self._translate_errors("read", path):
             self._fs.invalidate_cache()
             return int(self._fs.size(path))
 
@@ -62,30 +62,30 @@ class GenericFolder:
 
     def get(self, path: str, bytes_max: int) -> bytes:
         """Read an object whole. Raises `DamageError` if it is above `bytes_max`."""
-        refuse_large(f"{path} in {self.url}", self.size_of(path), bytes_max)
-        with self._translated("read", path):
+        reject_oversized(f"{path} in {self.url}", self.size_of(path), bytes_max)
+        with self._translate_errors("read", path):
             return bytes(self._fs.cat_file(path))
 
     def put(self, path: str, data: bytes) -> None:
-        with self._translated("write", path):
+        with self._translate_errors("write", path):
             self._make_parent(path)
             self._fs.pipe_file(path, data)
 
     def join(self, sources: Sequence[str], target: str) -> None:
         """Write the objects `sources` one after the other as `target`."""
-        with self._translated("write", target), self._fs.open(target, "wb") as file:
+        with self._translate_errors("write", target), self._fs.open(target, "wb") as file:
             for source in sources:
                 file.write(self._fs.cat_file(source))
 
     def move(self, source: str, target: str) -> None:
-        with self._translated("publish", target):
+        with self._translate_errors("publish", target):
             self._make_parent(target)
             self._fs.mv(source, target)
             self._fs.invalidate_cache()
 
     def remove(self, path: str) -> None:
         """Remove an object; a missing one is ignored."""
-        with self._translated("delete", path):
+        with self._translate_errors("delete", path):
             try:
                 self._fs.rm_file(path)
             except FileNotFoundError:
@@ -94,7 +94,7 @@ class GenericFolder:
 
     def get_into(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` with an object's bytes from `offset`."""
-        with self._translated("read", path):
+        with self._translate_errors("read", path):
             data = self._fs.cat_file(path, start=offset, end=offset + view.nbytes) if view.nbytes else b""
         if len(data) != view.nbytes:
             raise DamageError(
@@ -105,7 +105,7 @@ class GenericFolder:
 
     def create(self, path: str, data: bytes) -> bool:
         """Write only if the path is free, as exclusively as the file system can; the content read back decides."""
-        with self._translated("create", path):
+        with self._translate_errors("create", path):
             if self._fs.exists(path):
                 return self._holds(path, data)
             self._make_parent(path)
@@ -123,13 +123,13 @@ class GenericFolder:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     @contextmanager
-    def _translated(self, doing: str, path: str) -> Iterator[None]:
+    def _translate_errors(self, operation: str, path: str) -> Iterator[None]:
         try:
             yield
         except StoreError:
             raise
         except FileNotFoundError as error:
-            raise StoreMissing(f"{self.url}: there is no {path} ({doing})") from error
+            raise StoreMissing(f"{self.url}: there is no {path} ({operation})") from error
         except (
             PermissionError,
             IsADirectoryError,
@@ -138,10 +138,10 @@ class GenericFolder:
             ValueError,
         ) as error:
             raise StoreError(
-                f"cannot {doing} {path} in {self.url}: {error}; see the driver's settings and permissions"
+                f"cannot {operation} {path} in {self.url}: {error}; see the driver's settings and permissions"
             ) from error
         except Exception as error:  # drivers raise anything; only our errors may leave this package
             raise StoreError(
-                f"cannot {doing} {path} in {self.url}: {type(error).__name__}: {error}",
+                f"cannot {operation} {path} in {self.url}: {type(error).__name__}: {error}",
                 retriable=isinstance(error, OSError),
             ) from error

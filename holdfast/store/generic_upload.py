@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from holdfast.crc import crc32 as crc32_of
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.store.generic_folder import GenericFolder
-from holdfast.store.parts import PartedUpload
+from holdfast.store.parts import BaseUpload
 
 _MARKER_BYTES_MAX = 1 << 12
 _TOKEN_NEW = re.compile(r"new-[0-9a-f]{16}")
 
 
-class GenericUpload(PartedUpload):
+class GenericUpload(BaseUpload):
     """One upload. `write_part`: any thread. `temporary`: full path that begins the names of unfinished objects.
     `token`: of the upload to resume. `crc32s`: of its parts as they must be. Raises `StoreMissing` if nothing of it is
     left.
@@ -96,7 +96,7 @@ class GenericUpload(PartedUpload):
     def _resume(self, crc32s: Mapping[int, int]) -> None:
         marker = self._read_marker()
         if self._is_in_place(marker):
-            self._ledger.assume_all()
+            self._ledger.mark_all_present()
             self._published = True
             self._remove_parts()
             return

@@ -81,7 +81,7 @@ class PartLedger:
         with self._changed:
             self._present.update(index for index in indexes if 0 <= index < self.parts)
 
-    def assume_all(self) -> None:
+    def mark_all_present(self) -> None:
         """Enter every part: the file is in place, or nothing says which are missing."""
         self.assume(range(self.parts))
 
@@ -118,7 +118,7 @@ class PartLedger:
             return self._changed.wait_for(lambda: self._active == 0, timeout=seconds_max)
 
 
-class PartedUpload:
+class BaseUpload:
     """The methods of an upload that are the same in every backend. Raises `StoreError`: a size is not positive."""
 
     def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:

@@ -20,20 +20,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from holdfast.errors import DamageError, StoreError
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, refuse_large
+from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo, reject_oversized
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
 from holdfast.store.posix_errors import is_full, translated
 from holdfast.store.posix_io import (
     make_directories,
     open_regular,
-    opened_directory,
-    read_whole,
-    refuse_links,
+    open_directory,
+    read_fully,
+    reject_symlinks,
     sync_directory,
     write_all,
 )
 from holdfast.store.posix_upload import PosixUpload
-from holdfast.store.spare_room import SpareRoom
+from holdfast.store.spare_room import SpareFile
 
 _REQUEST_BYTES = 4 << 20
 
@@ -43,7 +43,7 @@ class PosixStore:
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.abspath(root))  # noqa: PTH100  (Path.absolute keeps "..")
-        self._room = SpareRoom(self._root)
+        self._room = SpareFile(self._root)
 
     def close(self) -> None:
         """Remove the file that was kept for its blocks."""
@@ -115,16 +115,16 @@ class PosixStore:
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(name)
-        with translated("read", path), open(self._open_now(path), "rb") as file:  # noqa: PTH123 (a descriptor)
+        with translated("read", path), open(self._open_revalidated(path), "rb") as file:  # noqa: PTH123 (a descriptor)
             nbytes = os.fstat(file.fileno()).st_size
-            refuse_large(str(path), nbytes, bytes_max)
+            reject_oversized(str(path), nbytes, bytes_max)
             data = file.read(nbytes + 1)
             if len(data) > nbytes:  # it has grown meanwhile
                 data += file.read(bytes_max + 1)
-        refuse_large(str(path), len(data), bytes_max)
+        reject_oversized(str(path), len(data), bytes_max)
         return data
 
-    def _open_now(self, path: Path) -> int:
+    def _open_revalidated(self, path: Path) -> int:
         try:
             return open_regular(path, 0)
         except FileNotFoundError:
@@ -137,7 +137,7 @@ class PosixStore:
         """Fill `buffer` with the bytes from `offset`; page-aligned reads bypass the page cache."""
         path, view = self._path(name), buffer.cast("B")
         with translated("read", path):
-            if read_whole(path, offset, view) < view.nbytes:
+            if read_fully(path, offset, view) < view.nbytes:
                 raise DamageError(
                     f"{path}: expected bytes {offset} to {offset + view.nbytes}, but the file ends at byte "
                     f"{path.stat().st_size}; it is truncated, take another checkpoint"
@@ -148,7 +148,7 @@ class PosixStore:
         path = self._path(name)
         temporary = self._prepare(path, name, data)
         with (
-            translated("write", path, needed_bytes=len(data), missing_is="swept"),
+            translated("write", path, needed_bytes=len(data), if_missing="swept"),
             self._opened(temporary) as there,
             self._opened(path) as here,
         ):
@@ -169,7 +169,7 @@ class PosixStore:
         path = self._path(name)
         temporary = self._prepare(path, name, data)
         with (
-            translated("create", path, needed_bytes=len(data), missing_is="swept"),
+            translated("create", path, needed_bytes=len(data), if_missing="swept"),
             self._opened(temporary) as there,
             self._opened(path) as here,
         ):
@@ -199,7 +199,7 @@ class PosixStore:
         """Remove a file, durably; the next upload may reuse its blocks."""
         path = self._path(name)
         with translated("delete", path):
-            refuse_links(self._root, self._root / TEMPORARY)
+            reject_symlinks(self._root, self._root / TEMPORARY)
             kept = self._room.keep(path)
         if not kept:
             self.delete(name)
@@ -215,7 +215,7 @@ class PosixStore:
             room=self._room,
         )
 
-    def resume(self, name: str, begun: BegunUpload) -> PosixUpload:
+    def resume(self, name: str, begun: InterruptedUpload) -> PosixUpload:
         """Resume a file; only the caller's own record knows which of its parts were written."""
         return PosixUpload(
             root=self._root,
@@ -230,7 +230,7 @@ class PosixStore:
         removed = []
         directory = self._root / TEMPORARY
         with translated("sweep", directory):
-            refuse_links(self._root, directory)
+            reject_symlinks(self._root, directory)
             try:
                 entries = sorted(directory.iterdir())
             except FileNotFoundError:
@@ -248,7 +248,7 @@ class PosixStore:
         return removed
 
     def _opened(self, path: Path) -> AbstractContextManager[int]:
-        return opened_directory(self._root, path.parent)
+        return open_directory(self._root, path.parent)
 
     def _path(self, name: str) -> Path:
         return self._inside(check_name(name))
@@ -259,7 +259,7 @@ class PosixStore:
     def _inside(self, name: str) -> Path:
         path = self._root / name
         with translated("reach", path):
-            refuse_links(self._root, path.parent)
+            reject_symlinks(self._root, path.parent)
         return path
 
     def _prepare(self, path: Path, name: str, data: bytes) -> Path:

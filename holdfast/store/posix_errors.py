@@ -82,7 +82,7 @@ def no_room(path: Path, *, needed_bytes: int, cause: str) -> StoreError:
 
 @contextmanager
 def translated(
-    doing: str, path: Path, *, needed_bytes: int = 0, missing_is: str = "missing"
+    operation: str, path: Path, *, needed_bytes: int = 0, if_missing: str = "missing"
 ) -> Iterator[None]:
     """Turn an `OSError` inside the block into the error that says what to do about it.
 
@@ -90,7 +90,7 @@ def translated(
         doing: The operation, such as "write".
         path: The path that is operated on.
         needed_bytes: How much space it needs, for the message of a full disk.
-        missing_is: Meaning of a path that does not exist: `missing` (StoreMissing), `swept` (another writer's sweep
+        if_missing: Meaning of a path that does not exist: `missing` (StoreMissing), `swept` (another writer's sweep
             removed a temporary file; a retry makes it again) or `lost` (the same, and the upload must start over).
     """
     try:
@@ -99,16 +99,16 @@ def translated(
         cause = os.strerror(error.errno) if error.errno else str(error)
         if error.errno in _NO_ROOM:
             raise no_room(path, needed_bytes=needed_bytes, cause=cause) from error
-        if error.errno == errno.ENOENT and missing_is == "missing":
-            raise StoreMissing(f"{path}: there is no such file ({doing})") from error
+        if error.errno == errno.ENOENT and if_missing == "missing":
+            raise StoreMissing(f"{path}: there is no such file ({operation})") from error
         if error.errno == errno.ENOENT:
             raise StoreError(
-                f"cannot {doing} {path}: its temporary file or directory vanished; if it happens again, "
+                f"cannot {operation} {path}: its temporary file or directory vanished; if it happens again, "
                 "two writers use this run",
-                retriable=missing_is == "swept",
-                begin_anew=missing_is == "lost",
+                retriable=if_missing == "swept",
+                begin_anew=if_missing == "lost",
             ) from error
         retriable = error.errno in _RETRIABLE
         unknown = "the file system may recover" if retriable else "see the cause"
         advice = _ADVICE.get(error.errno or 0, unknown)
-        raise StoreError(f"cannot {doing} {path}: {cause}; {advice}", retriable=retriable) from error
+        raise StoreError(f"cannot {operation} {path}: {cause}; {advice}", retriable=retriable) from error

@@ -1,7 +1,7 @@
 """System calls below a big file: complete writes, durable directories, reserved space, reads past the page cache.
 
 reserve ─► open_direct ─► write_all | write_in_order ─► (fsync, link: posix_upload) ─► sync_directory
-read_whole: whole pages directly, the rest of the last one by the page cache
+read_fully: whole pages directly, the rest of the last one by the page cache
 OpenFile: opened once for many reads, where the file is in memory anyway
 """
 
@@ -65,7 +65,7 @@ def sync_directory(directory: Path | int) -> None:
 
 
 @contextmanager
-def opened_directory(root: Path, directory: Path) -> Iterator[int]:
+def open_directory(root: Path, directory: Path) -> Iterator[int]:
     """Yield a descriptor of `directory`, below `root`, which stays valid if the path changes meanwhile. Raises a
     `StoreError` that names a symbolic link on the way.
     """
@@ -76,7 +76,7 @@ def opened_directory(root: Path, directory: Path) -> Iterator[int]:
             try:
                 below = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
             except OSError:
-                refuse_links(root, place)
+                reject_symlinks(root, place)
                 raise
             os.close(descriptor)
             descriptor = below
@@ -85,7 +85,7 @@ def opened_directory(root: Path, directory: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def refuse_links(root: Path, directory: Path) -> None:
+def reject_symlinks(root: Path, directory: Path) -> None:
     """Raise a `StoreError` that names a link between `root` and `directory`, which might lead out of the run. `root`
     itself may be a link: a person has made it.
     """
@@ -148,7 +148,7 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
-def read_whole(path: Path, offset: int, view: memoryview) -> int:
+def read_fully(path: Path, offset: int, view: memoryview) -> int:
     """Fill `view` from `offset`; return how many bytes were there. Whole pages into page-aligned memory bypass the page
     cache: a file read once need not evict those that are read often.
     """
@@ -176,7 +176,7 @@ class OpenFile:
             os.close(self._descriptor)
 
     def read(self, offset: int, view: memoryview) -> int:
-        """As `read_whole`, but through the page cache."""
+        """As `read_fully`, but through the page cache."""
         return _read_rest(self._descriptor, view, offset, 0)
 
 

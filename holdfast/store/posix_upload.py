@@ -29,28 +29,28 @@ from typing import NoReturn
 
 from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.store.parts import PartedUpload
+from holdfast.store.parts import BaseUpload
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import (
     PAGE_BYTES,
     is_aligned,
     make_directories,
     open_direct,
-    opened_directory,
+    open_directory,
     reserve,
     sync_directory,
     whole_pages,
     write_all,
     write_in_order,
 )
-from holdfast.store.spare_room import SpareRoom
+from holdfast.store.spare_room import SpareFile
 
 _log = logging.getLogger("holdfast.store.posix")
 
 _TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
 
-class PosixUpload(PartedUpload):
+class PosixUpload(BaseUpload):
     """Upload to a temporary file; `publish` gives it its name. `write_part`: any thread. `temporary`: on the same file
     system. `token`: of the upload to resume. `room`: a retired file whose blocks a new upload may reuse. Raises
     `StoreMissing`: nothing of the upload is left; `StoreError`: no room (needed and free bytes), no permission.
@@ -65,11 +65,11 @@ class PosixUpload(PartedUpload):
         nbytes: int,
         part_bytes: int,
         token: str | None = None,
-        room: SpareRoom | None = None,
+        room: SpareFile | None = None,
     ) -> None:
         super().__init__(str(path), nbytes=nbytes, part_bytes=part_bytes)
         self._root, self._path, self._temporary = root, path, temporary
-        self._went_through_cache = False
+        self._used_page_cache = False
         self._failure: StoreError | None = None
         self._file = self._direct = self._inode = -1
         self._closing = threading.Lock()
@@ -117,17 +117,17 @@ class PosixUpload(PartedUpload):
             raise self._failure
         self._ledger.require_complete()
         nbytes = self._ledger.nbytes
-        with translated("publish", self._path, needed_bytes=nbytes, missing_is="lost"):
+        with translated("publish", self._path, needed_bytes=nbytes, if_missing="lost"):
             self._sync(nbytes)
             size_bytes = os.fstat(self._file).st_size
             if size_bytes != nbytes:
                 self._fail(f"has {size_bytes} bytes after sync, {nbytes} were expected; start over")
-            with opened_directory(self._root, self._path.parent) as here:
+            with open_directory(self._root, self._path.parent) as here:
                 self._link(here)
                 reach(Point.FILE_NAMED)
-                self._require_named(here)
+                self._verify_link(here)
                 sync_directory(here)
-            self._drop_temporary_name()
+            self._unlink_temporary()
         self._published = True
         self._finish()
 
@@ -136,8 +136,8 @@ class PosixUpload(PartedUpload):
         if self._failure is not None:
             raise self._failure
         if self._file >= 0:
-            with translated("sync", self._path, missing_is="lost"):
-                self._sync_written()
+            with translated("sync", self._path, if_missing="lost"):
+                self._fsync()
         self._finish()
 
     def abort(self) -> None:
@@ -147,7 +147,7 @@ class PosixUpload(PartedUpload):
         with translated("abort", self._temporary):
             self._temporary.unlink(missing_ok=True)
 
-    def _begin(self, room: SpareRoom | None) -> None:
+    def _begin(self, room: SpareFile | None) -> None:
         with translated("begin", self._path, needed_bytes=self._ledger.nbytes):
             make_directories(self._path.parent)
             make_directories(self._temporary.parent)
@@ -171,14 +171,14 @@ class PosixUpload(PartedUpload):
         self._inode = int(match[1]) if match else -1
         with translated("resume", self._path):
             unfinished, named = _look(self._temporary), _look(self._path)
-            if _is_file(named, self._inode, {nbytes}):
+            if _is_same_file(named, self._inode, {nbytes}):
                 # Only the dead process knew whether the name is durable.
                 sync_directory(self._path.parent)
-                if _is_file(unfinished, self._inode, None):
-                    self._drop_temporary_name()
+                if _is_same_file(unfinished, self._inode, None):
+                    self._unlink_temporary()
                 self._published = True
                 self._ledger.close()
-            elif _is_file(unfinished, self._inode, {nbytes, whole_pages(nbytes)}):
+            elif _is_same_file(unfinished, self._inode, {nbytes, whole_pages(nbytes)}):
                 self._file, self._direct = self._open_again()
             else:
                 raise StoreMissing(
@@ -186,7 +186,7 @@ class PosixUpload(PartedUpload):
                     f"{self._temporary} {_described(unfinished)}, at its own name {_described(named)}; start over",
                     begin_anew=True,
                 )
-        self._ledger.assume_all()
+        self._ledger.mark_all_present()
 
     def _open_again(self) -> tuple[int, int]:
         """Open both descriptors of the temporary file, if it is ours."""
@@ -225,14 +225,14 @@ class PosixUpload(PartedUpload):
             self._write_cached(views, start)
 
     def _write_cached(self, views: Sequence[memoryview], offset: int) -> None:
-        self._went_through_cache = True
+        self._used_page_cache = True
         write_in_order(self._file, views, offset)
 
     def _judge(self, error: OSError) -> None:
         """Give the upload up if an error costs more than this write; reopen the file if its handle is stale."""
         if error.errno not in (errno.EIO, errno.ESTALE):
             return
-        if self._went_through_cache:
+        if self._used_page_cache:
             self._fail(
                 f"writing through the page cache failed ({error.strerror}), and may concern earlier bytes; start over",
                 error,
@@ -260,9 +260,9 @@ class PosixUpload(PartedUpload):
     def _sync(self, nbytes: int) -> None:
         # Unlike a failed sync, a failed truncation loses nothing: its cause can be fixed.
         os.ftruncate(self._file, nbytes)
-        self._sync_written()
+        self._fsync()
 
-    def _sync_written(self) -> None:
+    def _fsync(self) -> None:
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -271,9 +271,9 @@ class PosixUpload(PartedUpload):
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _link(self, here: int) -> None:
-        """Link the file to its name in the opened directory, if that is free. `_require_named` decides."""
+        """Link the file to its name in the opened directory, if that is free. `_verify_link` decides."""
         try:
-            with opened_directory(self._root, self._temporary.parent) as there:
+            with open_directory(self._root, self._temporary.parent) as there:
                 os.link(
                     self._temporary.name,
                     self._path.name,
@@ -289,7 +289,7 @@ class PosixUpload(PartedUpload):
                 "%s: its temporary file is gone; checking whether it has its name already", self._path
             )
 
-    def _require_named(self, here: int) -> None:
+    def _verify_link(self, here: int) -> None:
         there = _look(self._path.name, here)
         if there is None:
             self._fail("its temporary file was removed by another writer, and the bytes with it; start over")
@@ -299,7 +299,7 @@ class PosixUpload(PartedUpload):
                 "another file stands there, and is left as it is; two writers use this run, start over"
             )
 
-    def _drop_temporary_name(self) -> None:
+    def _unlink_temporary(self) -> None:
         try:
             self._temporary.unlink(missing_ok=True)
         except OSError as error:
@@ -308,8 +308,8 @@ class PosixUpload(PartedUpload):
     def _fail(self, why: str, cause: OSError | None = None) -> NoReturn:
         """Give this upload up for good, also for other processes: the next sync of this file may wrongly succeed."""
         self._failure = StoreError(f"{self._path}: {why}", begin_anew=True)
-        if _is_file(_look(self._temporary), self._inode, None):
-            self._drop_temporary_name()
+        if _is_same_file(_look(self._temporary), self._inode, None):
+            self._unlink_temporary()
         raise self._failure from cause
 
     def _finish(self) -> None:
@@ -333,7 +333,7 @@ def _look(path: Path | str, directory: int | None = None) -> os.stat_result | No
         return None
 
 
-def _is_file(status: os.stat_result | None, inode: int, sizes_bytes: set[int] | None) -> bool:
+def _is_same_file(status: os.stat_result | None, inode: int, sizes_bytes: set[int] | None) -> bool:
     return (
         status is not None
         and stat.S_ISREG(status.st_mode)

@@ -16,7 +16,7 @@ import secrets
 import threading
 
 from holdfast.errors import DamageError, StoreMissing
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo
 from holdfast.store.names import TEMPORARY, Keep, check_name, check_write_id, is_kept
 from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_upload import S3Upload, part_bytes_for
@@ -105,7 +105,7 @@ class S3Store:
             self.bucket, key, record=record, nbytes=nbytes, part_bytes=part_bytes, write_id=write_id
         )
 
-    def resume(self, name: str, begun: BegunUpload) -> S3Upload:
+    def resume(self, name: str, begun: InterruptedUpload) -> S3Upload:
         """Resume the multipart upload whose id is the token; the server says which parts it has."""
         return S3Upload(
             self.bucket,
@@ -122,13 +122,13 @@ class S3Store:
         temporary = [key for key, _ in self.bucket.sizes(f"{self._prefix}{TEMPORARY}")]
         records = [key for key in temporary if key.startswith(f"{self._prefix}{_RECORD}")]
         kept_records = {key for key in records if is_kept(key.removeprefix(self._prefix), keep)}
-        kept_keys = {self._recorded_key(record) for record in kept_records}
+        kept_keys = {self._read_upload_key(record) for record in kept_records}
         removed = []
         for key in temporary:
             if key in kept_records:
                 continue
             if key.startswith(f"{self._prefix}{_RECORD}"):
-                recorded = self._recorded_key(key)
+                recorded = self._read_upload_key(key)
                 if recorded is not None and recorded not in kept_keys:
                     removed += self.bucket.abort_uploads(recorded)
             self.bucket.delete(key)
@@ -141,7 +141,7 @@ class S3Store:
     def _record(self, write_id: str) -> str:
         return f"{self._prefix}{_RECORD}{check_write_id(write_id)}.json"
 
-    def _recorded_key(self, record: str) -> str | None:
+    def _read_upload_key(self, record: str) -> str | None:
         """Return the key that a record names; None if it is unreadable or outside this run."""
         try:
             key = str(json.loads(self.bucket.get(record, _RECORD_BYTES_MAX))["key"])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import refuse_large
+from holdfast.store.base import reject_oversized
 from holdfast.store.s3_client import crc_header, credentials_of, make_client
 from holdfast.store.s3_errors import EXPIRED, code_of, status_of, translated
 
@@ -47,20 +47,20 @@ class S3Bucket:
         self.name = name
         self._client: S3Client | None = None
         self._renewed_at = -_RENEW_SECONDS_MIN
-        self._making_client = threading.Lock()
+        self._client_lock = threading.Lock()
         self._strays: set[str] = set()  # keys that may have an open upload with an unknown id
 
     @property
     def client(self) -> S3Client:
         """The boto3 client; made at first use, since it reads files and may ask the instance for its role."""
-        with self._making_client:
+        with self._client_lock:
             if self._client is None:
                 self._client = make_client(f"s3://{self.name}")
             return self._client
 
     def close(self) -> None:
         """Close the connections. The next call opens new ones."""
-        with self._making_client:
+        with self._client_lock:
             client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -69,12 +69,12 @@ class S3Bucket:
         return f"s3://{self.name}/{key}"
 
     @contextmanager
-    def translated(self, doing: str, key: str) -> Iterator[None]:
+    def translated(self, operation: str, key: str) -> Iterator[None]:
         """Translate boto3's errors. Rejected credentials are read again: if they may differ, the call is retriable."""
         from botocore.exceptions import ClientError
 
         try:
-            with translated(doing, self.url(key).rstrip("/")):
+            with translated(operation, self.url(key).rstrip("/")):
                 yield
         except StoreError as error:
             cause = error.__cause__
@@ -86,7 +86,7 @@ class S3Bucket:
 
     def _renew_credentials(self) -> bool:
         """Make another client, unless that was just done; return whether its credentials may differ."""
-        with self._making_client:
+        with self._client_lock:
             if self._client is None or time.monotonic() - self._renewed_at < _RENEW_SECONDS_MIN:
                 return True  # another thread has done it: try its credentials first
             before = credentials_of(self._client)
@@ -115,11 +115,11 @@ class S3Bucket:
             answer = self.client.get_object(Bucket=self.name, Key=key)
             with answer["Body"] as body:
                 promised = int(answer.get("ContentLength", 0))
-                refuse_large(self.url(key), promised, bytes_max)
+                reject_oversized(self.url(key), promised, bytes_max)
                 data = bytearray()
                 while piece := body.read(_READ_BYTES):  # to its end, where the checksum is compared
                     data += piece
-                    refuse_large(self.url(key), len(data), bytes_max)
+                    reject_oversized(self.url(key), len(data), bytes_max)
         if len(data) < promised:
             raise StoreError(
                 f"cannot read {self.url(key)}: the answer ended after {len(data)} of {promised} bytes",
@@ -139,7 +139,7 @@ class S3Bucket:
             except ClientError as error:
                 if status_of(error) != 416:
                     raise
-                raise self._too_short(key, offset, end, 0) from error
+                raise self._truncation_error(key, offset, end, 0) from error
             with answer["Body"] as body:
                 promised = int(answer["ContentLength"])
                 while done < min(view.nbytes, promised):
@@ -154,7 +154,7 @@ class S3Bucket:
                 retriable=True,
             )
         if done < view.nbytes:
-            raise self._too_short(key, offset, end, done)
+            raise self._truncation_error(key, offset, end, done)
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object; the server checks its CRC-32."""
@@ -193,7 +193,7 @@ class S3Bucket:
         from botocore.exceptions import ClientError
 
         with self.translated("abort uploads of", key):
-            found = [only] if only else self._open_uploads(key)
+            found = [only] if only else self._list_open_uploads(key)
             for upload_id in found:
                 try:
                     self.client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload_id)
@@ -238,7 +238,7 @@ class S3Bucket:
                 raise
         return found
 
-    def _open_uploads(self, key: str) -> list[str]:
+    def _list_open_uploads(self, key: str) -> list[str]:
         pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self.name, Prefix=key)
         return [
             upload["UploadId"] for page in pages for upload in page.get("Uploads", []) if upload["Key"] == key
@@ -262,7 +262,7 @@ class S3Bucket:
             Bucket=self.name, Key=key, Body=data, ChecksumCRC32=crc_header(crc32(data)), **condition
         )
 
-    def _too_short(self, key: str, offset: int, end: int, got: int) -> DamageError:
+    def _truncation_error(self, key: str, offset: int, end: int, got: int) -> DamageError:
         return DamageError(
             f"{self.url(key)}: bytes {offset} to {end} were expected, only {got} of them are there; "
             "the object is truncated, take another checkpoint"

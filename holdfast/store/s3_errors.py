@@ -82,30 +82,30 @@ def status_of(error: ClientError) -> int:
 
 
 @contextmanager
-def translated(doing: str, url: str) -> Iterator[None]:
+def translated(operation: str, url: str) -> Iterator[None]:
     """Translate boto3's errors inside the block."""
     from botocore import exceptions
 
     try:
         yield
     except exceptions.ClientError as error:
-        raise _from_server(error, doing, url) from error
+        raise _from_client_error(error, operation, url) from error
     except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
-        raise StoreError(f"cannot {doing} {url}: no credentials: {_CREDENTIALS}") from error
+        raise StoreError(f"cannot {operation} {url}: no credentials: {_CREDENTIALS}") from error
     except exceptions.ParamValidationError as error:
-        raise StoreError(f"cannot {doing} {url}: S3 does not take such a name or value: {error}") from error
+        raise StoreError(f"cannot {operation} {url}: S3 does not take such a name or value: {error}") from error
     except exceptions.EndpointConnectionError as error:
         raise StoreError(
-            f"cannot {doing} {url}: the server does not answer ({error}); "
+            f"cannot {operation} {url}: the server does not answer ({error}); "
             "see the network, AWS_ENDPOINT_URL and AWS_REGION",
             retriable=True,
         ) from error
     except _connection_errors() as error:
         raise StoreError(
-            f"cannot {doing} {url}: the connection failed ({type(error).__name__}: {error})", retriable=True
+            f"cannot {operation} {url}: the connection failed ({type(error).__name__}: {error})", retriable=True
         ) from error
     except exceptions.BotoCoreError as error:
-        raise StoreError(f"cannot {doing} {url}: {error}; see the AWS settings of this process") from error
+        raise StoreError(f"cannot {operation} {url}: {error}; see the AWS settings of this process") from error
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
@@ -122,16 +122,16 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def _from_server(error: ClientError, doing: str, url: str) -> StoreError:
+def _from_client_error(error: ClientError, operation: str, url: str) -> StoreError:
     code, status = code_of(error), status_of(error)
     if code in _MISSING:
-        return StoreMissing(f"{url}: there is no such object ({doing})")
+        return StoreMissing(f"{url}: there is no such object ({operation})")
     text = str(error.response.get("Error", {}).get("Message", "")).strip() or f"HTTP {status}"
     retriable = code in _RETRIABLE or status in (408, 429) or status >= 500
     if status == 501:
         retriable = False  # the server does not support the operation
     retry_after_seconds = _retry_after_seconds(error) if retriable else 0.0
-    message = f"cannot {doing} {url}: {code}: {text}"
+    message = f"cannot {operation} {url}: {code}: {text}"
     advice = _ADVICE.get(code)
     if advice is None and status == 507:
         advice, retriable = _ADVICE["QuotaExceeded"], False

@@ -17,9 +17,9 @@ from typing import IO, TYPE_CHECKING, cast
 
 from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.store.base import BegunUpload
+from holdfast.store.base import InterruptedUpload
 from holdfast.store.body import ViewsBody
-from holdfast.store.parts import PartedUpload
+from holdfast.store.parts import BaseUpload
 from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_client import crc_header
 
@@ -60,7 +60,7 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
     return part_bytes
 
 
-class S3Upload(PartedUpload):
+class S3Upload(BaseUpload):
     """One multipart upload. `write_part`: any thread. `record`: key of the record that names this upload for a sweep.
     `part_bytes`: from `part_bytes_for`. `write_id`: kept as metadata. `begun`: of another process, to be resumed.
     Raises `StoreMissing` if the server does not know it.
@@ -75,15 +75,15 @@ class S3Upload(PartedUpload):
         nbytes: int,
         part_bytes: int,
         write_id: str,
-        begun: BegunUpload | None = None,
+        begun: InterruptedUpload | None = None,
     ) -> None:
         self._bucket, self._key, self._record, self._write_id = bucket, key, record, write_id
         self._name = bucket.url(key)
         super().__init__(self._name, nbytes=nbytes, part_bytes=part_bytes)
         self._sent: dict[int, CompletedPartTypeDef] = {}
-        self._noting = threading.Lock()
+        self._lock = threading.Lock()
         self._completed = self._ended = False
-        self._endings = 0
+        self._cleanup_failures = 0
         self._resumed = begun is not None
         if begun is None:
             self._upload_id = self._begin()
@@ -106,7 +106,7 @@ class S3Upload(PartedUpload):
                 Body=cast(IO[bytes], ViewsBody(buffers)),
                 ChecksumCRC32=crc_header(crc32),
             )
-            with self._noting:
+            with self._lock:
                 # AWS refuses to complete without the CRC of every part.
                 self._sent[index] = {
                     "PartNumber": index + 1,
@@ -189,7 +189,7 @@ class S3Upload(PartedUpload):
             else:
                 self._take_over(listed, crc32s)
                 return
-        self._ledger.assume_all()
+        self._ledger.mark_all_present()
         self._completed = self._published = True
         self._end()
 
@@ -247,8 +247,8 @@ class S3Upload(PartedUpload):
                 self._bucket.abort_uploads(self._key)
             self._bucket.delete(self._record)
         except StoreError as error:
-            self._endings += 1
-            if error.retriable and self._endings < _ENDINGS_MAX:
+            self._cleanup_failures += 1
+            if error.retriable and self._cleanup_failures < _ENDINGS_MAX:
                 raise
             _log.warning("%s: leftovers of its upload stay until the next sweep: %s", self._name, error)
         self._ended = True

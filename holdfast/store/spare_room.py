@@ -33,7 +33,7 @@ _EXT, _XFS = 0xEF53, 0x58465342
 _STATFS_BYTES = 512  # more than the structure needs anywhere
 
 
-class SpareRoom:
+class SpareFile:
     """Keeps at most one old file, whose blocks are reused. Thread-safe."""
 
     def __init__(self, root: Path) -> None:

@@ -9,7 +9,7 @@ import builtins
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
+from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 
 Result = TypeVar("Result")
@@ -77,7 +77,7 @@ class StoreWrapper:
 
         return self.wrap(self.forward("begin", begin, name))
 
-    def resume(self, name: str, begun: BegunUpload) -> Upload:
+    def resume(self, name: str, begun: InterruptedUpload) -> Upload:
         return self.wrap(self.forward("resume", lambda: self._inner.resume(name, begun), name))
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
@@ -118,7 +118,7 @@ class UploadWrapper:
         self._store.forward("abort", self._inner.abort)
 
 
-class PatientStore(StoreWrapper):
+class ThrottledStore(StoreWrapper):
     """Store for long reads that give way. `wait`: returns when this many bytes may be read, or raises."""
 
     def __init__(self, inner: Store, wait: Callable[[int], None]) -> None:

@@ -38,7 +38,7 @@ class Reason:
     @classmethod
     def of_body(cls, body: Mapping[str, Any]) -> Self:
         """Parse the stager's message DECLINED or FAILED (docs/wire.md)."""
-        return cls(cause_in(body), str(body.get("reason") or body.get("message") or ""))
+        return cls(cause_from(body), str(body.get("reason") or body.get("message") or ""))
 
     @classmethod
     def of_decline(cls, text: str) -> Self:
@@ -84,7 +84,7 @@ _CAUSES_OF_CODES = {
 }
 
 
-def cause_in(fields: Mapping[str, Any]) -> str:
+def cause_from(fields: Mapping[str, Any]) -> str:
     """Return the cause in the fields of an event or of a stager's message: `cause`, or by the error's `code`."""
     return str(fields.get("cause") or "") or _cause_of_code(str(fields.get("code") or ""))
 

@@ -33,7 +33,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
-from holdfast.telemetry.causes import cause_in
+from holdfast.telemetry.causes import cause_from
 from holdfast.telemetry.status_document import Transport
 from holdfast.wire.step_proof import ProofVerdict
 
@@ -189,7 +189,7 @@ class Metrics:
 
     def _ends_badly(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         self._checkpoints.labels(event).inc()
-        self._refused.labels(event, cause_in(fields)).inc()
+        self._refused.labels(event, cause_from(fields)).inc()
         if event == "flush_failed":
             self._held.discard(step)
 
@@ -247,17 +247,17 @@ class RingChunks(Collector):
 
     def __init__(self, ring: Ring) -> None:
         self._ring: Ring | None = ring
-        self._looking = threading.Lock()  # held during a scrape
+        self._scrape_lock = threading.Lock()  # held during a scrape
 
     def close(self) -> None:
         """Wait for a running scrape, and skip the ring in later ones."""
-        with self._looking:
+        with self._scrape_lock:
             self._ring = None
 
     def collect(self) -> Iterable[Metric]:
         """Yield the gauge. Ignore a damaged journal: the flusher reports that."""
         found: Tally[SlotState] = Tally()
-        with self._looking:
+        with self._scrape_lock:
             if self._ring is None:
                 return
             with contextlib.suppress(ProtocolError):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
 from holdfast.image.save_record import StepRecord
-from holdfast.telemetry.causes import OTHER, cause_in
+from holdfast.telemetry.causes import OTHER, cause_from
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
 
 _OLD_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
@@ -105,7 +105,7 @@ class CheckpointRow:
 
 
 @dataclass(slots=True)
-class NotTaken:
+class SkippedStep:
     """A step that was declined or failed."""
 
     attempt: int
@@ -122,7 +122,7 @@ class CheckpointRows:
     """The result of `gather_checkpoints`. `rows`: oldest first."""
 
     rows: list[CheckpointRow] = field(default_factory=list)
-    not_taken: list[NotTaken] = field(default_factory=list)
+    not_taken: list[SkippedStep] = field(default_factory=list)
 
     @property
     def causes(self) -> Counter[str]:
@@ -146,7 +146,7 @@ def gather_checkpoints(events: Iterable[LoggedEvent], stored: Sequence[StoredChe
 class _Gathering:
     def __init__(self, stored: Sequence[StoredCheckpoint]) -> None:
         self._rows: dict[CheckpointId, CheckpointRow] = {}
-        self._not_taken: dict[CheckpointId, NotTaken] = {}
+        self._not_taken: dict[CheckpointId, SkippedStep] = {}
         self._attempt: int | None = None
         self._stored_attempts: dict[int, int] = {}
         for one in stored:
@@ -227,9 +227,9 @@ class _Gathering:
         key = CheckpointId(row.attempt, row.step)
         reason = text(event.fields.get("reason")) or text(event.fields.get("message"))
         stated = {name: text(event.fields.get(name)) for name in ("cause", "code")}
-        cause = cause_in(stated) if any(stated.values()) else _cause_in_old_log(reason)
+        cause = cause_from(stated) if any(stated.values()) else _cause_in_old_log(reason)
         kind = "declined" if event.event == "declined" else "failed"
-        one = self._not_taken.setdefault(key, NotTaken(*key, event.time, kind, cause, reason))
+        one = self._not_taken.setdefault(key, SkippedStep(*key, event.time, kind, cause, reason))
         one.ranks += event.role == "trainer"
         if kind == "failed" and one.kind == "declined":
             one.kind = kind
@@ -294,7 +294,7 @@ class StoredCheckpoint:
         return cls(
             attempt=manifest.attempt,
             step=manifest.step,
-            state=manifest.told_state,
+            state=manifest.display_state,
             image_bytes=manifest.image_bytes,
             durable_at_unix=durable_at,
             saved_at_unix=durable_at - manifest.pgt2_seconds,

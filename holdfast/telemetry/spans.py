@@ -40,7 +40,7 @@ from opentelemetry.trace import (
 
 from holdfast import __version__
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.telemetry.causes import cause_in
+from holdfast.telemetry.causes import cause_from
 from holdfast.telemetry.event_text import event_text
 from holdfast.telemetry.rows import CheckpointRow
 
@@ -181,7 +181,7 @@ class Spans:
 
     def _ends_badly(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         began = self._began.get(key, now - fields.get("seconds", 0.0))
-        self._end_root(key, began, now, {"outcome": outcome, "cause": cause_in(fields)}, event_text(fields))
+        self._end_root(key, began, now, {"outcome": outcome, "cause": cause_from(fields)}, event_text(fields))
 
     def _end_flush(self, key: CheckpointId, now: float, problem: str) -> None:
         span = self._flushes.pop(key, None)

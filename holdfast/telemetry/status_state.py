@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
-from holdfast.telemetry.causes import OTHER, cause_in
+from holdfast.telemetry.causes import OTHER, cause_from
 from holdfast.telemetry.event_text import NOTICES, TROUBLES, cut, event_text
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
@@ -132,7 +132,7 @@ class StatusState:
             case "flush_resumed":
                 self._note(attempt, step, held="")
             case "declined" | "failed" | "flush_failed":
-                cause = cause_in(fields)
+                cause = cause_from(fields)
                 self._causes[
                     cause if cause in self._causes or len(self._causes) < _CAUSES_MAX else OTHER
                 ] += 1

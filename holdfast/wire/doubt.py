@@ -53,14 +53,14 @@ class Doubt(NamedTuple):
             )
         if not isinstance(steps, list) or not isinstance(reason, str) or len(steps) not in (0, 2):
             raise ValueError(f"expected a rank, no or two steps, and a reason, got {body!r:.200}")
-        numbers = wire.wholes([rank, *steps])
+        numbers = wire.whole_numbers([rank, *steps])
         if numbers[1:] != tuple(sorted(numbers[1:])):
             raise ValueError(f"expected the first step before the last, got {steps}")
         return cls(
             numbers[0],
             (numbers[1], numbers[2]) if steps else None,
             reason[:_REASON_CHARACTERS_MAX],
-            wire.wholes(earlier),
+            wire.whole_numbers(earlier),
         )
 
     def to_frame(self, kind: Kind, *, attempt: int) -> bytes:

@@ -43,4 +43,4 @@ class FailureCount:
         return cls(failures, float(seconds))
 
 
-NONE_SEEN = FailureCount()
+NO_FAILURES = FailureCount()

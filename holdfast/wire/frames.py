@@ -4,7 +4,7 @@
             magic  version  kind  attempt  step  chunk  flags  arg  body_bytes  crc32  body …
 
 docs/wire.md has the byte tables, the meaning of every field per kind, and the state table. Payloads (slices of chunks)
-are raw bytes under a tag of their own, `data_tag(slot)`, in `payload_messages` messages; a SENT control message has
+are raw bytes under a tag of their own, `data_tag(slot)`, in `payload_message_count` messages; a SENT control message has
 their size and CRC.
 
 Every message is untrusted input. `decode` checks magic, version, kind, sizes and CRC first; `json_body` and the
@@ -105,7 +105,7 @@ class Frame:
     attempt: int = 0  # fencing epoch of the run; 0 before WELCOME
     step: int = 0
     chunk: int = 0
-    # SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH, FETCHED:
+    # SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.AnnouncementKind`. FETCH, FETCHED:
     # `holdfast.ring.remains.Asked`. PROOF: `holdfast.wire.step_proof.ProofPart`.
     flags: int = 0
     # CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of the
@@ -122,7 +122,7 @@ def data_tag(slot: int) -> int:
     return _FIRST_DATA_TAG + slot
 
 
-def payload_messages(pieces: int) -> int:
+def payload_message_count(pieces: int) -> int:
     """The number of messages for a payload of `pieces` parts: one for each part, or one for all of many parts.
 
     MPI receives into contiguous memory in one copy; a scattered target gets fragments, each copied twice. Beyond some
@@ -210,7 +210,7 @@ def json_body(frame: Frame, **required: type) -> dict[str, Any]:
     return document
 
 
-def wholes(values: Iterable[Any]) -> tuple[int, ...]:
+def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
     """Check that all values are whole numbers from 0 to 2^62, and return them. Raises `ValueError`."""
     found = tuple(values)
     if not all(type(value) is int and 0 <= value < WHOLE_MAX for value in found):
@@ -218,13 +218,13 @@ def wholes(values: Iterable[Any]) -> tuple[int, ...]:
     return found
 
 
-def text_body(text: str) -> bytes:
+def encode_text(text: str) -> bytes:
     """Encode a text for people, cut at 4,000 bytes. A path in it may hold bytes that are not UTF-8."""
     return text.encode(errors="backslashreplace")[:_TEXT_BYTES_MAX]
 
 
-def body_text(frame: Frame) -> str:
-    """Decode a `text_body`; a character that the cut has split becomes U+FFFD."""
+def decode_text(frame: Frame) -> str:
+    """Decode a `encode_text`; a character that the cut has split becomes U+FFFD."""
     return frame.body[:_TEXT_BYTES_MAX].decode(errors="replace")
 
 

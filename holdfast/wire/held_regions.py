@@ -9,7 +9,7 @@ from typing import Any, Self
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
-from holdfast.wire.frames import wholes
+from holdfast.wire.frames import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HeldRegions:
         """Read `regions_to_json`, for rows that refer to `needed` regions. Raises `ProtocolError`."""
         try:
             read = tuple(
-                (wholes([item_bytes])[0], Region(wholes(start), wholes(size)))
+                (whole_numbers([item_bytes])[0], Region(whole_numbers(start), whole_numbers(size)))
                 for item_bytes, start, size in regions
             )
         except (TypeError, ValueError) as error:
@@ -52,7 +52,7 @@ def held_rows(
 ) -> tuple[tuple[int, int], ...]:
     """Read `HeldRegions.rows`: all split rows of the table, for a stage also others. Raises `ProtocolError`."""
     try:
-        rows = tuple((row, number) for row, number in map(wholes, document))
+        rows = tuple((row, number) for row, number in map(whole_numbers, document))
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"PROPOSE: regions that cannot be read: {error}") from error
     wanted = [row for row, (_, _, _, owner) in enumerate(table) if owner == SPLIT]

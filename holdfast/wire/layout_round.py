@@ -21,7 +21,7 @@ import numpy as np
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.regions import Pattern, unite
-from holdfast.image.replicas import ranks_named
+from holdfast.image.replicas import format_ranks
 from holdfast.wire.frames import Frame, peer_error
 from holdfast.wire.replica_proof import ReplicaProof, prove
 from holdfast.wire.state_messages import Agreement, Proposal, ProposalReader
@@ -37,7 +37,7 @@ _ALL_RANKS = (
 )
 
 
-class OneSided(NamedTuple):
+class OneSidedRound(NamedTuple):
     """The end of a round that only some ranks have begun: `ranks` get `error`, and `step` is given up."""
 
     ranks: tuple[int, ...]
@@ -54,9 +54,9 @@ class LayoutRound:
         self._reader = ProposalReader(2 * ranks)
         self._gone: dict[int, str] = {}  # rank → why it never proposes again
         # Step → ranks whose state fits the layout there
-        self._fitting: OrderedDict[int, set[int]] = OrderedDict()
+        self._fitting_ranks: OrderedDict[int, set[int]] = OrderedDict()
         self._begun_at = 0.0
-        self._is_said = False
+        self._has_warned = False
 
     def read(self, frame: Frame) -> Proposal:
         """Read a proposal of this round. Raises `ProtocolError`: as `ProposalReader.read`."""
@@ -64,10 +64,10 @@ class LayoutRound:
 
     def propose(
         self, rank: int, proposal: Proposal, now: float
-    ) -> Agreement | HoldfastError | OneSided | None:
+    ) -> Agreement | HoldfastError | OneSidedRound | None:
         """Take one rank's proposal; return the answer to all ranks, which ends the round. None: others are missing."""
         if not self._proposals:
-            self._begun_at, self._is_said = now, False
+            self._begun_at, self._has_warned = now, False
         self._proposals[rank] = proposal
         if self._gone:
             return self._ended()
@@ -82,43 +82,43 @@ class LayoutRound:
         except (StateError, ProtocolError) as refusal:
             return refusal
 
-    def fits(self, rank: int, step: int) -> OneSided | None:
+    def fits(self, rank: int, step: int) -> OneSidedRound | None:
         """Note that a rank saves this step with its present layout, so it will not propose for the step."""
-        self._fitting.setdefault(step, set()).add(rank)
-        while len(self._fitting) > _STEPS_KNOWN:
-            self._fitting.popitem(last=False)
+        self._fitting_ranks.setdefault(step, set()).add(rank)
+        while len(self._fitting_ranks) > _STEPS_KNOWN:
+            self._fitting_ranks.popitem(last=False)
         return self._one_sided(step) if self._proposals else None
 
-    def _one_sided(self, step: int) -> OneSided | None:
+    def _one_sided(self, step: int) -> OneSidedRound | None:
         """End the round if some ranks propose for this step and others never will. A rank that saves a step twice has
         fitted the first time, and does not count as changed.
         """
-        fitting = self._fitting.get(step, set())
+        fitting = self._fitting_ranks.get(step, set())
         alone = [rank for rank, one in self._proposals.items() if one.step == step and rank not in fitting]
         others = sorted(fitting - self._proposals.keys())
         if step < 0 or not alone or not others:
             return None
         proposals = self._over()
         first = proposals[min(alone)]
-        who = ranks_named(sorted(alone))
+        who = format_ranks(sorted(alone))
         if first.refusal is not None:
             code, why = first.refusal
-            return OneSided(tuple(proposals), step, peer_error(code, f"step {step}: {who}: {why}"))
+            return OneSidedRound(tuple(proposals), step, peer_error(code, f"step {step}: {who}: {why}"))
         why = first.change or "its tensors are others than before"
-        return OneSided(
+        return OneSidedRound(
             tuple(proposals),
             step,
             StateError(
-                f"step {step}: the state of {who} has changed, and that of {ranks_named(others)} has not: {why}. All "
+                f"step {step}: the state of {who} has changed, and that of {format_ranks(others)} has not: {why}. All "
                 "ranks must change their tensors, and how these are split, before the same save"
             ),
         )
 
     def late(self, now: float) -> str:
         """Return a warning that names the missing ranks, once in each round; empty otherwise."""
-        if not self._proposals or self._is_said or now - self._begun_at <= _PATIENCE_SECONDS:
+        if not self._proposals or self._has_warned or now - self._begun_at <= _PATIENCE_SECONDS:
             return ""
-        self._is_said = True
+        self._has_warned = True
         return (
             f"{self._who} has waited {_PATIENCE_SECONDS:g} s for the layout of {self._missing}, and gives up after "
             f"{self._seconds_max:g} s. {_ALL_RANKS}"
@@ -135,14 +135,14 @@ class LayoutRound:
             f"steps? {_ALL_RANKS}"
         )
 
-    def lost(self, rank: int, reason: str, *, by_itself: bool = False) -> HoldfastError | None:
-        """Note a lost rank; it ends this round and each later one. `by_itself`: the rank ended before this save."""
-        self._gone.setdefault(rank, f"{reason}. {_ALL_RANKS}" if by_itself else reason)
+    def lost(self, rank: int, reason: str, *, has_exited: bool = False) -> HoldfastError | None:
+        """Note a lost rank; it ends this round and each later one. `has_exited`: the rank ended before this save."""
+        self._gone.setdefault(rank, f"{reason}. {_ALL_RANKS}" if has_exited else reason)
         return self._ended() if self._proposals else None
 
     @property
     def _missing(self) -> str:
-        return ranks_named([rank for rank in range(self._ranks) if rank not in self._proposals])
+        return format_ranks([rank for rank in range(self._ranks) if rank not in self._proposals])
 
     def _over(self) -> dict[int, Proposal]:
         """Begin the next round; return the proposals of this one."""
@@ -152,7 +152,7 @@ class LayoutRound:
 
     def _ended(self) -> HoldfastError:
         """End a round in which a rank is lost."""
-        asked, why = ranks_named(sorted(self._proposals)), next(iter(self._gone.values()))
+        asked, why = format_ranks(sorted(self._proposals)), next(iter(self._gone.values()))
         self._over()
         return PeerLost(f"{asked} began a save, and the ranks cannot agree on a layout: {why}")
 
@@ -165,7 +165,7 @@ def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
             said.setdefault(proposal.refusal, []).append(rank)
     for (code, message), ranks in said.items():
         everybody = len(ranks) == len(proposals)
-        return peer_error(code, message if everybody else f"{ranks_named(ranks)}: {message}")
+        return peer_error(code, message if everybody else f"{format_ranks(ranks)}: {message}")
     return None
 
 
@@ -181,7 +181,7 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
     if len(stages) == len(proposals):
         united = union_of(proposals, stages)
         union, table, sums = united.union, united.proof_table, list[Sequence[int]](united.sums)
-        saids, members = united.held, list(range(len(proposals)))
+        region_numbers, members = united.held, list(range(len(proposals)))
         makers = [proposals[rank] for rank in united.makers]
     else:
         named = sorted(str(row[0]) for row in table)
@@ -198,11 +198,11 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
                 "start), under the same names on all ranks"
             )
         sums = [proposal.sums for proposal in proposals]
-        saids, members = _by_group(proposals)
+        region_numbers, members = _by_group(proposals)
     proven = prove(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else ReplicaProof("", ())
     if proven.refusal:
         raise StateError(proven.refusal)
-    patterns, split_rows = _patterns(table, proposals, saids, members, sums)
+    patterns, split_rows = _patterns(table, proposals, region_numbers, members, sums)
     return Agreement(
         pickle_reserve_bytes=pickle_reserve_bytes(sum(maker.pickle_bytes for maker in makers)),
         per_rank_reserve_bytes={
@@ -229,16 +229,16 @@ def _by_group(proposals: Sequence[Proposal]) -> tuple[dict[int, list[int | None]
         if id(rows) not in by_identity:
             by_identity[id(rows)] = groups.setdefault(rows, len(groups))
         members.append(by_identity[id(rows)])
-    saids: dict[int, list[int | None]] = {
+    region_numbers: dict[int, list[int | None]] = {
         of_groups[0][0]: [number for _, number in of_groups] for of_groups in zip(*groups, strict=True)
     }
-    return saids, members
+    return region_numbers, members
 
 
 def _patterns(
     table: Sequence[Sequence[Any]],
     proposals: Sequence[Proposal],
-    saids: Mapping[int, Sequence[int | None]],
+    region_numbers: Mapping[int, Sequence[int | None]],
     members: Sequence[int],
     sums: Sequence[Sequence[int]],
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
@@ -250,7 +250,7 @@ def _patterns(
     # The regions and the shape of a row → its pattern: most rows are alike.
     by_regions: dict[tuple[object, ...], int] = {}
     split_rows: list[tuple[int, int]] = []
-    for row, of_groups in saids.items():
+    for row, of_groups in region_numbers.items():
         path, _, shape, _ = table[row]
         said = tuple(of_groups)
         number = by_regions.get((said, *shape))
@@ -301,7 +301,7 @@ def _check_holders(
     holders = pattern.holders[region]
     others = [rank for rank in holders if rank in sums and sums[rank][row] != sums[holders[0]][row]]
     raise StateError(
-        f"tensor {table[row][0]}: {ranks_named(others)} and rank {holders[0]} hold the same region, "
+        f"tensor {table[row][0]}: {format_ranks(others)} and rank {holders[0]} hold the same region, "
         f"{pattern.regions[region]}, with other bytes; bring replicas together before the first save, for "
         "example by torch.distributed.broadcast, or look for what has changed one of them"
     )
@@ -317,14 +317,14 @@ def difference(first: Proposal, other: Proposal) -> str:
     """Describe the first difference of `other` from `first` (rank 0's), whose digests differ: tensor, expected, got."""
     for expected, got in zip(first.table, other.table, strict=False):
         if expected != got:
-            return _row_difference(expected, got)
+            return _describe_row_difference(expected, got)
     return (
         f"expected a table with digest {first.table_digest[:16]} as on rank 0, got {other.table_digest[:16]}, "
         "though the rows are equal; is holdfast the same version on all nodes?"
     )
 
 
-def _row_difference(expected: list[Any], got: list[Any]) -> str:
+def _describe_row_difference(expected: list[Any], got: list[Any]) -> str:
     if expected[0] != got[0]:
         return f"expected tensor {expected[0]} {_what(expected)} as on rank 0, got tensor {got[0]} {_what(got)} there"
     return f"tensor {expected[0]}: expected {_what(expected)} as on rank 0, got {_what(got)}"

@@ -37,7 +37,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PaceRequest:
     """The interval that rank 0 asks for. `after`: the last step that was due; the next is `every` steps later."""
 
     every: int
@@ -48,7 +48,7 @@ class Wish:
         return {"every": self.every, "after": self.after, "why": self.why[:_CHARACTERS_MAX]}
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Wish:
+    def from_json(cls, document: Mapping[str, Any]) -> PaceRequest:
         """Read the fields. Raises `ProtocolError`."""
         every = _whole("WISH", document, "every", 1, EVERY_MAX)
         after = _whole("WISH", document, "after", -1, _STEP_MAX)

@@ -28,7 +28,7 @@ import numpy as np
 
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED
-from holdfast.image.replicas import ranks_named, tensors_named
+from holdfast.image.replicas import format_ranks, format_tensors
 
 # Fraction of all numbers in the state: counters, generators and statistics are below it, parts of a model far above.
 _SPLIT_FRACTION = 0.1
@@ -85,7 +85,7 @@ def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> 
         return ReplicaProof("", ())
     split = [place for place in differ if table[place][3] == REPLICATED]
     rank0 = [place for place in differ if table[place][3] == 0 and table[place][1] != "bytes"]
-    bulk = [place for place in rank0 if _may_be_a_part(table[place])]
+    bulk = [place for place in rank0 if _may_be_model_part(table[place])]
     total = sum(map(_numbers, table))
     if sum(_numbers(table[place]) for place in bulk) > _SPLIT_FRACTION * total:
         split = sorted({*split, *bulk})
@@ -99,7 +99,7 @@ def is_statistic(path: str) -> bool:
     return path.endswith(_STATISTICS)
 
 
-def _may_be_a_part(row: Sequence[Any]) -> bool:
+def _may_be_model_part(row: Sequence[Any]) -> bool:
     """Whether a tensor may belong to a model or an optimizer."""
     path, dtype, shape, _ = row
     return str(dtype).startswith(_FLOATING) and math.prod(shape) > 1 and not is_statistic(path)
@@ -113,20 +113,20 @@ def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, crcs in sorted(sums.items()):
         groups.setdefault(tuple(crcs[place] for place in split), []).append(rank)
-    sides = " and ".join(ranks_named(group) for group in [*groups.values()][:_SIDES_MAX])
+    sides = " and ".join(format_ranks(group) for group in [*groups.values()][:_SIDES_MAX])
     more = f" and {len(groups) - _SIDES_MAX} more groups" if len(groups) > _SIDES_MAX else ""
     paths = [str(table[place][0]) for place in split]
-    why = _late_copy(table, split) or f"{_likely(table, split)}. {_WAYS_OUT}"
+    why = _describe_late_copy(table, split) or f"{_guess_parallelism(table, split)}. {_WAYS_OUT}"
     return (
-        f"what the ranks hold is not the same: {sides}{more} differ in {tensors_named(paths)} "
+        f"what the ranks hold is not the same: {sides}{more} differ in {format_tensors(paths)} "
         f"({len(paths)} of {len(table)} tensors). A checkpoint has one copy of each, so the others would be lost. {why}"
     )
 
 
-def _late_copy(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
+def _describe_late_copy(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
     """Advice if only a copy differs that was made before the weights were equal (an EMA, a teacher); else empty."""
     chosen = set(split)
-    equal = [row for place, row in enumerate(table) if place not in chosen and _may_be_a_part(row)]
+    equal = [row for place, row in enumerate(table) if place not in chosen and _may_be_model_part(row)]
     differing = [table[place] for place in split]
     originals = _originals_by_name(equal, differing) or _originals_by_shape(equal, differing)
     if not originals:
@@ -166,7 +166,7 @@ def _may_be_a_copy(path: str, copied: tuple[str, ...], original: tuple[str, ...]
     nested = copied[: len(original)] == original or original[: len(copied)] == copied
     numbered = copied[-1].isdigit() and original[-1].isdigit()
     inside_a_model = len(copied) > len(_words(path.rpartition("/")[0])) + 1
-    expert = _names_an_expert(".".join(copied)) and not _names_an_expert(".".join(original))
+    expert = _is_expert_name(".".join(copied)) and not _is_expert_name(".".join(original))
     return not (nested or numbered or inside_a_model or expert)
 
 
@@ -194,7 +194,7 @@ def _words(path: str) -> tuple[str, ...]:
     return tuple(word for word in path.replace("/", ".").split(".") if word not in _WRAPPERS)
 
 
-def _likely(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
+def _guess_parallelism(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
     """Guess the kind of parallelism from names and shapes."""
     chosen = set(split)
     weights = [row for place, row in enumerate(table) if place in chosen and not _is_moment(row)]
@@ -209,7 +209,7 @@ def _likely(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
         )
     if all("flat" in str(row[0]).lower() for row in weights):
         return "It looks like flat partitions, one for each rank (FSDP1, ZeRO, DeepSpeed)"
-    if all(_names_an_expert(str(row[0])) for row in weights):
+    if all(_is_expert_name(str(row[0])) for row in weights):
         return "It looks like expert parallelism: each rank has experts of its own"
     if not same:
         return (
@@ -230,5 +230,5 @@ def _is_moment(row: Sequence[Any]) -> bool:
     return "/state/" in path or path.rpartition("/")[2] in _MOMENTS
 
 
-def _names_an_expert(path: str) -> bool:
+def _is_expert_name(path: str) -> bool:
     return "expert" in path.lower() or "moe" in path.lower().replace("/", ".").split(".")

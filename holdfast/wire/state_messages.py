@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Pattern
 from holdfast.parse_cost import inflate_json
-from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, to_json, wholes
+from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, to_json, whole_numbers
 from holdfast.wire.held_regions import HeldRegions, held_rows
 from holdfast.wire.replica_proof import decode_sums, encode_sums
 from holdfast.wire.state_union import Stage, StateUnion
@@ -227,7 +227,7 @@ class Agreement:
             raise ProtocolError(f"RESERVED: rank0_only is {paths!r:.100}, expected paths")
         try:
             patterns = tuple(map(Pattern.from_json, document.get("patterns", [])))
-            rows = tuple((row, number) for row, number in map(wholes, document.get("split_rows", [])))
+            rows = tuple((row, number) for row, number in map(whole_numbers, document.get("split_rows", [])))
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"RESERVED: patterns that cannot be read: {error}") from error
         if any(number >= len(patterns) for _, number in rows):

@@ -108,7 +108,7 @@ def unite_trees(
     trees = []
     for rank, (table, stage) in enumerate(zip(tables, stages, strict=True)):
         paths = [str(row[0]) for row in table]
-        _refuse_twice(paths, f"rank {rank}")
+        _reject_duplicates(paths, f"rank {rank}")
         tree = _read(stage.outline, len(paths), paths)
         if [leaf.row for leaf in _leaves(tree)] != list(range(len(paths))):
             raise ProtocolError(
@@ -119,19 +119,19 @@ def unite_trees(
     for rank, tree in enumerate(trees[1:], 1):
         _join(union, tree, "", rank)
     order = [leaf.path for leaf in _leaves(union)]
-    _refuse_twice(order, "the ranks together")
-    return order, _written(union, iter(range(len(order)))), _united_groups(stages)
+    _reject_duplicates(order, "the ranks together")
+    return order, _written(union, iter(range(len(order)))), _unite_groups(stages)
 
 
-def _refuse_twice(paths: Sequence[str], who: str) -> None:
-    twice = _repeated(paths)
+def _reject_duplicates(paths: Sequence[str], who: str) -> None:
+    twice = _first_duplicate(paths)
     if twice:
         raise StateError(
             f"{who}: two tensors are named {twice}, and the ranks hold different tensors: give each a name of its own"
         )
 
 
-def _repeated(names: Sequence[str]) -> str:
+def _first_duplicate(names: Sequence[str]) -> str:
     """The first name that occurs twice, or empty."""
     seen: set[str] = set()
     for name in names:
@@ -148,7 +148,7 @@ def _join(union: Any, other: Any, where: str, rank: int) -> None:
             if key in union.below:
                 _join(union.below[key], node, at, rank)
             else:
-                _refuse_plain(node, at, rank)
+                _reject_plain_values(node, at, rank)
                 union.below[key] = node
         union.versions = {**other.versions, **union.versions}
     elif isinstance(union, list) and isinstance(other, list):
@@ -163,7 +163,7 @@ def _join(union: Any, other: Any, where: str, rank: int) -> None:
         raise StateError(f"rank {rank}: {where} is {_kind(other)}, and on rank 0 {_kind(union)}")
 
 
-def _refuse_plain(node: Any, where: str, rank: int) -> None:
+def _reject_plain_values(node: Any, where: str, rank: int) -> None:
     """Refuse plain values and lists under a key that rank 0 lacks: rank 0 can add only tensors in dicts."""
     found = [*_plain(node, where)]
     if found:
@@ -182,7 +182,7 @@ def _plain(node: Any, where: str) -> Iterator[str]:
             yield from _plain(below, f"{where}/{key}")
 
 
-def _united_groups(stages: Sequence[Stage]) -> dict[str, list[list[str]]]:
+def _unite_groups(stages: Sequence[Stage]) -> dict[str, list[list[str]]]:
     united: dict[str, list[list[str]]] = {}
     first = stages[0].groups
     for rank, stage in enumerate(stages):
@@ -207,7 +207,7 @@ def _united_groups(stages: Sequence[Stage]) -> dict[str, list[list[str]]]:
                 seen = set(known[number])
                 known[number] += [one for one in names if one not in seen]
     for name, of in united.items():
-        if twice := _repeated([one for names in of for one in names]):
+        if twice := _first_duplicate([one for names in of for one in names]):
             raise StateError(f"{name}: parameter {twice} is in another group on another rank")
     return united
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from holdfast.errors import HoldfastError, ProtocolError
-from holdfast.wire.failure_count import NONE_SEEN, FailureCount
+from holdfast.wire.failure_count import NO_FAILURES, FailureCount
 from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, peer_error, to_json
 
 _SECONDS_MAX = 1e9  # selectors and threads can wait this long; the check also refuses infinity and NaN
@@ -25,7 +25,7 @@ class Welcome:
     share: int = 1  # the stager's number among several, from 1
     shares: int = 1  # number of stagers
     ring: str = ""  # identity of the stager's ring; empty: unknown
-    seen: FailureCount = NONE_SEEN  # failures of the run before this job
+    seen: FailureCount = NO_FAILURES  # failures of the run before this job
 
     def to_frame(self) -> bytes:
         return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))
@@ -54,12 +54,12 @@ class Welcome:
             raise ProtocolError(f"WELCOME: ring is {document['ring']!r:.80}, expected str")
         seen = FailureCount.from_json(document.get("seen"))
         welcome = cls(**{name: document[name] for name in cls.__slots__ if name != "seen"}, seen=seen)
-        wholes = (
+        whole_numbers = (
             *(welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks),
             *(welcome.share, welcome.shares),
         )
         seconds = (welcome.beat_seconds, welcome.offer_seconds_max)
-        if not all(0 < number < WHOLE_MAX for number in wholes) or not all(
+        if not all(0 < number < WHOLE_MAX for number in whole_numbers) or not all(
             0 < s < _SECONDS_MAX for s in seconds
         ):
             raise ProtocolError(

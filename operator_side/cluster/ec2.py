@@ -147,7 +147,7 @@ class Ec2:
         codes = tuple(dict.fromkeys(e.get("ErrorCode", "unknown") for e in errors))
         message = "; ".join(dict.fromkeys(e.get("ErrorMessage", "") for e in errors))
         if len(ids) < order.nodes:
-            self._refuse_strange(codes, message)
+            self._raise_unexpected(codes, message)
             return FleetAnswer(ids, codes or ("InsufficientInstanceCapacity",), message)
         return FleetAnswer(ids)
 
@@ -227,7 +227,7 @@ class Ec2:
                 return FleetAnswer((), (said["Code"],), said.get("Message", ""))
             raise
 
-    def _refuse_strange(self, codes: Sequence[str], message: str) -> None:
+    def _raise_unexpected(self, codes: Sequence[str], message: str) -> None:
         strange = [code for code in codes if code not in _REFUSALS]
         if strange:
             raise ConfigError(f"EC2 in {self._file.region}: {', '.join(strange)}: {message}")

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from holdfast.errors import BusyError, ConfigError
 from operator_side.cluster.ec2 import Ec2
 from operator_side.cluster.file import ClusterFile
-from operator_side.cluster.ladder import FleetWish
+from operator_side.cluster.ladder import FleetRequest
 from operator_side.cluster.raising import Budget, Cluster
 from operator_side.supervise.hosts import Fleet, Host
 
@@ -22,7 +22,7 @@ class Ec2Fleet(Fleet):
     """The running trainers as hosts. `wish`: the request given to `up`, to replace lost trainers in the same zone."""
 
     def __init__(
-        self, name: str, cluster: Cluster, *, slots: int, wish: FleetWish | None, budget: Budget
+        self, name: str, cluster: Cluster, *, slots: int, wish: FleetRequest | None, budget: Budget
     ) -> None:
         self.name, self._cluster = name, cluster
         self._slots, self._wish, self._budget = slots, wish, budget
@@ -44,7 +44,7 @@ class Ec2Fleet(Fleet):
             _log.warning("started %d trainers in place of lost ones: %s", len(made), ", ".join(made))
 
 
-def fleet_of(path: Path) -> Ec2Fleet:
+def load_fleet(path: Path) -> Ec2Fleet:
     """Make the fleet of `holdfast run --cluster FILE`. Raises `ConfigError`: the file is not an output of Terraform."""
     file = ClusterFile.load(path)
     cluster = Cluster(file, Ec2(file), file.state_path)
@@ -52,7 +52,7 @@ def fleet_of(path: Path) -> Ec2Fleet:
     try:
         said = json.loads(file.settings_path.read_text())
         slots, budget = int(said.pop("slots")), Budget(**said.pop("budget"))
-        wish = TypeAdapter(FleetWish).validate_python(said)
+        wish = TypeAdapter(FleetRequest).validate_python(said)
     except FileNotFoundError:
         _log.warning(
             "`holdfast cluster up` was not run here: one rank runs on each node, and lost nodes are not replaced"

@@ -34,7 +34,7 @@ PRICE = frozenset({"SpotMaxPriceTooLow", "MaxTotalPriceExceeded"})
 
 
 @dataclass(frozen=True, slots=True)
-class FleetWish:
+class FleetRequest:
     """The wanted cluster, and the acceptable alternatives. `subnets`: the best first; each is in one zone."""
 
     types: tuple[str, ...]
@@ -55,11 +55,11 @@ class Order:
     on_demand: int = 0
 
 
-def first_order(wish: FleetWish) -> Order:
+def first_order(wish: FleetRequest) -> Order:
     return Order(wish.types, wish.subnets[0], wish.nodes)
 
 
-def next_order(wish: FleetWish, order: Order, codes: Collection[str]) -> Order | None:
+def next_order(wish: FleetRequest, order: Order, codes: Collection[str]) -> Order | None:
     """Return the request after these error codes; None: give up. The strictest code wins: quotas apply everywhere."""
     known = set(codes)
     if known - CAPACITY - SPOT_QUOTA - VCPU_QUOTA - PRICE:
@@ -73,20 +73,20 @@ def next_order(wish: FleetWish, order: Order, codes: Collection[str]) -> Order |
     return _other_place(wish, order) or _fewer(wish, order) or _on_demand(wish, order)
 
 
-def _other_place(wish: FleetWish, order: Order) -> Order | None:
+def _other_place(wish: FleetRequest, order: Order) -> Order | None:
     if wish.more_types and order.types == wish.types:
         return replace(order, types=wish.types + wish.more_types)
     where = wish.subnets.index(order.subnet) + 1
     return replace(order, subnet=wish.subnets[where]) if where < len(wish.subnets) else None
 
 
-def _fewer(wish: FleetWish, order: Order) -> Order | None:
+def _fewer(wish: FleetRequest, order: Order) -> Order | None:
     if order.nodes <= wish.nodes_min:
         return None
     return replace(order, nodes=order.nodes - 1, subnet=wish.subnets[0])
 
 
-def _on_demand(wish: FleetWish, order: Order) -> Order | None:
+def _on_demand(wish: FleetRequest, order: Order) -> Order | None:
     if order.on_demand >= min(wish.on_demand_max, order.nodes):
         return None
     return replace(order, on_demand=order.on_demand + 1, subnet=wish.subnets[0])

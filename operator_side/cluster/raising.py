@@ -23,7 +23,7 @@ from pathlib import Path
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
 from operator_side.cluster.ec2 import Ec2, Node
 from operator_side.cluster.file import ClusterFile
-from operator_side.cluster.ladder import FleetWish, Order, first_order, next_order
+from operator_side.cluster.ladder import FleetRequest, Order, first_order, next_order
 
 _log = logging.getLogger("holdfast.cluster")
 
@@ -43,7 +43,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
+class StartedCluster:
     """The cluster after `up`. `made`: ids of the machines that this call started; the others existed before."""
 
     generation: str
@@ -53,7 +53,7 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ClusterStatus:
     """The cluster now. `taken`: preempted machines. `per_hour`: US dollars at current spot prices; None: unknown."""
 
     trainers: tuple[Node, ...]
@@ -79,12 +79,12 @@ class Cluster:
 
     # -- up --------------------------------------------------------------------------------------------------------
 
-    def up(self, wish: FleetWish, budget: Budget, *, seconds_max: float = 600.0) -> Raised:
+    def up(self, wish: FleetRequest, budget: Budget, *, seconds_max: float = 600.0) -> StartedCluster:
         """Start the missing machines. Raises `ConfigError`: the user must fix credentials, templates, budget or quota;
         `BusyError`: EC2 has no capacity; no trainer of this call is left running; `FencedError`: another cluster uses
         the store; `PeerLost`: EC2 does not answer, or machines do not start.
         """
-        self._refuse_foreign()
+        self._reject_foreign()
         self._cloud.check_templates()
         generation = self._generation()
         made: list[str] = []
@@ -108,9 +108,9 @@ class Cluster:
         self._await(STAGE, [i for i in made if i not in {n.id for n in trainers}], seconds_max)
         trainers = tuple(node for node in self._live(TRAIN) if node.id in wanted)
         self._state.unlink(missing_ok=True)
-        return Raised(generation, trainers, self._live(STAGE)[0], tuple(made))
+        return StartedCluster(generation, trainers, self._live(STAGE)[0], tuple(made))
 
-    def replace(self, wish: FleetWish, budget: Budget) -> tuple[str, ...]:
+    def replace(self, wish: FleetRequest, budget: Budget) -> tuple[str, ...]:
         """Start the missing trainers in the zone of the running ones. Return the ids of the new trainers."""
         live = self._live(TRAIN)
         if len(live) >= wish.nodes:
@@ -118,7 +118,7 @@ class Cluster:
         generation = live[0].generation if live else self._generation()
         return tuple(self._trainers(wish, budget, generation, live))
 
-    def _trainers(self, wish: FleetWish, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
+    def _trainers(self, wish: FleetRequest, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
         there = len(live)
         subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or wish.subnets
         missing = replace(
@@ -147,7 +147,7 @@ class Cluster:
             + "\ngive --more-types, another --subnet, a lower --nodes-min or a higher --on-demand-max; or wait"
         )
 
-    def _refuse_foreign(self) -> None:
+    def _reject_foreign(self) -> None:
         others = [
             node
             for node in self._cloud.nodes({"Store": self._file.store_url})
@@ -215,7 +215,7 @@ class Cluster:
 
     # -- status ----------------------------------------------------------------------------------------------------
 
-    def standing(self, budget: Budget) -> Standing:
+    def standing(self, budget: Budget) -> ClusterStatus:
         nodes = self._cloud.nodes(self._file.marks)
         live = [node for node in nodes if node.is_live]
         trainers = tuple(n for n in live if n.role == TRAIN)
@@ -229,7 +229,7 @@ class Cluster:
                 per_hour += len(on_demand) * (budget.on_demand_per_hour or 0.0)
             except ConfigError as error:
                 _log.warning("%s", error)
-        return Standing(trainers, stagers, taken, per_hour)
+        return ClusterStatus(trainers, stagers, taken, per_hour)
 
     def _spot_cost(self, nodes: Sequence[Node]) -> float:
         spot = [(node.type, node.zone) for node in nodes if node.is_spot]

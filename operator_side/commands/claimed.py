@@ -28,8 +28,8 @@ def claimed(store: Store) -> Iterator[LeasedRun]:
     claim = Lease.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
         ours = guarded(store, lambda: claim.check(at_once=True))
-        ours.sweep(_is_not_a_tools)
-        clear_intents(ours, claim.attempt, _is_not_a_tools)
+        ours.sweep(_is_not_tool_file)
+        clear_intents(ours, claim.attempt, _is_not_tool_file)
         yield LeasedRun(ours, claim.attempt, _watch(claim))
     finally:
         claim.release()
@@ -60,7 +60,7 @@ def published(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _is_not_a_tools(own: str) -> bool:
+def _is_not_tool_file(own: str) -> bool:
     return not own.startswith(ASSEMBLY)
 
 

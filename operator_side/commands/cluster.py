@@ -102,13 +102,13 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     JSON: {"generation", "made", "hostfile", "mpirun", "run", "nodes": [{"id", "role", "state", "type", "address",
     "zone", "spot", "launched"}]}.
     """
-    from operator_side.cluster.ladder import FleetWish
+    from operator_side.cluster.ladder import FleetRequest
 
     file, raised_by = _cluster(path)
     nodes_min = options["nodes_min"] or options["nodes"]
     if nodes_min > options["nodes"]:
         raise ConfigError(f"--nodes-min {nodes_min} is more than --nodes {options['nodes']}")
-    wish = FleetWish(
+    wish = FleetRequest(
         _names(options["types"], "--types"),
         tuple(dict.fromkeys((file.subnet_id, *options["subnets"]))),
         options["nodes"],

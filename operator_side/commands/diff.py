@@ -73,7 +73,7 @@ def _opened(target: Target) -> tuple[ComparedFile, str]:
     if target.step is None and Path(target.url).is_file():
         return ComparedFile(path=Path(target.url)), target.url
     catalog, manifest = target.find_good("compared")
-    name = f"{catalog.store.url}@{manifest.step} (attempt {manifest.attempt}, {manifest.told_state})"
+    name = f"{catalog.store.url}@{manifest.step} (attempt {manifest.attempt}, {manifest.display_state})"
     return ComparedFile(store=catalog.store, manifest=manifest), name
 
 
@@ -106,12 +106,12 @@ def _print_tensors(tensors: Sequence[TensorDifference], limit: int) -> None:
     rows.columns[0].no_wrap = False
     rows.columns[0].overflow = "fold"
     for one in tensors[:limit]:
-        rows.add_row(plain(one.path + _kinds(one)).replace("[", r"\["), *_cells(one))
+        rows.add_row(plain(one.path + _type_changes(one)).replace("[", r"\["), *_cells(one))
     console().print(rows)
     _left_out(len(tensors), limit)
 
 
-def _kinds(one: TensorDifference) -> str:
+def _type_changes(one: TensorDifference) -> str:
     said = ""
     if one.dtypes[0] != one.dtypes[1]:
         said += f" {one.dtypes[0]} -> {one.dtypes[1]}"

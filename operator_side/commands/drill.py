@@ -137,7 +137,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
 
 def _check(options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options that exclude each other."""
-    option.settings_of(options["settings"])
+    option.parse_settings(options["settings"])
     if options["launcher"] != "torchrun":
         return
     if options["ways"] == "wrapper":

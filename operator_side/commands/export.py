@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from holdfast.command.converters import Exported, converter
+from holdfast.command.converters import ExportResult, converter
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, show
-from holdfast.command.place import place, place_folder
+from holdfast.command.place import place, output_folder
 from holdfast.errors import ConfigError
 from holdfast.image.manifest import Manifest
 from operator_side.commands.options import choice, forced, text
@@ -70,18 +70,18 @@ def export(
     catalog, manifest = target.find_good("exported")
     store = catalog.store
     if kind == "dcp":
-        path = place_folder(destination, ".metadata", force=force)
+        path = output_folder(destination, ".metadata", force=force)
     else:
         path = place(destination, manifest.file.removesuffix(".pt") + _SUFFIX[kind], force=force)
     if write is None:
         pull_file(store, manifest, path, quiet=as_json)
-        done = Exported(manifest.image_bytes, len(manifest.tensors), {})
+        done = ExportResult(manifest.image_bytes, len(manifest.tensors), {})
     else:
         done = write(store, manifest, path, only=only, quiet=as_json)
     _say(store.url, manifest, kind, path, done, as_json=as_json)
 
 
-def _say(url: str, manifest: Manifest, kind: str, path: Path, done: Exported, *, as_json: bool) -> None:
+def _say(url: str, manifest: Manifest, kind: str, path: Path, done: ExportResult, *, as_json: bool) -> None:
     if as_json:
         names = {"url": url, "step": manifest.step, "attempt": manifest.attempt, "format": kind}
         print_json({**names, "destination": str(path), **done._asdict()})

@@ -83,13 +83,13 @@ def import_state(
     JSON: {"url", "step", "attempt", "file", "nbytes", "crc32", "state", "format", "names": [name], "tensors"}.
     """
     identify("tool")
-    renamed = dict(_pair(text) for text in renames)
+    renamed = dict(_parse_rename(text) for text in renames)
     source: ImportSource = converter("import")(path, under=under, renamed=renamed, dropped=dropped)
     catalog = target.catalog()
     store = catalog.store
     with claimed(store) as ours:
         if not force:
-            _refuse_beside_others(catalog)
+            _reject_existing_checkpoints(catalog)
         now = time.time()
         key = CheckpointId(ours.attempt, step)
         with progress_bar(path.name, source.image_bytes, hidden=as_json) as advance:
@@ -108,14 +108,14 @@ def import_state(
         raise DamageError(f"{manifest.file}: {manifest.note}; run the command again with --force")
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_rename(text: str) -> tuple[str, str]:
     old, sign, new = text.partition("=")
     if not (old and sign and new):
         raise ConfigError(f"--rename {text}: expected OLD=NEW, such as model_state_dict=model")
     return old, new
 
 
-def _refuse_beside_others(catalog: Catalog) -> None:
+def _reject_existing_checkpoints(catalog: Catalog) -> None:
     newest = catalog.newest_good()
     if newest is not None:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from holdfast.checkpoints.best_finder import BestFinder, BestFound
+from holdfast.checkpoints.best_finder import BestFinder, BestCheckpoint
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import CatalogItem
 from holdfast.command.examples import examples
@@ -89,7 +89,7 @@ def _seen(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) 
         yield item
 
 
-def _best_text(best: BestFound) -> str:
+def _best_text(best: BestCheckpoint) -> str:
     step, attempt = best.order.step, best.order.attempt
     return f"best {best.rule.told()}: {best.value:.6g}, step {step} of attempt {attempt}"
 

@@ -90,7 +90,7 @@ def size_of(option: str, text: str) -> int:
         raise ConfigError(f"{option} {text}: expected {error}") from None
 
 
-def settings_of(pairs: Sequence[str]) -> dict[str, str]:
+def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
     """Parse the stager's settings given by `--set`. Raises `ConfigError`."""
     found = {}
     for pair in pairs:

@@ -83,7 +83,7 @@ def _opened(part: Path, *, create: bool) -> int:
         fd = os.open(part, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise _strange(part) from error
+            raise _not_own_file(part) from error
         if isinstance(error, FileNotFoundError) and create:
             return _opened(part, create=create)  # its previous writer has just renamed it
         raise
@@ -91,11 +91,11 @@ def _opened(part: Path, *, create: bool) -> int:
     # Refuse a hard link to another file of the caller's, and a file that another user can still write.
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid != os.geteuid():
         os.close(fd)
-        raise _strange(part)
+        raise _not_own_file(part)
     return fd
 
 
-def _strange(part: Path) -> StoreError:
+def _not_own_file(part: Path) -> StoreError:
     return StoreError(
         f"{part}: expected a regular file of uid {os.geteuid()} without other hard links; "
         "remove it, or fetch to another directory"

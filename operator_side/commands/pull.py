@@ -16,10 +16,10 @@ from holdfast import crc
 from holdfast.checkpoints.best_finder import find_best
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, progress_bar, show
-from holdfast.command.place import place, unwritable, write_all
+from holdfast.command.place import place, write_error, write_all
 from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
-from holdfast.ring.pages import direct_window
+from holdfast.ring.pages import aligned_buffer
 from holdfast.store.base import Store
 from operator_side.commands.options import choice, forced, text
 from operator_side.commands.partial import partial
@@ -98,7 +98,7 @@ def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> i
                     os.truncate(fd, 0)
                     raise
         except OSError as error:
-            raise unwritable(path, manifest.image_bytes, error) from error
+            raise write_error(path, manifest.image_bytes, error) from error
     return kept_bytes
 
 
@@ -123,7 +123,7 @@ def _kept(fd: int, manifest: Manifest) -> int:
 
 
 def _stream(store: Store, manifest: Manifest, fd: int, first: int, advance: Callable[[int], None]) -> None:
-    buffer = direct_window(max(1, min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes)))
+    buffer = aligned_buffer(max(1, min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes)))
     for chunk, expected in list(enumerate(manifest.chunk_crc32s))[first:]:
         begin, end = _extent(manifest, chunk)
         found = 0

@@ -42,11 +42,11 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     unless SIGHUP is ignored at the start, as under nohup. It passes COMMAND's output through. When COMMAND has ended,
     one line on stderr says why, and the exit code says what to do.
     """
-    from operator_side.supervise.exit_codes import AGAIN, coded_end
+    from operator_side.supervise.exit_codes import AGAIN, decide_exit_code
     from operator_side.supervise.wrapped_rank import WrappedRank
 
     seen = WrappedRank(command).run()
-    end = coded_end(seen, restarts_max=restarts_max)
+    end = decide_exit_code(seen, restarts_max=restarts_max)
     if end.code:
         what = ": start the job again" if end.code == AGAIN else ""
         say(f"holdfast rank: {end.message}; exit code {end.code}{what}")

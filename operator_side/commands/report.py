@@ -10,7 +10,7 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.command.output import json_option, print_json, show
-from holdfast.command.place import place, write_all, write_whole
+from holdfast.command.place import place, write_all, write_atomically
 from holdfast.errors import StoreError, StoreMissing
 from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, forced
 from operator_side.commands.target import URL, Target
@@ -56,13 +56,13 @@ def report(
     can be sent to anybody. Without event logs the page shows only the checkpoints; with event logs the store may be
     unreachable.
 
-    JSON: {"file", "nbytes", "happened": [sentence, …], "look_at": [{"text", "section"}], "unknown": […], "checkpoints",
+    JSON: {"file", "nbytes", "happened": [sentence, …], "find_hints": [{"text", "section"}], "unknown": […], "checkpoints",
     "interruptions", "goodput"}; goodput is null if unknown.
     """
     from holdfast.telemetry.event_reading import read_logs
     from operator_side.report.facts import gather
     from operator_side.report.page import page
-    from operator_side.report.sentences import look_at, what_happened
+    from operator_side.report.sentences import find_hints, summarize_run
 
     check_dollars_per_hour(dollars_per_hour)
     path = place(output, _FILE, force=force)
@@ -71,14 +71,14 @@ def report(
     stored = _stored(target, notes, may_fail=not events)
     facts = gather(target.url, log, stored, dollars_per_hour=dollars_per_hour, notes=notes)
     made = page(facts, made_at_unix=time.time())
-    write_whole(path, len(made), lambda fd: write_all(fd, memoryview(made)))
+    write_atomically(path, len(made), lambda fd: write_all(fd, memoryview(made)))
     if as_json:
         print_json(
             {
                 "file": str(path),
                 "nbytes": len(made),
-                "happened": what_happened(facts),
-                "look_at": [one._asdict() for one in look_at(facts)],
+                "happened": summarize_run(facts),
+                "look_at": [one._asdict() for one in find_hints(facts)],
                 "unknown": facts.unknown,
                 "checkpoints": len(facts.rows),
                 "interruptions": len(facts.interruptions),
@@ -86,7 +86,7 @@ def report(
             }
         )
         return
-    for sentence in what_happened(facts):
+    for sentence in summarize_run(facts):
         show(sentence)
     show(f"{path}: {len(made)} bytes")
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import click
 
 from holdfast.checkpoints.branches import REASON_CHARACTERS_MAX, SKIPS_MAX, Branches, Rewind, StepRange, told
-from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
-from holdfast.checkpoints.lease import may_live, newest_attempt, runs_here
+from holdfast.checkpoints.catalog import CatalogItem, CatalogListing
+from holdfast.checkpoints.lease import find_possibly_live_writer, newest_attempt, find_local_writer
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, show, table
 from holdfast.errors import ConfigError, DamageError, FencedError, StoreMissing
@@ -103,7 +103,7 @@ def rewind(
     if only_list:
         if to is not None or skips or dry_run:
             raise ConfigError("--list changes nothing; leave out the other options")
-        _say_list(look, None, as_json=as_json, dry_run=False)
+        _print_branches(look, None, as_json=as_json, dry_run=False)
         return
     if to is None:
         raise ConfigError("expected --to with the step to continue from, or --list")
@@ -111,22 +111,22 @@ def rewind(
         raise ConfigError(f"--reason: expected at most {REASON_CHARACTERS_MAX} characters, got {len(reason)}")
     ranges = _ranges(skips)
     # Check before taking the lease, which uses up an attempt number; a job without a stager holds no lease.
-    if lives := runs_here(store) or (may_live(store, _ANY_ATTEMPT) if dry_run else ""):
-        raise FencedError(_alive(store, lives))
+    if lives := find_local_writer(store) or (find_possibly_live_writer(store, _ANY_ATTEMPT) if dry_run else ""):
+        raise FencedError(_busy_message(store, lives))
     plan = _plan(look, to, ranges, reason, newest_attempt(store) + 1)
     if not dry_run:
         with claimed(store) as ours:
-            look = CatalogLook(store)  # from here on no other process writes
+            look = CatalogListing(store)  # from here on no other process writes
             plan = _plan(look, to, ranges, reason, ours.attempt)
             _write(ours.store, plan.rewind)
-        look = CatalogLook(store)
+        look = CatalogListing(store)
     if as_json:
-        _say_list(look, plan, as_json=True, dry_run=dry_run)
+        _print_branches(look, plan, as_json=True, dry_run=dry_run)
     else:
         _say(store.url, plan, dry_run=dry_run)
 
 
-def _alive(store: Store, who: str) -> str:
+def _busy_message(store: Store, who: str) -> str:
     return (
         f"{store.url}: {who} may be writing to this run; end the job first, and wait until its flusher has ended: a "
         "running job would not notice the rewind"
@@ -152,7 +152,7 @@ def _ranges(given: Sequence[str]) -> tuple[StepRange, ...]:
 
 
 def _plan(
-    look: CatalogLook, to: str, ranges: tuple[StepRange, ...], reason: str, attempt: int
+    look: CatalogListing, to: str, ranges: tuple[StepRange, ...], reason: str, attempt: int
 ) -> _RewindPlan:
     branches = look.branches or Branches()
     fork = _fork(look, branches, to)
@@ -174,10 +174,10 @@ def _plan(
     return _RewindPlan(rewind, branches, known.skipped if known is not None else ())
 
 
-def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
+def _fork(look: CatalogListing, branches: Branches, to: str) -> CheckpointId:
     """Find the checkpoint of `--to`. Raises `ConfigError`, `StoreMissing`; `DamageError`: restore would not use it."""
     try:
-        wanted = None if _STEP.fullmatch(to) else CheckpointId.of_label(to)
+        wanted = None if _STEP.fullmatch(to) else CheckpointId.from_label(to)
     except ValueError:
         raise ConfigError(f"--to {to}: expected a step such as 10000, or 10000-a3 of attempt 3") from None
     step = int(to) if wanted is None else wanted.step
@@ -199,7 +199,7 @@ def _fork(look: CatalogLook, branches: Branches, to: str) -> CheckpointId:
     raise StoreMissing(f"{look.url}: no checkpoint {to}; {near}")
 
 
-def _near(look: CatalogLook, step: int) -> str:
+def _near(look: CatalogListing, step: int) -> str:
     names = sorted(look.current, key=lambda one: (abs(one.order.step - step), one.order))
     usable = (item.order for item in look.items(names) if item.is_good and not item.caveat)
     found = sorted(itertools.islice(usable, _NEAR_STEPS))
@@ -234,7 +234,7 @@ def _say(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
         show(f"to undo it: holdfast rewind {url} --to {made.left.label}")
 
 
-def _say_list(look: CatalogLook, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
+def _print_branches(look: CatalogListing, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
     branches = look.branches or Branches()
     rows = _rows(branches, list(look.items()))
     if as_json:

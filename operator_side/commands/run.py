@@ -169,7 +169,7 @@ def _run_mpirun(command: Sequence[str], options: dict[str, Any]) -> int:
     fleet = _fleet(options)
     logs = _logs(options["logs"], config.store)
     with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
-        supervisor, job = _supervised(command, options, config, fleet, logs, notifier)
+        supervisor, job = _make_supervisor(command, options, config, fleet, logs, notifier)
         verdict = supervisor.run()
     return _exit_code(verdict, job, logs)
 
@@ -177,14 +177,14 @@ def _run_mpirun(command: Sequence[str], options: dict[str, Any]) -> int:
 def _config(options: dict[str, Any]) -> StagerConfig:
     """Load the stager's settings. Raises `ConfigError`, also if the store's parent directory is missing."""
     from holdfast.config import StagerConfig
-    from holdfast.store import refuse_missing_parent
+    from holdfast.store import require_parent
 
-    config = StagerConfig.from_sources(store=options["store"], **option.settings_of(options["settings"]))
-    refuse_missing_parent(config.store, create=config.create)
+    config = StagerConfig.from_sources(store=options["store"], **option.parse_settings(options["settings"]))
+    require_parent(config.store, create=config.create)
     return config
 
 
-def _supervised(
+def _make_supervisor(
     command: Sequence[str],
     options: dict[str, Any],
     config: StagerConfig,
@@ -216,7 +216,7 @@ def _supervised(
 
     def last_look(verdict: Verdict) -> Verdict:
         is_done = verdict.cause is Cause.DONE
-        return _unless_not_durable(verdict, core.newest_step, config.store) if is_done else verdict
+        return _check_durable(verdict, core.newest_step, config.store) if is_done else verdict
 
     shares = range(options["stagers"])
     rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
@@ -234,7 +234,7 @@ def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
     error = class_of(verdict.exception)
     if verdict.exit_code:
         stopped = verdict.cause is Cause.STOPPED
-        _say_why(verdict.message, [] if stopped else job.last_words(verdict), logs)
+        _print_failure(verdict.message, [] if stopped else job.last_words(verdict), logs)
         if not stopped:
             say(f"help: {help_for(getattr(error, 'code', 'run'))}")
     # Python exits with 1 after any exception; holdfast's own classes have their own exit codes.
@@ -244,18 +244,18 @@ def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
 def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
     from holdfast.ring.directory import runtime_directory
     from holdfast.telemetry.event_files import EVENTS_NAME
-    from operator_side.commands.run_with_torchrun import check_options, say_for_several_machines, torchrun_job
+    from operator_side.commands.run_with_torchrun import check_options, print_multi_machine_commands, torchrun_job
     from operator_side.supervise.exit_codes import AGAIN
     from operator_side.supervise.kept_stager import KeptStager
     from operator_side.supervise.supervisor import environment_of_job
     from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict
 
-    check_options(option.settings_of(options["settings"]))
+    check_options(option.parse_settings(options["settings"]))
     config = _config(options)
     logs = _logs(options["logs"], config.store)
     with _lock(logs), contextlib.closing(_notifier(options, config.store)) as notifier:
         events = config.events or logs / EVENTS_NAME
-        say_for_several_machines(command, config.store, options)
+        print_multi_machine_commands(command, config.store, options)
         ring = runtime_directory(config.store, config.runtime_dir)
         stager = KeptStager(
             _stager_arguments(config, events, options), environment_of_job(), ring, _pause_seconds
@@ -267,13 +267,13 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
         code, message = job.run()
         if code == 0:
             done = Verdict(Cause.DONE, "the job is done", "done", exit_code=0)
-            verdict = _unless_not_durable(done, job.newest_step, config.store)
+            verdict = _check_durable(done, job.newest_step, config.store)
             code, message = verdict.exit_code, verdict.message
         cause = {0: Cause.DONE, AGAIN: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(code, Cause.CRASHED)
         over = {"role": "supervisor", "event": "over", "cause": cause.value}
         notifier.tell({**over, "message": message or f"the job ended with exit code {code}"})
     if code and message:
-        _say_why(message, [], logs)
+        _print_failure(message, [], logs)
     return code
 
 
@@ -285,7 +285,7 @@ def _notifier(options: dict[str, Any], store: str) -> Notifier:
     return Notifier(destinations(options["notify"], options["notify_command"]), run=store)
 
 
-def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
+def _print_failure(message: str, words: Sequence[str], logs: Path) -> None:
     from holdfast.command.output import say
 
     for word in words:
@@ -307,9 +307,9 @@ def _fleet(options: dict[str, Any]) -> Fleet:
     if options["slurm"]:
         return Slurm()
     if options["cluster"]:
-        from operator_side.cluster.fleet import fleet_of
+        from operator_side.cluster.fleet import load_fleet
 
-        return fleet_of(options["cluster"])
+        return load_fleet(options["cluster"])
     return Here()
 
 
@@ -361,7 +361,7 @@ def _newest_step(store: str) -> int:
         opened.close()
 
 
-def _unless_not_durable(done: Verdict, step: int, store: str) -> Verdict:
+def _check_durable(done: Verdict, step: int, store: str) -> Verdict:
     """Return `done`, or a verdict that `step`, the job's newest, is not durable."""
     from holdfast.config import TrainerConfig
     from operator_side.supervise.verdict import Cause, Verdict
@@ -414,7 +414,7 @@ def _mpirun(
 
 
 def _stager_arguments(config: StagerConfig, events: Path, options: dict[str, Any]) -> list[str]:
-    settings = option.settings_of(options["settings"])
+    settings = option.parse_settings(options["settings"])
     found: list[str] = []
     for name, value in {**settings, "store": config.store, "events": str(events)}.items():
         given = f"--{name.replace('_', '-')}"

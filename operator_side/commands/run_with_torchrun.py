@@ -78,7 +78,7 @@ def torchrun_job(
     tell: Callable[[Mapping[str, Any]], None],
 ) -> TorchrunJob:
     """Make the job that starts torchrun once the stager listens."""
-    restarts_max, grace_seconds = restarts_of(options), options["grace_seconds"]
+    restarts_max, grace_seconds = max_restarts(options), options["grace_seconds"]
     told_seconds = min(TrainerConfig.from_sources().watch_grace_seconds, max(1.0, grace_seconds))
     return TorchrunJob(
         stager,
@@ -93,18 +93,18 @@ def torchrun_job(
     )
 
 
-def restarts_of(options: dict[str, Any]) -> int:
+def max_restarts(options: dict[str, Any]) -> int:
     """Return torchrun's --max-restarts."""
     source = click.get_current_context().get_parameter_source("restarts_max")
     return RESTARTS_MAX if source is ParameterSource.DEFAULT else int(options["restarts_max"])
 
 
-def say_for_several_machines(command: Sequence[str], store: str, options: dict[str, Any]) -> None:
+def print_multi_machine_commands(command: Sequence[str], store: str, options: dict[str, Any]) -> None:
     """Print the commands that replace this one on several machines."""
     lines = lines_for_several_machines(
         torchrun_arguments(command),
         ranks=options["ranks"],
-        restarts_max=restarts_of(options),
+        restarts_max=max_restarts(options),
         store=store,
         host=socket.gethostname(),
     )

@@ -17,7 +17,7 @@ from operator_side.commands import options as option
 if TYPE_CHECKING:
     from operator_side.simulate.profiles import TrainingProfile
     from operator_side.simulate.study import Prices, Total
-    from operator_side.simulate.study_plan import Replayed
+    from operator_side.simulate.study_plan import TraceResult
 
 
 _SECONDS_MAX = 1e6
@@ -170,7 +170,7 @@ def _numbers(
     return found
 
 
-def _pictures(folder: Path | None, replayed: list[Replayed], totals: list[Total]) -> list[Path]:
+def _pictures(folder: Path | None, replayed: list[TraceResult], totals: list[Total]) -> list[Path]:
     if folder is None:
         return []
     from operator_side.simulate.study_pictures import draw_goodput, draw_totals

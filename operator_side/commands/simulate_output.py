@@ -12,12 +12,12 @@ from holdfast.errors import ConfigError
 from holdfast.policy.advice import Advice
 from operator_side.simulate.strategy import HOUR_US
 from operator_side.simulate.study import Spread, Total
-from operator_side.simulate.study_plan import Replayed, StudyPlan
+from operator_side.simulate.study_plan import TraceResult, StudyPlan
 
 _PER_DOLLAR_CELL = 1000  # iterations; the price of a single one is too small to read
 
 
-def show_replayed(plan: StudyPlan, one: Replayed) -> None:
+def show_replayed(plan: StudyPlan, one: TraceResult) -> None:
     """Print the results of one trace: goodput by interval, each strategy at its best interval, advice."""
     trace = one.trace
     show(
@@ -25,15 +25,15 @@ def show_replayed(plan: StudyPlan, one: Replayed) -> None:
         f"({trace.losses_per_hour:.2f} per hour), up to {trace.count_max} machines; a job on {one.job.nodes_min} to "
         f"{one.job.nodes} machines, {plan.offsets} windows of {one.window_hours:.1f} h, seed {plan.seed}"
     )
-    _by_interval(plan, one)
-    _at_the_best(one)
+    _show_by_interval(plan, one)
+    _show_best_intervals(one)
     bound = f"{plan.overhead_max:.1%}"
     show(f"\nAdvised intervals for the losses of this trace, with an overhead of at most {bound}")
     for name, advice in one.advice:
         show(f"  {name}: {_line(advice)}")
 
 
-def _by_interval(plan: StudyPlan, one: Replayed) -> None:
+def _show_by_interval(plan: StudyPlan, one: TraceResult) -> None:
     show("\nGoodput in % of the ideal, by interval in iterations")
     intervals = [str(every) for every in plan.intervals]
     rows = table("STRATEGY", *intervals, right=tuple(intervals))
@@ -43,7 +43,7 @@ def _by_interval(plan: StudyPlan, one: Replayed) -> None:
     console().print(rows)
 
 
-def _at_the_best(one: Replayed) -> None:
+def _show_best_intervals(one: TraceResult) -> None:
     show("\nEach strategy at its best interval: median (smallest–largest)")
     heads = ["EVERY", "GOODPUT %", "PER HOUR", "REDONE", "RUNNING %"]
     if one.on_demand_dollars is not None:
@@ -90,7 +90,7 @@ def _line(advice: Advice | ConfigError) -> str:
 
 
 def document(
-    plan: StudyPlan, replayed: Sequence[Replayed], totals: Sequence[Total], pictures: Sequence[Path]
+    plan: StudyPlan, replayed: Sequence[TraceResult], totals: Sequence[Total], pictures: Sequence[Path]
 ) -> dict[str, Any]:
     return {
         "profile": plan.profile.model_dump(mode="json"),
@@ -110,7 +110,7 @@ def document(
     }
 
 
-def _trace(plan: StudyPlan, one: Replayed) -> dict[str, Any]:
+def _trace(plan: StudyPlan, one: TraceResult) -> dict[str, Any]:
     return {
         "trace": one.trace.name,
         "hours": one.trace.end_us / HOUR_US,

@@ -15,7 +15,7 @@ import click
 from holdfast.command.output import plain
 from holdfast.telemetry.event_files import log_directory
 from operator_side.live.live_page import live_page
-from operator_side.live.page_server import ADDRESS, PageServer, Served
+from operator_side.live.page_server import ADDRESS, PageServer, Response
 from operator_side.live.run_log import RunLog
 from operator_side.status.run_status import RunStatus
 from operator_side.status.run_watch import RunWatches
@@ -55,13 +55,13 @@ class StatusWeb:
     dollars_per_hour: float | None
     _logs: dict[str, RunLog] = field(default_factory=dict, init=False)
 
-    def served(self, name: str, run: str) -> Served | None:
+    def served(self, name: str, run: str) -> Response | None:
         if name not in {"", "main", "status.json"}:
             return None
         found = self.watches.look()
         if name == "status.json":
             text = json.dumps({"runs": [one.document() for one in found]}, indent=2)
-            return Served(text.encode(errors="backslashreplace"), "application/json")
+            return Response(text.encode(errors="backslashreplace"), "application/json")
         chosen = next((one for one in found if one.run == run), None if run else found[0])
         if chosen is None:
             return None
@@ -73,7 +73,7 @@ class StatusWeb:
             is_whole=not name,
             link=f"?run={quote(run, safe='')}" if run else "",
         )
-        return Served(body, "text/html")
+        return Response(body, "text/html")
 
     def _log(self, status: RunStatus) -> RunLog:
         key = self.watches.keys[status.run]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from holdfast.checkpoints.catalog import Catalog, CatalogLook
+from holdfast.checkpoints.catalog import Catalog, CatalogListing
 from holdfast.errors import ConfigError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
@@ -30,10 +30,10 @@ class Target(NamedTuple):
         from holdfast.store import open_store  # imports boto3 or fsspec: not for --help
 
         store = open_store(self.url)
-        _see_that_it_answers(store)
+        _check_reachable(store)
         return Catalog(store)
 
-    def look(self) -> CatalogLook:
+    def look(self) -> CatalogListing:
         """List the run. Raises `StoreMissing`: its URL has no content."""
         look = self.catalog().look()
         if look.is_empty:
@@ -56,7 +56,7 @@ class Target(NamedTuple):
         return catalog, manifest
 
 
-def _see_that_it_answers(store: Store) -> None:
+def _check_reachable(store: Store) -> None:
     """Report a wrong endpoint or a hanging store within seconds: later calls retry for minutes. Raises `StoreError`."""
     answer: futures.Future[None] = futures.Future()
 

@@ -80,7 +80,7 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
     from operator_side.simulate.profiles import load_profile, measured_profile
     from operator_side.simulate.scale import machine
     from operator_side.simulate.traces import read_trace
-    from operator_side.simulate.tuning import Question
+    from operator_side.simulate.tuning import TuningRequest
     from operator_side.simulate.tuning import tune as answer
 
     if output is not None and output.exists() and not force:
@@ -97,7 +97,7 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         raise ConfigError("expected a price either by --cluster or by --spot-price, got both")
     path = options["profile"]
     gbps = options["store_gbps"]
-    question = Question(
+    question = TuningRequest(
         measured_profile() if path is None else load_profile(path),
         None if trace is None else read_trace(trace),
         spot_dollars=options["spot_price"],
@@ -146,14 +146,14 @@ def _price(cluster: Path | None) -> float | None:
 
 
 def _seen(run: str | None) -> FailureCount | None:
-    from holdfast.checkpoints.lease import failures_seen
+    from holdfast.checkpoints.lease import read_failure_count
     from operator_side.commands.target import Target
 
     if run is None:
         return None
     target = Target(run, None)
     target.look()  # refuse a URL without content
-    return failures_seen(target.catalog().store)
+    return read_failure_count(target.catalog().store)
 
 
 def _size(option: str, given: str | None) -> int | None:

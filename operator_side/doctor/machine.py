@@ -22,7 +22,7 @@ _DESCRIPTORS_MIN = 1024
 _TOUCH_BYTES = 64 << 20
 _CLOCK_SECONDS = 0.2
 _CLOCK_SLACK_SECONDS = 0.05
-_CLOCK_LOOKS = 10
+_CLOCK_READINGS = 10
 _SLOW_MBITS = 10_000
 _MIB = 1 << 20
 
@@ -128,7 +128,7 @@ def _touch(directory: Path) -> Finding:
 def _stale_rings(base: Path) -> Iterator[Finding]:
     # Such a ring may hold staged checkpoints, so report it, but never delete it.
     for journal in sorted(base.glob("*/journal")):
-        if not _is_served(journal.parent):
+        if not _has_flusher(journal.parent):
             yield Finding(
                 "left ring",
                 CheckState.WARN,
@@ -137,7 +137,7 @@ def _stale_rings(base: Path) -> Iterator[Finding]:
             )
 
 
-def _is_served(directory: Path) -> bool:
+def _has_flusher(directory: Path) -> bool:
     try:
         with (directory / "flusher.pid").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -177,7 +177,7 @@ def clock(_: CheckPlan) -> Iterator[Finding]:
 def _wall_clock_ahead_seconds() -> float:
     # Use the fastest of several readings: a busy machine may pause between reading the two clocks.
     looks = []
-    for _ in range(_CLOCK_LOOKS):
+    for _ in range(_CLOCK_READINGS):
         steady, wall = time.monotonic(), time.time()
         looks.append((time.monotonic() - steady, wall - steady))
     return min(looks)[1]

@@ -25,7 +25,7 @@ _SECONDS_MAX = 30.0
 _CONNECT_SECONDS_MAX = 5
 _AT_ONCE = 16
 _SKEW_SECONDS_MAX = 5.0  # records of ranks on several machines are compared
-_SAID_CHARACTERS = 300
+_OUTPUT_CHARACTERS = 300
 # Only Python's own modules: whether holdfast is installed there is left to the stager's check with two ranks.
 _PROBE = """
 import json, os, shutil, socket, sys, time
@@ -80,7 +80,7 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         yield _closed(check, str(error))
         return
     except (ValueError, LookupError, TypeError):
-        said = " ".join((done.stderr or done.stdout).split())[-_SAID_CHARACTERS:]
+        said = " ".join((done.stderr or done.stdout).split())[-_OUTPUT_CHARACTERS:]
         yield _closed(check, f"exit code {done.returncode}: {said or 'no output'}")
         return
     yield Finding.judged(

@@ -17,7 +17,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoints.old_slices import told_old_slices
+from holdfast.checkpoints.old_slices import describe_old_slices
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.crc import combine, crc32
 from holdfast.errors import DamageError, HoldfastError
@@ -44,7 +44,7 @@ def examine_store(plan: CheckPlan) -> Iterator[Finding]:
     try:
         store.check(write=True)
         yield Finding("store", CheckState.OK, f"{store.url}: listing, writing, reading and deleting work")
-        if old := told_old_slices(store.url, store.list()):
+        if old := describe_old_slices(store.url, store.list()):
             yield Finding("store slices", CheckState.WARN, old, "no job needs them")
         yield from _big_file(store)
         yield _exclusive(store)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from operator_side.drill.findings import KillFinding, Struck
+from operator_side.drill.findings import KillFinding, ExecutedKill
 
 Lines = Sequence[Mapping[str, Any]]
 _Batches = Mapping[tuple[int, int], Sequence[int]]  # (rank, step) → CRC of each batch
@@ -35,8 +35,8 @@ _OTHER = (
 )
 
 
-def name_other_batches(
-    findings: Sequence[KillFinding], struck: Sequence[Struck], reference: Lines, drilled: Lines
+def explain_different_batches(
+    findings: Sequence[KillFinding], struck: Sequence[ExecutedKill], reference: Lines, drilled: Lines
 ) -> None:
     """Add to the `wrong` of a kill if training continued with another batch from an equal state. Later kills cannot be
     judged, because the state then differs. `findings`, `struck`: the kills, in the same order. `reference`, `drilled`:

@@ -37,7 +37,7 @@ class Difference(NamedTuple):
         return f"{self.path}: {self.was} became {self.became}" if short else f"{self.path}: its bytes differ"
 
 
-class Compared(NamedTuple):
+class FileComparison(NamedTuple):
     """Comparison of a file with the reference's file of the same step. `measured`: names that do not count."""
 
     step: int
@@ -47,7 +47,7 @@ class Compared(NamedTuple):
     measured: frozenset[str] = frozenset()
 
 
-def constants(files: Sequence[Compared], before_step: int) -> set[str]:
+def constants(files: Sequence[FileComparison], before_step: int) -> set[str]:
     """Return names of values that never change within a run but differ between the runs, such as a start time or an
     unseeded value: fine unless a kill changed them. `before_step`: step of the first kill; no file up to it, no names.
     """
@@ -60,7 +60,7 @@ def constants(files: Sequence[Compared], before_step: int) -> set[str]:
     return {path for path, all_ in seen.items() if len(all_) == len(files) and len(set(all_)) == 1}
 
 
-def compare(reference: Store, drilled: Store) -> list[Compared]:
+def compare(reference: Store, drilled: Store) -> list[FileComparison]:
     """Compare every file whose step both runs have, in order. Raises `DamageError`: a file is unreadable."""
     expected = {item.step: item.manifest for item in Catalog(reference).list() if item.manifest is not None}
     found = []
@@ -69,12 +69,12 @@ def compare(reference: Store, drilled: Store) -> list[Compared]:
         if want is None:
             continue
         if got is None or item.fault:
-            found.append(Compared(item.step, 0, item.name, (Difference(item.name, "good", item.fault),)))
+            found.append(FileComparison(item.step, 0, item.name, (Difference(item.name, "good", item.fault),)))
             continue
         all_ = list(differences(reference, want, drilled, got))
         measured = frozenset(_NUMBER.sub("*", each.path) for each in all_ if each.is_measured)
         differs = tuple(each for each in all_ if not each.is_measured)
-        found.append(Compared(item.step, got.attempt, got.file, differs, measured))
+        found.append(FileComparison(item.step, got.attempt, got.file, differs, measured))
     return sorted(found, key=lambda one: (one.step, one.attempt))
 
 
@@ -89,14 +89,14 @@ def differences(first: Store, want: Manifest, second: Store, got: Manifest) -> I
             was, became = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (one, other))
             yield Difference(path, was, became)
         elif _size_and_crc(want, one) != _size_and_crc(got, other):
-            yield from _of_tensor(path, first, want, one, second, got, other)
+            yield from _tensor_differences(path, first, want, one, second, got, other)
     pickles = _pickle(want), _pickle(got)
     if pickles[0].crc32 != pickles[1].crc32:
         before = values_of(_read(first, want, pickles[0]), source=want.file)
-        yield from _unequal("", before, values_of(_read(second, got, pickles[1]), source=got.file))
+        yield from _value_differences("", before, values_of(_read(second, got, pickles[1]), source=got.file))
 
 
-def _of_tensor(
+def _tensor_differences(
     path: str,
     first: Store,
     want: Manifest,
@@ -109,12 +109,12 @@ def _of_tensor(
         was = inside(_read(first, want, want.entries[one.entry]))
         became = inside(_read(second, got, got.entries[other.entry]))
         if was is not None and became is not None:
-            yield from _unequal(f"{path}/", was, became)  # equal values in different bytes are the same state
+            yield from _value_differences(f"{path}/", was, became)  # equal values in different bytes are the same state
             return
     yield Difference(path, f"{_CRC}{_size_and_crc(want, one)[1]}", f"{_CRC}{_size_and_crc(got, other)[1]}")
 
 
-def _unequal(prefix: str, want: dict[str, str], got: dict[str, str]) -> Iterator[Difference]:
+def _value_differences(prefix: str, want: dict[str, str], got: dict[str, str]) -> Iterator[Difference]:
     paths = dict.fromkeys(f"{prefix}{path}" for path in (*want, *got))
     for path in paths:
         was, became = (values.get(path.removeprefix(prefix), "nothing") for values in (want, got))

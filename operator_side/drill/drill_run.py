@@ -147,7 +147,7 @@ class DrillRun:
         text = (self.folder / "output.log").read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
-    def words_before_the_end(self, lines: int = 25) -> str:
+    def output_before_failure(self, lines: int = 25) -> str:
         """Return the last lines before torchrun reports a failed rank; without torchrun, the last lines of all."""
         text = (self.folder / "output.log").read_text(errors="replace")
         if (found := _TORCHRUN_FAILS.search(text)) is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from operator_side.drill.compare import Compared, Difference
+from operator_side.drill.compare import FileComparison, Difference
 from operator_side.drill.kill_plan import Kill
 from operator_side.supervise.resumption import MARKS, Resumption
 
@@ -19,7 +19,7 @@ Lines = Sequence[Mapping[str, Any]]
 _NAMED_MAX = 5
 
 
-class Struck(NamedTuple):
+class ExecutedKill(NamedTuple):
     """A kill that was carried out: when its notice and when its SIGKILL was sent."""
 
     kill: Kill
@@ -61,7 +61,7 @@ class Samples(NamedTuple):
 
 
 def examine(
-    struck: Sequence[Struck], *, diary: Lines, events: Lines, status: Lines, files: Iterable[Compared]
+    struck: Sequence[ExecutedKill], *, diary: Lines, events: Lines, status: Lines, files: Iterable[FileComparison]
 ) -> list[KillFinding]:
     findings = []
     for index, one in enumerate(struck):
@@ -69,7 +69,7 @@ def examine(
         finding = KillFinding(one.kill)
         before = [line for line in diary if "step" in line and line["time"] <= one.at]
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
-        staged = [line for line in events if _says(line, "staged", "stager") and line["time"] < one.at]
+        staged = [line for line in events if _is_event(line, "staged", "stager") and line["time"] < one.at]
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
         _recovery(finding, one, [line for line in status if one.at <= line["time"] < following])
         if finding.resumed_from is None:
@@ -88,11 +88,11 @@ def _newest_attempt(lines: Lines) -> Lines:
     return [line for line in lines if line["attempt"] == newest]
 
 
-def _says(line: Mapping[str, Any], event: str, role: str) -> bool:
+def _is_event(line: Mapping[str, Any], event: str, role: str) -> bool:
     return line.get("event") == event and line.get("role") == role
 
 
-def _recovery(finding: KillFinding, struck: Struck, status: Lines) -> None:
+def _recovery(finding: KillFinding, struck: ExecutedKill, status: Lines) -> None:
     resumption = Resumption()
     resumption.lost(struck.at)
     for line in status:
@@ -109,7 +109,7 @@ def _recovery(finding: KillFinding, struck: Struck, status: Lines) -> None:
     finding.resumed_from = None
 
 
-def _lost(finding: KillFinding, struck: Struck, before: Lines) -> None:
+def _lost(finding: KillFinding, struck: ExecutedKill, before: Lines) -> None:
     resumed = finding.resumed_from
     assert resumed is not None
     finding.lost_steps = max(0, finding.last_step - resumed)
@@ -142,7 +142,7 @@ def _notice(finding: KillFinding, events: Lines) -> None:
             finding.wrong.append(f"the notice led to no checkpoint: {reason}")
 
 
-def _place(findings: Sequence[KillFinding], files: Iterable[Compared]) -> None:
+def _place(findings: Sequence[KillFinding], files: Iterable[FileComparison]) -> None:
     """Assign each file to the last kill before it."""
     for one in files:
         after = [
@@ -174,7 +174,7 @@ def shortened(names: Sequence[Difference]) -> str:
 
 def samples(reference: Lines, drilled: Lines) -> Samples | None:
     """Compare the samples of the runs; a step that a resume did again counts once. None: no samples were recorded."""
-    want, got = (_each(Counter(_counted(diary))) for diary in (reference, drilled))
+    want, got = (_each(Counter(_counted_spans(diary))) for diary in (reference, drilled))
     if not want and not got:
         return None
     more = {one: times - max(1, want[one]) for one, times in got.items()}
@@ -205,7 +205,7 @@ def _counters(diary: Lines) -> tuple[int, dict[str, float]]:
 _Span = tuple[int, int, int, int]
 
 
-def _counted(diary: Lines) -> list[_Span]:
+def _counted_spans(diary: Lines) -> list[_Span]:
     found: list[_Span] = []
     for rank in sorted({line["rank"] for line in diary}):
         steps: dict[int, list[_Span]] = {}

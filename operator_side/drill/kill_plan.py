@@ -84,7 +84,7 @@ class GiveNotice(NamedTuple):
     kill: Kill
 
 
-class Strike(NamedTuple):
+class SendKill(NamedTuple):
     """Send SIGKILL now."""
 
     kill: Kill
@@ -108,11 +108,11 @@ class Sequence:
         self._has_staged = False  # before, a kill would only show that the script starts from scratch
         self._staged_step = -1  # newest comparable one since the last kill
         self._attempt, self._first_step = 0, -1  # the attempt that trains, and its first step
-        self._struck_attempt: int | None = None
+        self._killed_attempt: int | None = None
         self._trains = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
         self._step_seconds = 0.0
-        self._told_at: float | None = None
+        self._notice_at: float | None = None
         self._answered = False
 
     def trains(self) -> None:
@@ -134,31 +134,31 @@ class Sequence:
 
     def answered(self) -> None:
         """Record that holdfast has answered the notice."""
-        self._answered = self._told_at is not None
+        self._answered = self._notice_at is not None
 
-    def tick(self, now: float) -> GiveNotice | Strike | None:
+    def tick(self, now: float) -> GiveNotice | SendKill | None:
         """Return the action that is due now, or None."""
         if not self._left or not self._trains or not self._has_staged:
             return None
-        if self._struck_attempt is not None and (
-            self._attempt <= self._struck_attempt or self._staged_step < self._first_step
+        if self._killed_attempt is not None and (
+            self._attempt <= self._killed_attempt or self._staged_step < self._first_step
         ):
             return None
         kill = self._left[0]
-        if self._told_at is not None:
-            if not self._answered and now < self._told_at + self._notice_seconds:
+        if self._notice_at is not None:
+            if not self._answered and now < self._notice_at + self._notice_seconds:
                 return None
             return self._struck(kill)
         if self._step < kill.after_step or now < self._stepped_at + kill.part * self._step_seconds:
             return None
         if kill.notice:
-            self._told_at = now
+            self._notice_at = now
             return GiveNotice(kill)
         return self._struck(kill)
 
-    def _struck(self, kill: Kill) -> Strike:
+    def _struck(self, kill: Kill) -> SendKill:
         self._left.pop(0)
         self._trains = self._answered = False
-        self._told_at = None
-        self._struck_attempt, self._staged_step = self._attempt, -1
-        return Strike(kill)
+        self._notice_at = None
+        self._killed_attempt, self._staged_step = self._attempt, -1
+        return SendKill(kill)

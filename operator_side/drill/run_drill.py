@@ -14,11 +14,11 @@ from typing import Any
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.store import open_store
-from operator_side.drill.batches import name_other_batches
-from operator_side.drill.compare import Compared, compare, constants
+from operator_side.drill.batches import explain_different_batches
+from operator_side.drill.compare import FileComparison, compare, constants
 from operator_side.drill.drill_run import DrillRun, Setup, wait_until
-from operator_side.drill.findings import KillFinding, Samples, Struck, counters, examine, samples, shortened
-from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
+from operator_side.drill.findings import KillFinding, Samples, ExecutedKill, counters, examine, samples, shortened
+from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, SendKill, plan
 from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.torchrun_run import TorchrunRun
 
@@ -31,9 +31,9 @@ _RUNS: Mapping[str, type[DrillRun]] = {"mpirun": DrillRun, "torchrun": TorchrunR
 class DrillOutcome:
     planned: list[Kill]
     findings: list[KillFinding] = field(default_factory=list)
-    files: list[Compared] = field(default_factory=list)
+    files: list[FileComparison] = field(default_factory=list)
     # files from before the first kill that differ: the script itself is not deterministic
-    before: list[Compared] = field(default_factory=list)
+    before: list[FileComparison] = field(default_factory=list)
     # names of values that differ between the runs, but never change within a run
     constant: set[str] = field(default_factory=set)
     samples: Samples | None = None  # None: the script's samples were not recorded
@@ -86,7 +86,7 @@ def run_drill(
             ended, new = reference.look()
             progress.look(new["diary"], time.monotonic())
             wait_until(deadline)
-        _succeeded(reference)
+        _check_succeeded(reference)
     steps = [line["step"] for line in reference.said["diary"] if "step" in line]
     if not steps:
         raise ConfigError(
@@ -98,7 +98,7 @@ def run_drill(
     count = number_of_steps(steps)
     say(f"the reference did {count} steps and saved {len(saved)} checkpoints; now {kills} kills")
     with _RUNS[setup.launcher](setup, folder / "drilled", kills=kills) as drilled:
-        struck = disturb(
+        struck = run_with_kills(
             drilled, outcome.planned, setup.notice_seconds, deadline, say, steps=count, comparable=saved
         )
     say("both runs have ended; comparing their checkpoints")
@@ -111,15 +111,15 @@ def run_drill(
     return outcome
 
 
-def _succeeded(run: DrillRun) -> None:
+def _check_succeeded(run: DrillRun) -> None:
     if run.exit_code:
         raise ConfigError(
             f"the script failed without any kill, with exit code {run.exit_code}; fix it first. Its last output:\n"
-            f"{run.words_before_the_end()}"
+            f"{run.output_before_failure()}"
         )
 
 
-def disturb(
+def run_with_kills(
     run: DrillRun,
     kills: list[Kill],
     notice_seconds: float,
@@ -128,7 +128,7 @@ def disturb(
     *,
     steps: int,
     comparable: Collection[int],
-) -> list[Struck]:
+) -> list[ExecutedKill]:
     """Follow a run to its end and kill it as planned. Return the kills that were carried out, in order.
 
     No kill comes before the run has staged a checkpoint to resume from, nor, after a kill, before one of the steps
@@ -139,7 +139,7 @@ def disturb(
     """
     sequence = Sequence(kills, notice_seconds=notice_seconds, comparable=comparable)
     progress = RunProgress("the run with kills", say, time.monotonic(), steps=steps)
-    struck: list[Struck] = []
+    struck: list[ExecutedKill] = []
     told_at: float | None = None
     while True:
         ended, new = run.look()
@@ -157,12 +157,12 @@ def disturb(
                 told_at = time.time()
                 say(f"kill {kill.number}: notice (SIGTERM) to rank {kill.rank}")
                 run.tell(kill)
-            case Strike(kill):
+            case SendKill(kill):
                 at = time.time()
-                say(f"kill {kill.number}: SIGKILL to {_whom(kill)}")
+                say(f"kill {kill.number}: SIGKILL to {_describe_target(kill)}")
                 if not run.strike(kill) and told_at is None:
                     raise PeerLost(f"kill {kill.number}: no process of {kill.what} was found on this machine")
-                struck.append(Struck(kill, told_at, at))
+                struck.append(ExecutedKill(kill, told_at, at))
                 told_at = None
         wait_until(deadline)
 
@@ -181,7 +181,7 @@ def _staged(line: Mapping[str, Any]) -> bool:
     return (line.get("event"), line.get("role")) == ("staged", "stager")
 
 
-def _whom(kill: Kill) -> str:
+def _describe_target(kill: Kill) -> str:
     if kill.notice:
         return f"rank {kill.rank}"
     return kill.what if kill.target is KillTarget.WRAPPER else kill.target.value
@@ -194,7 +194,7 @@ def _answers(line: Mapping[str, Any]) -> bool:
     return skipped or line.get("event") in _ANSWERS
 
 
-def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, drilled: DrillRun) -> None:
+def _judge(outcome: DrillOutcome, struck: list[ExecutedKill], reference: DrillRun, drilled: DrillRun) -> None:
     first = struck[0].kill.after_step if struck else -1
     outcome.constant = constants(outcome.files, first)
     outcome.files = [
@@ -218,7 +218,7 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
     for kill in outcome.planned[len(struck) :]:
         outcome.wrong.append(f"kill {kill.number} ({kill.what}) never came: {why}")
     if not outcome.before:
-        name_other_batches(outcome.findings, struck, reference.said["diary"], drilled.said["diary"])
+        explain_different_batches(outcome.findings, struck, reference.said["diary"], drilled.said["diary"])
     for finding in outcome.findings:
         if finding.exact is None:
             finding.wrong.append(
@@ -256,18 +256,18 @@ class RunProgress:
 
     def __init__(self, run: str, say: Callable[[str], None], now: float, *, steps: int = 0) -> None:
         self._run, self._say, self._steps = run, say, steps
-        self._began_at = self._said_at = now
-        self._step = self._said_step = -1
+        self._started_at = self._reported_at = now
+        self._step = self._reported_step = -1
 
     def look(self, diary: Iterable[Mapping[str, Any]], now: float) -> None:
         """Process new lines of the diary; report the first step at once, then progress every ten seconds."""
         for line in diary:
             if "step" in line:
                 self._step = int(line["step"])
-        is_first = self._said_step < 0 <= self._step
-        if not is_first and now < self._said_at + PROGRESS_SECONDS:
+        is_first = self._reported_step < 0 <= self._step
+        if not is_first and now < self._reported_at + PROGRESS_SECONDS:
             return
-        self._said_at, self._said_step = now, self._step
+        self._reported_at, self._reported_step = now, self._step
         of = f" of {self._steps}" if self._steps else ""
         where = f"step {self._step}{of} is done" if self._step >= 0 else "no step is done yet"
-        self._say(f"{self._run}: {where}, {now - self._began_at:.0f} s after its start")
+        self._say(f"{self._run}: {where}, {now - self._started_at:.0f} s after its start")

@@ -23,7 +23,7 @@ from operator_side.drill.kill_plan import Kill, KillTarget
 _GRACE_SECONDS = 5
 
 
-class Starts:
+class StartTracker:
     """Derives the lines that `holdfast run` would write: restored, training; and numbers the starts. Pure."""
 
     def __init__(self, ranks: int) -> None:
@@ -69,8 +69,8 @@ class TorchrunRun(DrillRun):
     """A running `holdfast run --launcher torchrun`; as `DrillRun`."""
 
     def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
-        self._starts = Starts(setup.ranks)
-        self._may_start_again = False
+        self._starts = StartTracker(setup.ranks)
+        self._may_restart = False
         super().__init__(setup, folder, kills=kills)
 
     def _limits(self) -> Sequence[str]:
@@ -81,8 +81,8 @@ class TorchrunRun(DrillRun):
     def exit_code(self) -> int | None:
         """As `DrillRun`. Restarts the command once if its torchrun was killed on purpose."""
         code = self._process.poll()
-        if code and self._may_start_again:
-            self._may_start_again = False
+        if code and self._may_restart:
+            self._may_restart = False
             self._process = self._start_run()
             return None
         return code
@@ -93,7 +93,7 @@ class TorchrunRun(DrillRun):
     def strike(self, kill: Kill) -> bool:
         match kill.target:
             case KillTarget.LAUNCHER | KillTarget.WRAPPER:
-                self._may_start_again = True
+                self._may_restart = True
                 return self._signal(self._launcher(), signal.SIGKILL)
             case _:
                 return super().strike(kill)

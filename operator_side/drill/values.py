@@ -65,7 +65,7 @@ class _Unpickler(pickle.Unpickler):
 def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
     """Return the values of a data.pkl by path; tensors without their bytes. Raises `DamageError`: it is no pickle."""
     try:
-        return _priced(_leaves("", _tree(pickled)), len(pickled))
+        return _collect_limited(_leaves("", _tree(pickled)), len(pickled))
     except Exception as error:  # a damaged pickle may raise anything
         raise DamageError(f"{source}: data.pkl cannot be read: {type(error).__name__}: {error}") from error
 
@@ -87,7 +87,7 @@ def inside(blob: bytes) -> dict[str, str] | None:
                 for name, full in data.items()
                 if name.startswith("data/")
             }
-            return _priced(_leaves("", tree, storages), size)
+            return _collect_limited(_leaves("", tree, storages), size)
     except Exception:  # noqa: BLE001 - not a PerRank value, so it is compared as bytes
         return None
 
@@ -98,7 +98,7 @@ def _tree(pickled: bytes) -> Any:
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Parse a text that is a JSON dictionary, such as Trainer's state; otherwise return the text."""
     try:
         check_cost(json_cost(text.encode()), len(text), PICKLE_FACTOR)
@@ -107,7 +107,7 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _priced(leaves: Iterator[tuple[str, str]], received_bytes: int) -> dict[str, str]:
+def _collect_limited(leaves: Iterator[tuple[str, str]], received_bytes: int) -> dict[str, str]:
     """Collect the leaves, up to a limit that follows from the bytes: a shared value has its leaves at each place."""
     found: dict[str, str] = {}
     cost = 0
@@ -124,7 +124,7 @@ def _leaves(path: str, value: Any, storages: dict[str, str] | None = None) -> It
         return
     parts: list[tuple[str, Any]]
     if isinstance(value, str) and value[:1] == "{":
-        value = _parsed(value)
+        value = _parse_json(value)
     if isinstance(value, dict):
         parts = [(str(key), one) for key, one in value.items()]
     elif isinstance(value, list | tuple):

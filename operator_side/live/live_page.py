@@ -166,7 +166,7 @@ def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
     shown = facts.attempts[-_ATTEMPTS_SHOWN:]
     if shown and not shown[-1].cause and (status.is_running or shown[-1].training_at_unix is None):
         shown[-1] = dataclasses.replace(
-            shown[-1], heard_at_unix=max(status.now_unix, shown[-1].heard_at_unix)
+            shown[-1], last_seen_at_unix=max(status.now_unix, shown[-1].last_seen_at_unix)
         )
     return shown
 

@@ -32,14 +32,14 @@ _HEADERS = {
 }
 
 
-class Served(NamedTuple):
+class Response(NamedTuple):
     """Body and type of an answer."""
 
     body: bytes
     kind: str
 
 
-Pages = Callable[[str, str], Served | None]
+Pages = Callable[[str, str], Response | None]
 """(name, run) → the content under this name ("": the page) for this run ("": the newest); None: not found."""
 
 
@@ -68,7 +68,7 @@ class PageServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def answer(self, host: str, target: str) -> tuple[HTTPStatus, Served]:
+    def answer(self, host: str, target: str) -> tuple[HTTPStatus, Response]:
         """Answer a request for `target` with the Host header `host`."""
         if not _is_loopback(host):
             return _said(HTTPStatus.FORBIDDEN, f"this page is served for {ADDRESS} and localhost only")
@@ -128,5 +128,5 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _said(status: HTTPStatus, text: str) -> tuple[HTTPStatus, Served]:
-    return status, Served(text.encode(), "text/plain")
+def _said(status: HTTPStatus, text: str) -> tuple[HTTPStatus, Response]:
+    return status, Response(text.encode(), "text/plain")

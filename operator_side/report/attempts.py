@@ -32,7 +32,7 @@ class ReportedAttempt:
         restored_step: The step that it resumed from; -1: the beginning; None: unknown.
         lost_at_unix: The first sign of its bad end.
         ended_at_unix: Time of the verdict.
-        heard_at_unix: The last sign of life.
+        last_seen_at_unix: The last sign of life.
         proof: How its first step compares with the attempt before; None: never compared.
         cause: The supervisor's word; `left`: the trainers left the stager; "" while it runs.
         phases: Seconds from the launch to training, by a phase's end.
@@ -41,7 +41,7 @@ class ReportedAttempt:
     number: int
     is_told: bool
     began_at_unix: float
-    heard_at_unix: float
+    last_seen_at_unix: float
     ranks: int | None = None
     hosts: list[str] = field(default_factory=list)
     training_at_unix: float | None = None
@@ -65,7 +65,7 @@ class ReportedAttempt:
 
     @property
     def stopped_at_unix(self) -> float:
-        ended = self.heard_at_unix if self.ended_at_unix is None else self.ended_at_unix
+        ended = self.last_seen_at_unix if self.ended_at_unix is None else self.ended_at_unix
         return ended if self.lost_at_unix is None or not self.was_lost else self.lost_at_unix
 
 
@@ -93,7 +93,7 @@ def _from_supervisor(event: LoggedEvent, attempts: list[ReportedAttempt]) -> Non
         if attempts and event.event == "restore":
             attempts[-1].restored_attempt = whole(event.fields.get("attempt"))
         if attempts and not attempts[-1].cause:
-            attempts[-1].heard_at_unix = event.time
+            attempts[-1].last_seen_at_unix = event.time
             if event.event == "rank_lost" and attempts[-1].lost_at_unix is None:
                 attempts[-1].lost_at_unix = event.time
         return
@@ -114,7 +114,7 @@ def _begun(event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_told: bo
 def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
     """Apply a further event to the attempt that was launched last."""
     if not attempt.cause:
-        attempt.heard_at_unix = event.time
+        attempt.last_seen_at_unix = event.time
     match event.event:
         case "restored":
             attempt.restored_step = whole(event.fields.get("step"), least=-1)
@@ -143,7 +143,7 @@ def _from_stager(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
         return
     attempt = attempts[-1]
     if event.role in {"trainer", "stager"} and not attempt.cause:
-        attempt.heard_at_unix = event.time
+        attempt.last_seen_at_unix = event.time
     match event.event:
         case "restore" if event.role == "trainer":
             attempt.training_at_unix = event.time

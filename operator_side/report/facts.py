@@ -12,14 +12,14 @@ from holdfast.telemetry.event_reading import Log, LoggedEvent, number, text
 from holdfast.telemetry.event_text import NOTICES, TROUBLES, event_text
 from holdfast.telemetry.rows import CheckpointRow, CheckpointRows, StoredCheckpoint, gather_checkpoints
 from operator_side.report.attempts import ReportedAttempt, gather_attempts
-from operator_side.report.goodput import Goodput, Interruption, goodput_of, interruptions_of
+from operator_side.report.goodput import Goodput, Interruption, compute_goodput, find_interruptions
 
 _MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose", "set_aside", "rewound"})
 _LOSS_MAX = 1e15
 
 
 @dataclass(slots=True)
-class Happened:
+class Incident:
     """A notice or a trouble. Equal ones of several ranks are merged, with the time of the first."""
 
     at_unix: float
@@ -48,7 +48,7 @@ class RunFacts:
     attempts: list[ReportedAttempt]
     interruptions: list[Interruption]
     goodput: Goodput | None
-    happened: list[Happened]
+    happened: list[Incident]
     begin_unix: float | None  # the first known time; None if nothing is known of the run
     end_unix: float | None
     losses: list[tuple[int, float]] = field(default_factory=list)  # steps and training losses, in order
@@ -79,8 +79,8 @@ def gather(
     begin, end = _bounds(log.events, checkpoints.rows, attempts)
     until = _worked_until(attempts, log.events)
     rows, price = checkpoints.rows, dollars_per_hour
-    interruptions = interruptions_of(attempts, rows, end_unix=until, dollars_per_hour=price)
-    goodput = goodput_of(attempts, interruptions, rows, end_unix=until, dollars_per_hour=price)
+    interruptions = find_interruptions(attempts, rows, end_unix=until, dollars_per_hour=price)
+    goodput = compute_goodput(attempts, interruptions, rows, end_unix=until, dollars_per_hour=price)
     over = [event for event in log.events if event.event == "over" and event.role == "supervisor"]
     facts = RunFacts(
         run,
@@ -89,7 +89,7 @@ def gather(
         attempts,
         interruptions,
         goodput,
-        _happened(log.events),
+        _incidents(log.events),
         begin,
         end,
         _losses(log.events, stored),
@@ -150,8 +150,8 @@ def _loss_in(fields: Any) -> float | None:
     return _loss_in(fields.get("record")) if loss is None else loss
 
 
-def _happened(events: Iterable[LoggedEvent]) -> list[Happened]:
-    found: dict[tuple[str, int | None, str], Happened] = {}
+def _incidents(events: Iterable[LoggedEvent]) -> list[Incident]:
+    found: dict[tuple[str, int | None, str], Incident] = {}
     for event in events:
         if event.event not in NOTICES | TROUBLES | _MORE_TROUBLES:
             continue
@@ -160,7 +160,7 @@ def _happened(events: Iterable[LoggedEvent]) -> list[Happened]:
         if key in found:
             found[key].times += 1
         else:
-            found[key] = Happened(event.time, event.event, event.step, words, event.event in NOTICES)
+            found[key] = Incident(event.time, event.event, event.step, words, event.event in NOTICES)
     return sorted(found.values(), key=lambda one: one.at_unix)
 
 
@@ -200,7 +200,7 @@ def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]
     return [sentence for sentence, is_so in sentences.items() if is_so]
 
 
-def spread_of(values: Iterable[float]) -> SecondsSpread | None:
+def compute_spread(values: Iterable[float]) -> SecondsSpread | None:
     """Return least, median, percentiles (nearest rank) and greatest; None without values."""
     found = sorted(values)
     if not found:

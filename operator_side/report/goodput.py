@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.attempts import ReportedAttempt
-from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_trainers, price
+from operator_side.status.loss import LossInputs, Lost, SavedPoint, loss_with_trainers, price
 from operator_side.status.run_status import Interval, interval_of
 
 _SAME_SECONDS = 0.001
@@ -79,7 +79,7 @@ class Goodput:
         return price(seconds, self.dollars_per_hour)
 
 
-def interruptions_of(
+def find_interruptions(
     attempts: Sequence[ReportedAttempt],
     checkpoints: Sequence[CheckpointRow],
     *,
@@ -148,7 +148,7 @@ def _lost(
         step_seconds=interval.seconds / interval.steps if interval else None,
         dollars_per_hour=dollars_per_hour,
     )
-    lost = lost_with_trainers(known)
+    lost = loss_with_trainers(known)
     if not earlier_seconds:
         return lost
     seconds = lost.seconds + earlier_seconds
@@ -173,7 +173,7 @@ def _point(back: ReportedAttempt, saves: Sequence[CheckpointRow]) -> SavedPoint 
     return None
 
 
-def goodput_of(
+def compute_goodput(
     attempts: Sequence[ReportedAttempt],
     interruptions: Sequence[Interruption],
     checkpoints: Sequence[CheckpointRow],

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TypeVar
 
 from holdfast.telemetry.event_text import cut
-from holdfast.telemetry.rows import CheckpointRow, NotTaken, RankTimes
+from holdfast.telemetry.rows import CheckpointRow, SkippedStep, RankTimes
 from operator_side.page.render_page import render_page
 from operator_side.page.words import moment, plural
 from operator_side.report.attempts import ReportedAttempt
-from operator_side.report.facts import Happened, RunFacts, ring_bytes, spread_of
+from operator_side.report.facts import Incident, RunFacts, ring_bytes, compute_spread
 from operator_side.report.goodput import PARTS
 from operator_side.report.run_charts import (
     DURATIONS,
@@ -21,7 +21,7 @@ from operator_side.report.run_charts import (
     timeline_chart,
 )
 from operator_side.report.run_tiles import last_good_tile, run_tiles
-from operator_side.report.sentences import look_at, what_happened
+from operator_side.report.sentences import find_hints, summarize_run
 
 _URL_CHARACTERS_MAX = 300
 _FILES_SHOWN = 20
@@ -47,8 +47,8 @@ def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
         made_at=moment(made_at_unix),
         sources=_sources(facts),
         tiles_of_run=run_tiles(facts, last_good_tile(facts)),
-        happened=what_happened(facts),
-        hints=look_at(facts),
+        happened=summarize_run(facts),
+        hints=find_hints(facts),
         parts=PARTS,
         timeline=timeline,
         durations=durations_chart(thinned(facts.rows, _BARS_MAX)),
@@ -60,9 +60,9 @@ def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
         },
         ring=[nbytes for _, nbytes in ring_bytes(facts.rows, facts.end_unix or 0.0)],
         rates={name: _rates(facts.rows, field) for name, _, field in DURATIONS[1:]},
-        detailed=_worth_details(facts.rows),
+        detailed=_select_detailed(facts.rows),
         few=partial(thinned, most=_ROWS_MAX),
-        spread_of=spread_of,
+        compute_spread=compute_spread,
         worst=_worst_ranks,
     )
 
@@ -97,9 +97,9 @@ def _stands_out(item: object) -> bool:
             return item.state not in {"durable", "verified"} or bool(item.nonfinite)
         case ReportedAttempt():
             return item.was_lost
-        case NotTaken():
+        case SkippedStep():
             return item.kind == "failed"
-        case Happened():
+        case Incident():
             return item.is_notice
     return False
 
@@ -117,7 +117,7 @@ def _worst_ranks(row: CheckpointRow) -> list[tuple[int, RankTimes]]:
     return sorted(by_stall[-_RANKS_MAX:])
 
 
-def _worth_details(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:
+def _select_detailed(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:
     """Select the newest, the slowest to durable, those with the longest stalls, and the newest bad ones."""
     known, few = [row for row in rows if row.ranks], _DETAILED_MAX // 4
     chosen = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.telemetry.rows import CheckpointRow, NotTaken
+from holdfast.telemetry.rows import CheckpointRow, SkippedStep
 from holdfast.telemetry.status_document import CheckpointStatus
 from operator_side.page.chart import Chart, Colour, Series, Span
 from operator_side.page.words import brief, share
@@ -33,7 +33,7 @@ _PART_COLOURS: dict[str, Colour] = {
 
 
 def timeline_chart(
-    attempts: Sequence[ReportedAttempt], rows: Sequence[CheckpointRow] = (), missed: Sequence[NotTaken] = ()
+    attempts: Sequence[ReportedAttempt], rows: Sequence[CheckpointRow] = (), missed: Sequence[SkippedStep] = ()
 ) -> Chart:
     """Chart the attempts in one lane, each phase of checkpoints in one, and skipped and bad checkpoints in one."""
     bad = [(row.read_at_unix or row.durable_at_unix, row) for row in rows if row.state == "bad"]

@@ -38,7 +38,7 @@ class Hint(NamedTuple):
     section: str
 
 
-def what_happened(facts: RunFacts) -> list[str]:
+def summarize_run(facts: RunFacts) -> list[str]:
     if facts.begin_unix is None or facts.end_unix is None:
         return [
             "Nothing is known of this run: there is no checkpoint in the store, and no event in the logs."
@@ -196,7 +196,7 @@ def _time(facts: RunFacts) -> Iterator[str]:
 # -- what to look at ---------------------------------------------------------------------------------------------------
 
 
-def look_at(facts: RunFacts) -> list[Hint]:
+def find_hints(facts: RunFacts) -> list[Hint]:
     """Return hints, the worst first."""
     parts = (_bad, _not_good_yet, _losses, _not_taken, _store, _stalls)
     return [hint for part in parts for hint in part(facts)]

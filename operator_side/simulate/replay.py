@@ -201,7 +201,7 @@ class _Replay:
         missing = self.job.target - self.step
         reached = (self.finished_us < 0) & (done > 0) & (missing >= 1) & (done >= missing)
         if reached.any():
-            when = self.start_us + self._timeline().end_of(np.maximum(missing, 1))
+            when = self.start_us + self._timeline().iteration_end(np.maximum(missing, 1))
             self.finished_us = np.where(reached, when, self.finished_us)
 
     def _timeline(self) -> Timeline:

@@ -70,7 +70,7 @@ def goodput(
     prices: Prices | None = None,
 ) -> tuple[list[StrategyGoodput], ReplayOutcome]:
     """Replay every strategy at every interval, and the ideal once. Return the rows and the replay itself."""
-    lanes = lanes_of(strategies, intervals)
+    lanes = make_lanes(strategies, intervals)
     outcome = replay(job, lanes, windows)
     ideal = np.maximum(outcome.useful[-1], 1)
     node_hours = windows.node_microseconds(job.nodes) / HOUR_US
@@ -97,7 +97,7 @@ def goodput(
     return rows, outcome
 
 
-def lanes_of(strategies: Sequence[Strategy], intervals: Sequence[int]) -> list[StrategyLane]:
+def make_lanes(strategies: Sequence[Strategy], intervals: Sequence[int]) -> list[StrategyLane]:
     """Return every strategy at every interval, then the ideal once."""
     some = [strategy for strategy in strategies if strategy != IDEAL]
     return [StrategyLane(one, every) for one in some for every in intervals] + [StrategyLane(IDEAL, 1)]

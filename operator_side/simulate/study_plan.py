@@ -19,7 +19,7 @@ from operator_side.simulate.study import (
     StrategyGoodput,
     Total,
     goodput,
-    lanes_of,
+    make_lanes,
     on_demand_dollars,
     total_times,
 )
@@ -28,7 +28,7 @@ from operator_side.simulate.traces import Trace
 
 
 @dataclass(frozen=True)
-class Replayed:
+class TraceResult:
     trace: Trace
     job: TrainingJob
     window_hours: float
@@ -71,7 +71,7 @@ class StudyPlan:
         """Strategies to compare, the ideal last."""
         return self.profile.lanes(self.leads_seconds)
 
-    def replay(self, trace: Trace) -> Replayed:
+    def replay(self, trace: Trace) -> TraceResult:
         """Replay a trace. Raises `ConfigError`: the plan does not fit it."""
         nodes = self.nodes or trace.count_max
         if not nodes:
@@ -87,7 +87,7 @@ class StudyPlan:
         )
         rows, outcome = goodput(job, self.strategies, self.intervals, windows, self.prices)
         dollars = None if self.prices is None else on_demand_dollars(job, self.prices)
-        return Replayed(
+        return TraceResult(
             trace, job, length_us / HOUR_US, rows, outcome.event_steps, dollars, self._advice(trace, job)
         )
 
@@ -101,7 +101,7 @@ class StudyPlan:
                 )
             rows = total_times(
                 self._job(self.nodes, self.iterations),
-                lanes_of(self.strategies, self.intervals),
+                make_lanes(self.strategies, self.intervals),
                 mtbf_hours=mtbf,
                 samples=self.offsets,
                 seed=self.seed,

@@ -54,7 +54,7 @@ class Timeline:
         iterations: Integers = saves * self._every + more
         return iterations
 
-    def end_of(self, iteration: Integers) -> Integers:
+    def iteration_end(self, iteration: Integers) -> Integers:
         """Return when `iteration`, counted from 1, ends."""
         saves = (iteration - 1) // self._every
         begin = np.where(saves > 0, self.begin(saves) + self._stall, 0)
@@ -65,5 +65,5 @@ class Timeline:
         """Return when a save after `iteration`, counted from 1, can begin: fewer than N must be in flight."""
         oldest = (iteration - 1) // self._every + 1 - self._places
         free = np.where(oldest > 0, self.begin(oldest) + self._durable, 0)
-        after: Integers = np.maximum(self.end_of(iteration), free)
+        after: Integers = np.maximum(self.iteration_end(iteration), free)
         return after

@@ -26,7 +26,7 @@ class Column:
     count: Integers  # machines left
     stager_lost: Integers  # 0 or 1
 
-    def losing_the_stager(self, times_us: Integers) -> Column:
+    def with_stager_losses(self, times_us: Integers) -> Column:
         """Return the same window with losses of the stager's node at `times_us`; at equal times these come last."""
         if not len(times_us):
             return self
@@ -108,7 +108,7 @@ def cut(
             trace.count[rows],
             np.zeros(last - first, dtype=np.int64),
         )
-        columns.append(column.losing_the_stager(_times(rng, stager_mtbf_us, length_us)))
+        columns.append(column.with_stager_losses(_times(rng, stager_mtbf_us, length_us)))
     return stack(columns, length_us)
 
 
@@ -138,7 +138,7 @@ def poisson(
         column = Column(
             nodes, times[order], (change[order] < 0).astype(np.int64), counts, np.zeros(len(times), np.int64)
         )
-        columns.append(column.losing_the_stager(_times(rng, stager_mtbf_us, length_us)))
+        columns.append(column.with_stager_losses(_times(rng, stager_mtbf_us, length_us)))
     return stack(columns, length_us)
 
 

@@ -26,7 +26,7 @@ from operator_side.simulate.scale import (
     RingSize,
     Shape,
     best_ring,
-    least_machine,
+    smallest_machine,
     stagers_needed,
 )
 from operator_side.simulate.strategy import microseconds
@@ -40,7 +40,7 @@ _OFFSETS = 20
 
 
 @dataclass(frozen=True)
-class Question:
+class TuningRequest:
     """The facts and wishes behind the settings; the help of `holdfast tune` explains each."""
 
     # Measured figures. Strategies whose name begins with `strategy` count; of those measured with different numbers of
@@ -75,8 +75,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Tuned:
-    question: Question
+class TuningResult:
+    question: TuningRequest
     every: int  # iterations between two checkpoints: an argument of `Checkpointer`, not a setting
     advice: Advice
     settings: list[Setting]
@@ -95,7 +95,7 @@ class Tuned:
         return "\n".join(lines) + "\n"
 
 
-def tune(question: Question) -> Tuned:
+def tune(question: TuningRequest) -> TuningResult:
     """Choose the settings. Raises `ConfigError`: the strategy was not measured, the rate of losses is unknown, or the
     bound cannot be kept; the message then names the bound that can.
     """
@@ -116,7 +116,7 @@ def tune(question: Question) -> Tuned:
         told = "as given" if question.cluster_dollars is None else "by `holdfast cluster status`"
         notes.append(f"Price of all machines: ${hazard.dollars_per_hour:.2f} an hour, {told}.")
     if question.trace is not None:
-        notes.append(_replayed(question, name, measured, advice.every, nodes))
+        notes.append(_replay_note(question, name, measured, advice.every, nodes))
     settings = [Setting("trainer", "in_flight_max", measured.in_flight_max, why_places)]
     if cost.durable_seconds / cost.in_flight_max > advice.every * cost.iteration_seconds:
         why = (
@@ -136,13 +136,13 @@ def tune(question: Question) -> Tuned:
     notes.append(
         "Local tiers are not set, since the profile has no figures of them (docs/tiers.md says when they help)."
     )
-    return Tuned(question, advice.every, advice, settings, notes)
+    return TuningResult(question, advice.every, advice, settings, notes)
 
 
 # -- grounds ---------------------------------------------------------------------------------------------------------
 
 
-def _chosen(question: Question) -> tuple[str, Measured, str]:
+def _chosen(question: TuningRequest) -> tuple[str, Measured, str]:
     """Choose the strategy with the best number of checkpoints in flight."""
     found = {
         name: measured
@@ -171,7 +171,7 @@ def _chosen(question: Question) -> tuple[str, Measured, str]:
     return *by_places[places], why
 
 
-def _hazard(question: Question) -> tuple[Hazard, int]:
+def _hazard(question: TuningRequest) -> tuple[Hazard, int]:
     trace = question.trace
     nodes = question.nodes or (trace.count_max if trace is not None else 1)
     price = question.cluster_dollars
@@ -180,12 +180,12 @@ def _hazard(question: Question) -> tuple[Hazard, int]:
     if trace is not None:
         return Hazard(trace.losses_per_hour, price), nodes
     if question.seen is not None:
-        return Hazard.of_seen(question.seen, price), nodes
+        return Hazard.from_observed(question.seen, price), nodes
     assert question.mtbf_hours is not None
-    return Hazard.of_mtbf(question.mtbf_hours, price), nodes
+    return Hazard.from_mtbf(question.mtbf_hours, price), nodes
 
 
-def _replayed(question: Question, name: str, measured: Measured, every: int, nodes: int) -> str:
+def _replay_note(question: TuningRequest, name: str, measured: Measured, every: int, nodes: int) -> str:
     assert question.trace is not None
     plan = StudyPlan(
         question.profile.model_copy(update={"strategies": {name: measured}}),
@@ -205,7 +205,7 @@ def _replayed(question: Question, name: str, measured: Measured, every: int, nod
     )
 
 
-def _watch(question: Question, measured: Measured) -> Setting:
+def _watch(question: TuningRequest, measured: Measured) -> Setting:
     fits = measured.staged_seconds is not None and measured.staged_seconds <= question.lead_seconds
     how = "fits into" if fits else "does not fit into"
     seconds = measured.durable_seconds if measured.staged_seconds is None else measured.staged_seconds
@@ -218,7 +218,7 @@ def _watch(question: Question, measured: Measured) -> Setting:
 # -- ring and machine ------------------------------------------------------------------------------------------------
 
 
-def _sized(question: Question, measured: Measured, cycle_seconds: float) -> tuple[list[Setting], list[str]]:
+def _sized(question: TuningRequest, measured: Measured, cycle_seconds: float) -> tuple[list[Setting], list[str]]:
     image = question.image_bytes
     assert image is not None
     shape = Shape(question.ranks or 1, image)
@@ -228,7 +228,7 @@ def _sized(question: Question, measured: Measured, cycle_seconds: float) -> tupl
     notes: list[str] = []
     machine = question.stager
     if machine is None:
-        machine = least_machine(image, cycle_seconds, out_rate)
+        machine = smallest_machine(image, cycle_seconds, out_rate)
         notes.append(_machine_note(machine, image, cycle_seconds, out_rate))
     elif stagers_needed(image, cycle_seconds, machine, out_rate) > 1:
         raise ConfigError(_too_slow(image, cycle_seconds, machine.name, min(machine.rate, out_rate)))

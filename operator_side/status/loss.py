@@ -46,12 +46,12 @@ class Lost:
     since_step: int | None  # the step that training would resume from; None: the beginning
 
 
-def lost_with_trainers(known: LossInputs) -> Lost:
+def loss_with_trainers(known: LossInputs) -> Lost:
     """Compute the loss if all training ranks are killed, but not the stager's node."""
     return _lost(known, known.staged, 0.0)
 
 
-def lost_with_node(known: LossInputs) -> Lost:
+def loss_with_node(known: LossInputs) -> Lost:
     """Compute the loss if all training ranks and the stager's node are killed, and the ring with them."""
     staged, durable, since = known.staged, known.durable, known.running_since_unix
     earlier_seconds = 0.0

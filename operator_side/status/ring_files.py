@@ -24,7 +24,7 @@ import numpy as np
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.layout import Layout
-from holdfast.ring.checkpoint_record import checkpoint_names, read_checkpoint
+from holdfast.ring.checkpoint_record import checkpoint_ids, read_checkpoint
 from holdfast.ring.directory import check_private_directory, open_private_file
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Journal, SlotState
 from holdfast.ring.side_files import SourceFiles, read_side_file, read_writers
@@ -47,7 +47,7 @@ class RingCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class RingLook:
+class RingSnapshot:
     """The state of a ring at one moment."""
 
     attempt: int
@@ -66,7 +66,7 @@ class RingFiles:
         self._directory = directory
         self._image_bytes: dict[str, int] = {}
 
-    def look(self) -> RingLook | None:
+    def look(self) -> RingSnapshot | None:
         """Return the state of the ring now; None if there is no ring.
 
         Raises:
@@ -90,7 +90,7 @@ class RingFiles:
             counts, full = _count(journal, memory)
         troubles: list[str] = []
         found: list[RingCheckpoint] = []
-        for attempt, step in checkpoint_names(self._directory):
+        for attempt, step in checkpoint_ids(self._directory):
             try:
                 one = self._checkpoint(
                     attempt, step, journal.header.chunk_bytes, full.get((attempt, step), {})
@@ -99,7 +99,7 @@ class RingFiles:
                 troubles.append(str(error))
             else:
                 found += [] if one is None else [one]
-        return RingLook(
+        return RingSnapshot(
             journal.header.attempt,
             journal.header.chunk_bytes,
             journal.ring_chunks,

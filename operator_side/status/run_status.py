@@ -26,9 +26,9 @@ from holdfast.telemetry.status_document import (
     checkpoint_status,
 )
 from holdfast.wire.failure_count import FailureCount
-from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
-from operator_side.status.ring_files import RingCheckpoint, RingLook
-from operator_side.status.share_progress import ShareLook, ShareProgress, share_progress
+from operator_side.status.loss import LossInputs, Lost, SavedPoint, loss_with_node, loss_with_trainers
+from operator_side.status.ring_files import RingCheckpoint, RingSnapshot
+from operator_side.status.share_progress import ShareSnapshot, ShareProgress, share_progress
 
 FAILURES = "; failures: "  # in the reason of an interval
 LEVELS = ("staged", "durable", "verified")
@@ -106,7 +106,7 @@ class RunStatus:
     levels: Mapping[str, Level]
     loss_trainers: Lost
     loss_node: Lost
-    ring: RingLook | None
+    ring: RingSnapshot | None
     flights: tuple[RingCheckpoint, ...]
     shares: tuple[ShareProgress, ...]
     pgt1: Timings
@@ -162,8 +162,8 @@ class RunEvidence:
     stager: Peer
     flusher_said: StatusDocument | None = None
     stager_said: StatusDocument | None = None
-    ring: RingLook | None = None
-    others: Sequence[ShareLook] = ()  # more stagers of the run on this machine
+    ring: RingSnapshot | None = None
+    others: Sequence[ShareSnapshot] = ()  # more stagers of the run on this machine
     stored: Iterable[StoredCheckpoint] = ()
     notes: Iterable[str] = ()
 
@@ -214,8 +214,8 @@ def compose(
         ranks=ranks,
         ranks_total=ranks_total,
         levels=levels,
-        loss_trainers=lost_with_trainers(known),
-        loss_node=lost_with_node(known),
+        loss_trainers=loss_with_trainers(known),
+        loss_node=loss_with_node(known),
         ring=ring,
         flights=flights,
         shares=share_progress(newest, ring, flusher_said, found.others),
@@ -239,7 +239,7 @@ def compose(
 def _rows(
     flusher: StatusDocument | None,
     stager: StatusDocument | None,
-    ring: RingLook | None,
+    ring: RingSnapshot | None,
     stored: Iterable[StoredCheckpoint],
 ) -> dict[CheckpointId, CheckpointStatus]:
     """Merge the facts from flusher, stager, ring and store on each checkpoint."""
@@ -338,7 +338,7 @@ def _timings(rows: Mapping[CheckpointId, CheckpointStatus], name: str) -> Timing
 
 
 def _flights(
-    ring: RingLook | None, rows: Mapping[CheckpointId, CheckpointStatus]
+    ring: RingSnapshot | None, rows: Mapping[CheckpointId, CheckpointStatus]
 ) -> Iterable[RingCheckpoint]:
     for here in ring.checkpoints if ring else ():
         row = rows[CheckpointId(here.attempt, here.step)]
@@ -351,14 +351,14 @@ def _failures(flusher: StatusDocument | None, stager: StatusDocument | None) -> 
     if begin:
         return f"{begin.removeprefix('; ')}{line}"
     seen = None if flusher is None else flusher.seen
-    return "" if seen is None else Hazard.of_seen(FailureCount(seen.failures, seen.seconds)).line
+    return "" if seen is None else Hazard.from_observed(FailureCount(seen.failures, seen.seconds)).line
 
 
 # -- ranks and lines ---------------------------------------------------------------------------------------------------
 
 
 def _ranks(
-    flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingLook | None
+    flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingSnapshot | None
 ) -> tuple[tuple[RankStatus, ...], int]:
     """Return the stager's ranks, with the stall of each one's newest checkpoint, and their number."""
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}

@@ -22,17 +22,17 @@ from holdfast.ring.doorbell import SOCKET_NAME
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import StatusDocument
 from holdfast.telemetry.status_socket import ask, socket_path
-from operator_side.status.ring_files import RingFiles, RingLook
+from operator_side.status.ring_files import RingFiles, RingSnapshot
 from operator_side.status.run_status import Peer, RunEvidence, RunStatus, compose
-from operator_side.status.share_progress import ShareLook
+from operator_side.status.share_progress import ShareSnapshot
 
 if TYPE_CHECKING:
     from holdfast.store.base import Store
 
 
 _ANSWER_SECONDS_MAX = 2.0
-_STORE_AGAIN_SECONDS = 30.0
-_WRITER_AGAIN_SECONDS = 2.0  # the writer may be about to end
+_STORE_POLL_SECONDS = 30.0
+_WRITER_POLL_SECONDS = 2.0  # the writer may be about to end
 _STORE_PAUSE_FACTOR = 10  # listing thousands of checkpoints takes long: do it rarely
 _CHECKPOINTS_MAX = 8
 _ANY_ATTEMPT = 2**62
@@ -40,7 +40,7 @@ _PID_BYTES_MAX = 32
 _RUN_FILES = ("journal", SOCKET_NAME, "flusher-status.sock", "stager-status.sock")
 
 
-def runs_in(base: Path) -> list[Path]:
+def find_runs(base: Path) -> list[Path]:
     """Return the runtime directories of runs in `base`, or `base` itself if it is one."""
     with contextlib.suppress(OSError):
         if _is_run(base):
@@ -71,8 +71,8 @@ class RunWatch:
         self._rings: dict[Path, RingFiles] = {}  # of the run's other stagers on this machine
         self._stored: tuple[StoredCheckpoint, ...] = ()
         self._store_notes: tuple[str, ...] = ()
-        self._store_again_at = 0.0
-        self._has_looked = self._has_writer = False
+        self._next_store_read_at = 0.0
+        self._has_polled = self._has_writer = False
 
     def look(self) -> RunStatus:
         """Return the status of the run now.
@@ -86,13 +86,13 @@ class RunWatch:
         stager, stager_said = self._ask("stager", notes)
         if stager.state == "gone" and flusher_said is not None and flusher_said.stager_attached:
             stager = Peer("silent", note="it is attached to the flusher, but does not answer")
-        ring = self._look_at_ring(self._ring, notes)
+        ring = self._read_ring(self._ring, notes)
         said = flusher_said or stager_said
         if said is not None and self._url is None:
             self._url = said.run
         if flusher.state == "gone":
             nothing_here = ring is None and stager.state == "gone"
-            self._look_at_store(may_fail=nothing_here and not self._has_looked)
+            self._poll_store(may_fail=nothing_here and not self._has_polled)
             notes += self._store_notes
             if (
                 stager.state == "gone"
@@ -101,8 +101,8 @@ class RunWatch:
             ):
                 by_hand = self._by_hand(share_of(self.directory), ring)
                 notes.append(f"the next job publishes the staged checkpoints in the ring; or run {by_hand}")
-        self._has_looked = True
-        others = self._look_at_others(notes)
+        self._has_polled = True
+        others = self._read_other_shares(notes)
         found = RunEvidence(flusher, stager, flusher_said, stager_said, ring, others, self._stored, notes)
         name = self._url or f"run key {self.directory.name}"
         return compose(name, self._clock(), found, dollars_per_hour=self._dollars_per_hour)
@@ -140,25 +140,25 @@ class RunWatch:
             return None
         return pid
 
-    def _look_at_others(self, notes: list[str]) -> list[ShareLook]:
-        found: list[ShareLook] = []
+    def _read_other_shares(self, notes: list[str]) -> list[ShareSnapshot]:
+        found: list[ShareSnapshot] = []
         for index, directory in share_directories(self.directory).items():
-            ring = self._look_at_ring(self._rings.setdefault(directory, RingFiles(directory)), notes)
+            ring = self._read_ring(self._rings.setdefault(directory, RingFiles(directory)), notes)
             flusher, said = self._ask("flusher", notes, directory)
             if ring is not None or said is not None:
-                found.append(ShareLook(index, ring, said))
+                found.append(ShareSnapshot(index, ring, said))
             if flusher.state == "gone" and ring is not None and ring.checkpoints:
                 by_hand = self._by_hand(index, ring)
                 notes.append(f"the ring of share {index + 1} has checkpoints and no flusher; run {by_hand}")
         return found
 
-    def _by_hand(self, index: int, ring: RingLook) -> str:
+    def _by_hand(self, index: int, ring: RingSnapshot) -> str:
         writers = max(index + 1, ring.writers)
         share = f" --share {index + 1}/{writers}" if writers > 1 else ""
         return f"`holdfast flusher --store {self._url or 'URL'}{share}`"
 
     @staticmethod
-    def _look_at_ring(files: RingFiles, notes: list[str]) -> RingLook | None:
+    def _read_ring(files: RingFiles, notes: list[str]) -> RingSnapshot | None:
         try:
             ring = files.look()
         except HoldfastError as error:
@@ -170,9 +170,9 @@ class RunWatch:
 
     # -- the store -------------------------------------------------------------------------------------------------
 
-    def _look_at_store(self, *, may_fail: bool) -> None:
+    def _poll_store(self, *, may_fail: bool) -> None:
         begun = time.monotonic()
-        if self._url is None or begun < self._store_again_at:
+        if self._url is None or begun < self._next_store_read_at:
             return
         from holdfast.store import open_store  # imports boto3 or fsspec: not for --help
 
@@ -188,12 +188,12 @@ class RunWatch:
             if store is not None:
                 store.close()
             now = time.monotonic()
-            pause_seconds = _WRITER_AGAIN_SECONDS if self._has_writer else _STORE_AGAIN_SECONDS
-            self._store_again_at = now + max(pause_seconds, _STORE_PAUSE_FACTOR * (now - begun))
+            pause_seconds = _WRITER_POLL_SECONDS if self._has_writer else _STORE_POLL_SECONDS
+            self._next_store_read_at = now + max(pause_seconds, _STORE_PAUSE_FACTOR * (now - begun))
 
     def _read_store(self, store: Store) -> None:
         from holdfast.checkpoints.catalog import Catalog
-        from holdfast.checkpoints.lease import may_live
+        from holdfast.checkpoints.lease import find_possibly_live_writer
 
         look = Catalog(store).look()
         if look.is_empty:
@@ -205,7 +205,7 @@ class RunWatch:
         manifests = [item.manifest for item in newest if item.manifest is not None]
         self._stored = tuple(stored for one in manifests if (stored := StoredCheckpoint.of(one)) is not None)
         notes = [item.fault for item in newest if item.fault]
-        writer = may_live(store, _ANY_ATTEMPT)
+        writer = find_possibly_live_writer(store, _ANY_ATTEMPT)
         self._has_writer = bool(writer)
         if writer:
             notes.append(
@@ -242,7 +242,7 @@ class RunWatches:
 
     def _find(self) -> None:
         place = self._base if self._run is None else Path(self._run)
-        for directory in runs_in(place.absolute()):
+        for directory in find_runs(place.absolute()):
             if directory not in self._watches:
                 self._watches[directory] = RunWatch(directory, dollars_per_hour=self._dollars_per_hour)
         if not self._watches and self._run is not None:

@@ -14,15 +14,15 @@ from typing import Literal
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.shares import ShareNumber
 from holdfast.telemetry.status_document import CheckpointStatus, StatusDocument
-from operator_side.status.ring_files import RingLook
+from operator_side.status.ring_files import RingSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class ShareLook:
+class ShareSnapshot:
     """The files on this machine of a stager that does not lead. `index`: of its share; 0 leads."""
 
     index: int
-    ring: RingLook | None
+    ring: RingSnapshot | None
     flusher_said: StatusDocument | None
 
 
@@ -37,7 +37,7 @@ class ShareProgress:
 
 
 def share_progress(
-    key: CheckpointId, ring: RingLook | None, said: StatusDocument | None, others: Iterable[ShareLook]
+    key: CheckpointId, ring: RingSnapshot | None, said: StatusDocument | None, others: Iterable[ShareSnapshot]
 ) -> tuple[ShareProgress, ...]:
     """Return the shares of one checkpoint, in order; () with one stager. `ring`, `said`: of the run's directory, which
     is the first share's, or that of the only share on this machine.
@@ -63,13 +63,13 @@ def _rows(said: StatusDocument | None, key: CheckpointId) -> list[CheckpointStat
 
 def _number(share: str) -> ShareNumber | None:
     try:
-        return ShareNumber.of_text(share)
+        return ShareNumber.from_text(share)
     except ValueError:  # empty, or malformed
         return None
 
 
 def _in_ring(
-    rings: Mapping[int, RingLook | None], index: int, key: CheckpointId
+    rings: Mapping[int, RingSnapshot | None], index: int, key: CheckpointId
 ) -> Literal["staged", "receiving", "elsewhere"]:
     ring = rings.get(index)
     states = [one.state for one in ring.checkpoints if (one.attempt, one.step) == key] if ring else []

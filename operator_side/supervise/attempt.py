@@ -38,12 +38,12 @@ class Attempt:
         self.output: IO[bytes] = self._process.stdout
         os.set_blocking(self.output.fileno(), False)
         self._end = os.pidfd_open(self._process.pid)
-        self._is_silent = False  # output has reached end of file
+        self._is_at_eof = False  # output has reached end of file
 
     @property
     def descriptors(self) -> list[int]:
         """Descriptors for poll: readable when mpirun has written output or has ended."""
-        return [self._end] if self._is_silent else [self._end, self.output.fileno()]
+        return [self._end] if self._is_at_eof else [self._end, self.output.fileno()]
 
     @property
     def pid(self) -> int:
@@ -55,7 +55,7 @@ class Attempt:
             data = os.read(self.output.fileno(), _READ_BYTES)
         except BlockingIOError:
             return b""
-        self._is_silent = not data
+        self._is_at_eof = not data
         return data
 
     def poll(self) -> int | None:

@@ -24,31 +24,31 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.shares import WHOLE
 from holdfast.wire.step_proof import ProofVerdict
 from operator_side.supervise.hosts import Host, place
-from operator_side.supervise.limits import Limits, Patience
-from operator_side.supervise.record import RunRecord
+from operator_side.supervise.limits import Limits, RestartPolicy
+from operator_side.supervise.record import AttemptRecord
 from operator_side.supervise.resumption import Resumption
 from operator_side.supervise.supervisor_messages import (
     Action,
     ClockTick,
-    Ended,
+    ProcessExited,
     Event,
-    Exited,
+    MpirunExited,
     Finish,
     HostsSeen,
-    Joined,
-    KeepEvidence,
+    AllJoined,
+    RetainCheckpoint,
     KillAttempt,
     Launch,
-    LookAtFleet,
+    PollFleet,
     Note,
-    Noticed,
-    ProcessBegan,
+    RankNoticed,
+    ProcessStarted,
     RankDead,
     RankRestored,
     RankSilence,
     ResumeCompared,
     StepDurable,
-    Stepped,
+    RankStepped,
     StepStaged,
     Stop,
     Terminate,
@@ -84,16 +84,16 @@ class Core:
         self.phase = SupervisorPhase.FINDING
         self.newest_step = newest_step
         self._next_attempt = first_attempt
-        self._attempt: RunRecord | None = None
+        self._attempt: AttemptRecord | None = None
         self._until = now + limits.hosts_seconds_max
         self._asked = self._killed = False  # asked mpirun to end the job; killed mpirun
         self._stopping = ""
-        self._patience, self._suspicion = Patience(limits), Suspicion(limits)
-        self._waiting_said = False
+        self._patience, self._suspicion = RestartPolicy(limits), Suspicion(limits)
+        self._has_logged_waiting = False
         self._resumption = Resumption()
 
     def begin(self) -> list[Action]:
-        return [LookAtFleet()]
+        return [PollFleet()]
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
@@ -107,27 +107,27 @@ class Core:
                 return self._stop(reason, now)
             case HostsSeen(hosts):
                 return self._hosts(hosts, now)
-            case Exited(status):
-                return self._exited(status, now)
+            case MpirunExited(status):
+                return self._handle_exit(status, now)
             case ResumeCompared(_, step, proof):
                 is_loud = proof.verdict is ProofVerdict.DIFFERS
                 return [Note("resume_proof", proof.text, {"step": step, **proof.to_json()}, loud=is_loud)]
             case ClockTick():
                 return self._tick(now)
             case _:
-                return self._of_attempt(event, now)
+                return self._handle_attempt_event(event, now)
         return []
 
     # -- an attempt ------------------------------------------------------------------------------------------------
 
-    def _of_attempt(self, event: Event, now: float) -> list[Action]:
+    def _handle_attempt_event(self, event: Event, now: float) -> list[Action]:
         attempt = self._attempt
         if attempt is None:
             return []
         match event:
-            case ProcessBegan(rank, host):
+            case ProcessStarted(rank, host):
                 attempt.began[rank] = host
-            case Joined() if attempt.is_last_to_join():
+            case AllJoined() if attempt.record_joined():
                 return self._reached("joined", "all ranks and stagers have joined", {}, now)
             case RankRestored(rank, step, of_attempt, before) if attempt.is_last(attempt.restored, rank):
                 told = {"step": step}
@@ -141,9 +141,9 @@ class Core:
                     else "no checkpoint to restore, a new run begins"
                 )
                 return self._reached("restored", how, told, now)
-            case Stepped(rank, step) if attempt.is_last(attempt.stepped, rank):
+            case RankStepped(rank, step) if attempt.is_last(attempt.stepped, rank):
                 return self._trains(attempt, step, now)
-            case Ended():
+            case ProcessExited():
                 return self._died(attempt, event, now)
             case RankSilence(rank, over):
                 if over:
@@ -153,19 +153,19 @@ class Core:
             case RankDead(rank) if self.phase is SupervisorPhase.RUNNING:
                 attempt.lost(rank, now)
                 self._resumption.lost(now)
-            case Noticed(rank):
+            case RankNoticed(rank):
                 attempt.noticed.add(attempt.began.get(rank, f"of rank {rank}"))
         return []
 
-    def _died(self, attempt: RunRecord, event: Ended, now: float) -> list[Action]:
-        by_us = self.phase is SupervisorPhase.ENDING
-        death = Death(event.rank, event.status, event.exception, by_us, out_of_memory=event.out_of_memory)
+    def _died(self, attempt: AttemptRecord, event: ProcessExited, now: float) -> list[Action]:
+        by_supervisor = self.phase is SupervisorPhase.ENDING
+        death = Death(event.rank, event.status, event.exception, by_supervisor, out_of_memory=event.out_of_memory)
         attempt.deaths.append(death)
         left = event.rank >= attempt.ranks and attempt.stagers_ended()
         if attempt.first_death_at is not None or not (event.status or left):
             return []
         attempt.first_death_at = now
-        if by_us or not event.status:
+        if by_supervisor or not event.status:
             return []
         self._resumption.lost(now)
         message = f"attempt {attempt.number}: {attempt.name(event.rank)} has ended with status {event.status}"
@@ -180,7 +180,7 @@ class Core:
         number = self._attempt.number
         return [Note(mark, f"attempt {number}: {message}", {"attempt": number, **fields})]
 
-    def _trains(self, attempt: RunRecord, step: int, now: float) -> list[Action]:
+    def _trains(self, attempt: AttemptRecord, step: int, now: float) -> list[Action]:
         phases = self._resumption.trained(now)
         message = (
             f"attempt {attempt.number}: training again after {phases['seconds']:.1f} s: step {step} is done"
@@ -200,7 +200,7 @@ class Core:
             reason = attempt.reason_to_end(self._limits, now)
             return self._end(reason, now) if reason else []
         if self.phase is SupervisorPhase.ENDING and attempt is not None:
-            return self._insist(attempt, now)
+            return self._escalate(attempt, now)
         if now < self._until:
             return []
         match self.phase:
@@ -208,8 +208,8 @@ class Core:
                 return self._judge(now)  # the fleet does not answer: judge without it
             case SupervisorPhase.PAUSING:
                 self.phase, self._until = SupervisorPhase.FINDING, now + self._limits.hosts_seconds_max
-                self._waiting_said = False
-                return [LookAtFleet()]
+                self._has_logged_waiting = False
+                return [PollFleet()]
             case SupervisorPhase.FINDING:
                 limits = self._limits
                 when = f"within {limits.hosts_seconds_max:g} s"
@@ -232,11 +232,11 @@ class Core:
         self._asked, self._killed = not gently, False
         return [Note("ending", reason, {"attempt": self._attempt.number}, loud=True), Terminate(gently)]
 
-    def _insist(self, attempt: RunRecord, now: float) -> list[Action]:
+    def _escalate(self, attempt: AttemptRecord, now: float) -> list[Action]:
         late = now >= self._until
         if not self._asked:
             return self._ask(now) if late else []
-        if not late and (self._killed or not attempt.waits_for_the_lost()):
+        if not late and (self._killed or not attempt.waits_for_lost_hosts()):
             return []
         self._killed, self._until = True, now + self._limits.kill_seconds
         return [KillAttempt()]
@@ -245,13 +245,13 @@ class Core:
         self._asked, self._until = True, now + self._limits.kill_seconds
         return [Terminate(gently=False)]
 
-    def _exited(self, status: int, now: float) -> list[Action]:
+    def _handle_exit(self, status: int, now: float) -> list[Action]:
         assert self._attempt is not None
         self._attempt.mpirun_status = status
         if self._attempt.gone:  # this decides the verdict; asking the fleet again would only delay it
             return self._judge(now)
-        self.phase, self._until = SupervisorPhase.JUDGING, now + self._limits.look_seconds_max
-        return [LookAtFleet()]
+        self.phase, self._until = SupervisorPhase.JUDGING, now + self._limits.fleet_seconds_max
+        return [PollFleet()]
 
     # -- hosts -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Core:
         if self.phase is SupervisorPhase.RUNNING and attempt is not None and attempt.gone:
             return self._end(f"host {', '.join(sorted(attempt.gone))} is gone", now)
         if missed:
-            return [LookAtFleet()]  # look again now: a host missed twice in a row is gone
+            return [PollFleet()]  # look again now: a host missed twice in a row is gone
         if self.phase is SupervisorPhase.JUDGING:
             return self._judge(now)
         if self.phase is SupervisorPhase.FINDING:
@@ -276,12 +276,12 @@ class Core:
             placed = place(hosts, limits.ranks)
             ranks = sum(host.slots for host in placed)
         if ranks < limits.ranks_min:
-            if self._waiting_said:
+            if self._has_logged_waiting:
                 return []  # the fleet watch keeps looking, and keeps requesting hosts
-            self._waiting_said = True
+            self._has_logged_waiting = True
             message = f"there are hosts for {ranks} ranks, and at least {limits.ranks_min} are needed; waiting for more"
-            return [Note("waiting", message, {"ranks": ranks}, loud=True), LookAtFleet(limits.ranks - ranks)]
-        self._attempt = RunRecord(self._next_attempt, ranks, placed, now, limits.stagers)
+            return [Note("waiting", message, {"ranks": ranks}, loud=True), PollFleet(limits.ranks - ranks)]
+        self._attempt = AttemptRecord(self._next_attempt, ranks, placed, now, limits.stagers)
         self._resumption.reached("launched", now)
         self._next_attempt += 1
         self.phase = SupervisorPhase.RUNNING
@@ -322,15 +322,15 @@ class Core:
         )
         if verdict.cause in {Cause.DONE, Cause.STOPPED}:
             return [note, *self._over(verdict)]
-        found = self._suspicion.weigh(verdict, attempt)
-        last_word = self._patience.last_word(
+        found = self._suspicion.check_attempt(verdict, attempt)
+        final_verdict = self._patience.final_verdict(
             verdict, progressed=attempt.progressed, may_go_back=self._suspicion.is_open
         )
-        if last_word is not None:
-            return [note, *self._over(self._suspicion.told(last_word))]
-        return [note, *self._go_back(attempt.number, found, verdict), *self._pause(now)]
+        if final_verdict is not None:
+            return [note, *self._over(self._suspicion.told(final_verdict))]
+        return [note, *self._set_aside(attempt.number, found, verdict), *self._pause(now)]
 
-    def _go_back(self, number: int, found: SetAside | None, verdict: Verdict) -> list[Action]:
+    def _set_aside(self, number: int, found: SetAside | None, verdict: Verdict) -> list[Action]:
         if found is None:
             return []
         key, before, crashes = found
@@ -348,7 +348,7 @@ class Core:
             "before_attempt": before.attempt,
             "crashes": crashes,
         }
-        return [Note("set_aside", message, fields, loud=True), KeepEvidence(key)]
+        return [Note("set_aside", message, fields, loud=True), RetainCheckpoint(key)]
 
     def _pause(self, now: float) -> list[Action]:
         pause_seconds = self._pause_seconds(self._patience.restarts)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holdfast.errors import PeerLost
-from holdfast.lost_peer import says_lost_connection, says_lost_peer
-from operator_side.supervise.job_output import exception_of
-from operator_side.supervise.limits import no_progress
+from holdfast.lost_peer import is_lost_connection, is_lost_peer
+from operator_side.supervise.job_output import find_exception
+from operator_side.supervise.limits import describe_no_progress
 from operator_side.supervise.verdict import Cause, Death, Evidence, Verdict, class_of, judge
 
 AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
@@ -48,7 +48,7 @@ class Seen:
     out_of_memory: bool = False  # the kernel killed a process of this cgroup to free memory
 
 
-class CodedEnd(NamedTuple):
+class ExitDecision(NamedTuple):
     """How the command ended, and the wrapper's exit code."""
 
     code: int
@@ -85,7 +85,7 @@ class _Job:
         return max((rank.ranks for rank in self.ranks.values()), default=1)
 
     @property
-    def fruitless(self) -> int:
+    def attempts_without_progress(self) -> int:
         """Attempts in a row without a newer checkpoint, this one included; 0 if this one has saved one."""
         if any(rank.staged for rank in self.ranks.values()):
             return 0
@@ -93,13 +93,13 @@ class _Job:
         return max(0, attempt - max((rank.restored for rank in self.ranks.values()), default=0))
 
 
-def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
+def decide_exit_code(seen: Seen, *, restarts_max: int) -> ExitDecision:
     """Judge the end of the command. `restarts_max`: how many attempts without a newer checkpoint still end with 75."""
     job = _job(seen.reports)
     noticed = signal.SIGTERM in seen.told or any(rank.noticed for rank in job.ranks.values())
     deaths = _deaths(seen, job)
     if seen.status == 0 and not noticed:
-        return CodedEnd(0, "done")
+        return ExitDecision(0, "done")
     if seen.status == 0:
         # Only the next start can tell whether the script was done or left its loop because of the notice.
         why = f"{seen.command} ended with 0 after a preemption notice"
@@ -108,15 +108,15 @@ def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
         verdict = judge(_evidence(seen, deaths, noticed=noticed))
     if verdict.cause not in {Cause.PREEMPTED, Cause.KILLED, Cause.LOST}:
         code = getattr(class_of(verdict.exception), "exit_code", verdict.exit_code)
-        return CodedEnd(code, verdict.message)
-    if job.fruitless > restarts_max:
-        return CodedEnd(verdict.exit_code, f"{no_progress(verdict, job.fruitless)}: {verdict.message}")
+        return ExitDecision(code, verdict.message)
+    if job.attempts_without_progress > restarts_max:
+        return ExitDecision(verdict.exit_code, f"{describe_no_progress(verdict, job.attempts_without_progress)}: {verdict.message}")
     # 75 needs a preemption, which others report, or another wrapper's 75, or a job that has joined: a job that never
     # joins must not be restarted forever.
     told = verdict.cause is Cause.PREEMPTED or any(death.status == AGAIN for death in deaths)
     if told or job.joined:
-        return CodedEnd(AGAIN, verdict.message)
-    return CodedEnd(verdict.exit_code, f"{verdict.message}, before it had joined the job")
+        return ExitDecision(AGAIN, verdict.message)
+    return ExitDecision(verdict.exit_code, f"{verdict.message}, before it had joined the job")
 
 
 def _evidence(seen: Seen, deaths: tuple[Death, ...], *, noticed: bool) -> Evidence:
@@ -171,12 +171,12 @@ def _death(failure: _Failure, job: _Job, seen: Seen) -> Death:
     known = job.ranks.get(failure.pid)
     exception, text = (known.exception, known.text) if known is not None else ("", "")
     if not exception and failure.status > 0 and failure.pid == seen.pid:
-        exception, text = exception_of(seen.tail.splitlines()), seen.tail
+        exception, text = find_exception(seen.tail.splitlines()), seen.tail
     # NCCL's watchdog ends a rank whose peer is lost with SIGABRT.
     if failure.status == -signal.SIGABRT and job.size > 1:
-        lost_peer = says_lost_connection(seen.tail)
+        lost_peer = is_lost_connection(seen.tail)
     else:
-        lost_peer = says_lost_peer(exception.rpartition(".")[2], text)
+        lost_peer = is_lost_peer(exception.rpartition(".")[2], text)
     lost_peer |= failure.status == AGAIN
     return Death(failure.rank, failure.status, exception, failure.closed, lost_peer, seen.out_of_memory)
 

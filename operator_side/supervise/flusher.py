@@ -27,11 +27,11 @@ class KeptFlusher:
     def let_go(self) -> None:
         """Let the flusher exit once it has written everything."""
         # Read the process id first: the flusher removes its pid file before it exits.
-        self._pid = self._written_pid()
+        self._pid = self._read_pid()
         self._started = start_ticks(self._pid)
         self._keeper.close()
 
-    def ends_within(self, seconds: float) -> bool:
+    def wait_for_exit(self, seconds: float) -> bool:
         """After `let_go`: wait up to `seconds` for the process to exit. Return whether it has."""
         deadline = time.monotonic() + seconds
         while self._started and start_ticks(self._pid) == self._started:
@@ -41,11 +41,11 @@ class KeptFlusher:
         return True
 
     @property
-    def left_ring(self) -> bool:
+    def has_leftover_ring(self) -> bool:
         """Whether the ring still holds checkpoints that are not in the store."""
         return (self._directory / "journal").exists()
 
-    def _written_pid(self) -> int:
+    def _read_pid(self) -> int:
         try:
             return int((self._directory / "flusher.pid").read_text().split()[0])
         except (OSError, ValueError, IndexError):
@@ -55,7 +55,7 @@ class KeptFlusher:
 _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 
 
-class Segments:
+class SegmentFolder:
     """Folder beside `ring`, named by the supervisor's pid, for the shared-memory segments of its MPI jobs."""
 
     def __init__(self, ring: Path) -> None:

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.shares import WHOLE, ShareNumber
-from holdfast.supervised import LAST_WORDS, MARK
+from holdfast.supervised import FINAL_ERROR, MARK
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise import supervisor_messages as messages
 
@@ -54,30 +54,30 @@ def parse_report(text: str) -> messages.Report | None:
         if type(rank) is not int or not 0 <= rank < _RANK_MAX:
             return None
         if kind == "began":
-            return messages.ProcessBegan(rank, str(fields["host"])[:255])
+            return messages.ProcessStarted(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
-            return messages.Ended(rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True)
+            return messages.ProcessExited(rank, fields["status"], out_of_memory=fields.get("out_of_memory") is True)
         if kind == "stepped" and type(fields["step"]) is int:
-            return messages.Stepped(rank, fields["step"])
+            return messages.RankStepped(rank, fields["step"])
         if kind == "proof" and type(fields["step"]) is int:
             return messages.ResumeCompared(rank, fields["step"], ResumeProof.from_json(fields))
         if kind == "restored" and type(fields["step"]) is int:
             attempt, before = fields.get("attempt", 0), fields.get("before")
             if type(attempt) is int:
                 return messages.RankRestored(
-                    rank, fields["step"], attempt, None if before is None else CheckpointId.of_label(before)
+                    rank, fields["step"], attempt, None if before is None else CheckpointId.from_label(before)
                 )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
 
 
-def exception_of(lines: list[str]) -> str:
+def find_exception(lines: list[str]) -> str:
     """Return the exception of the last traceback in these lines, such as `torch.OutOfMemoryError`, or ""."""
     found, inside = "", False
     for line in lines:
         line = _TORCH_PREFIX.sub("", line)
-        if words := LAST_WORDS.match(line):
+        if words := FINAL_ERROR.match(line):
             found, inside = f"holdfast.errors.{words[1]}", False
         elif line.startswith("Traceback (most recent call last):"):
             inside = True
@@ -136,8 +136,8 @@ class Output:
         self._files.clear()
 
     def _with_exception(self, report: messages.Report) -> messages.Report:
-        if isinstance(report, messages.Ended) and report.status > 0:
-            return report._replace(exception=exception_of(list(self._tails.get(report.rank, ()))))
+        if isinstance(report, messages.ProcessExited) and report.status > 0:
+            return report._replace(exception=find_exception(list(self._tails.get(report.rank, ()))))
         return report
 
     def _keep(self, line: OutputLine) -> None:
@@ -157,7 +157,7 @@ class Output:
 def _share(said: object) -> ShareNumber | None:
     """Parse the share of one of several stagers; None if unreadable."""
     try:
-        return WHOLE if said is None else ShareNumber.of_text(str(said))
+        return WHOLE if said is None else ShareNumber.from_text(str(said))
     except ValueError:
         return None
 
@@ -181,7 +181,7 @@ def meaning(said: dict[str, Any]) -> messages.Told | None:
         case "rank_lost", "stager" if type(lost) is int:
             return messages.RankDead(lost)
         case "stager_ready", "stager":
-            return messages.Joined()
+            return messages.AllJoined()
         case "notice", "stager" if type(told) is int and said.get("kind") == "terminate":
-            return messages.Noticed(told)  # after a rebalance recommendation most hosts stay alive
+            return messages.RankNoticed(told)  # after a rebalance recommendation most hosts stay alive
     return None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast.process import wait_readable
 from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
 from operator_side.supervise.attempt import Attempt
-from operator_side.supervise.flusher import Segments
+from operator_side.supervise.flusher import SegmentFolder
 from operator_side.supervise.job_output import Output
 from operator_side.supervise.supervisor_messages import Launch, Report
 from operator_side.supervise.verdict import Verdict
@@ -43,7 +43,7 @@ class JobProcesses:
     ) -> None:
         self._command, self._environment = command, environment
         self._logs, self._relay, self._stagers = files.logs, relay, len(files.rings)
-        self._segments = Segments(files.rings[0])
+        self._segments = SegmentFolder(files.rings[0])
         self._attempt: Attempt | None = None
         self._output: Output | None = None  # kept after the attempt, for `last_words`
 

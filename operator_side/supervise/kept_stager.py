@@ -90,18 +90,18 @@ class KeptStager:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
-    def stopped_within(self, seconds: float) -> bool:
+    def wait_for_exit(self, seconds: float) -> bool:
         """After `stop`: wait up to `seconds` for stager and flusher to exit. Return whether both have."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-            return self._flusher.ends_within(max(0.0, deadline - time.monotonic()))
+            return self._flusher.wait_for_exit(max(0.0, deadline - time.monotonic()))
         return False
 
     @property
-    def left_ring(self) -> bool:
-        """After `stopped_within`: whether the ring still holds checkpoints that are not in the store."""
-        return self._flusher.left_ring
+    def has_leftover_ring(self) -> bool:
+        """After `wait_for_exit`: whether the ring still holds checkpoints that are not in the store."""
+        return self._flusher.has_leftover_ring
 
     def close(self) -> None:
         """Kill the stager if it still runs; the flusher keeps running."""

@@ -23,10 +23,10 @@ class Limits:
     grace_seconds: float = 30.0  # between asking the ranks to end and asking mpirun
     kill_seconds: float = 5.0
     hosts_seconds_max: float = 1800.0
-    look_seconds_max: float = 30.0  # to wait for the fleet's answer before a verdict
+    fleet_seconds_max: float = 30.0  # to wait for the fleet's answer before a verdict
 
 
-class Patience:
+class RestartPolicy:
     """Counts attempts without progress. `restarts`: those in a row, plus the last attempt with progress."""
 
     def __init__(self, limits: Limits) -> None:
@@ -34,7 +34,7 @@ class Patience:
         self.restarts = self._same = 0
         self._mark = ""
 
-    def last_word(self, verdict: Verdict, *, progressed: bool, may_go_back: bool = False) -> Verdict | None:
+    def final_verdict(self, verdict: Verdict, *, progressed: bool, may_go_back: bool = False) -> Verdict | None:
         """Count an attempt; return the verdict that ends the run, or None to restart. `may_go_back`: the checkpoint may
         be to blame, so an equal crash does not end the run yet.
         """
@@ -53,10 +53,10 @@ class Patience:
             return f"the same crash {self._same} times in a row without a newer checkpoint: a bug, not a preemption"
         if verdict.cause is Cause.UNLAUNCHED and self._same > self._limits.crashes_max:
             return f"no process began {self._same} times in a row: mpirun's output above names the option or host"
-        return "" if self.restarts <= self._limits.restarts_max else no_progress(verdict, self.restarts)
+        return "" if self.restarts <= self._limits.restarts_max else describe_no_progress(verdict, self.restarts)
 
 
-def no_progress(verdict: Verdict, attempts: int) -> str:
+def describe_no_progress(verdict: Verdict, attempts: int) -> str:
     """Explain why the run ends after this number of attempts in a row."""
     why = f"{attempts} attempts in a row without a newer checkpoint"
     if verdict.cause is Cause.KILLED:

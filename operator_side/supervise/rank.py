@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from holdfast.process import memory_kills, tie
+from holdfast.process import count_oom_kills, set_parent_death_signal
 from holdfast.supervised import own_rank, say
 
 TRAINER, STAGER = "trainer", "stager"
@@ -26,7 +26,7 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
 
 
 def _prepare() -> None:
-    tie()
+    set_parent_death_signal()
     # A notice may arrive before the rank handles it, or the rank may never do so: it must not kill the rank.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -50,8 +50,8 @@ def main() -> None:
     """Run the command and end with its status."""
     role, command = sys.argv[1], sys.argv[2:]
     rank = own_rank()
-    tie()
-    killed_before = memory_kills()
+    set_parent_death_signal()
+    killed_before = count_oom_kills()
     started = _start(command)
     if isinstance(started, int):
         say("ended", rank=rank, status=started)
@@ -68,7 +68,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     say("began", rank=rank, host=os.uname().nodename, pid=started.pid)
     status = started.wait()
-    starved = {"out_of_memory": True} if status and memory_kills() > killed_before else {}
+    starved = {"out_of_memory": True} if status and count_oom_kills() > killed_before else {}
     say("ended", rank=rank, status=status, **starved)
     if status < 0:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None

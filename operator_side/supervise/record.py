@@ -15,7 +15,7 @@ from operator_side.supervise.verdict import Death, Evidence, process_name
 
 
 @dataclass(slots=True)
-class RunRecord:
+class AttemptRecord:
     """Facts about the running attempt."""
 
     number: int
@@ -52,7 +52,7 @@ class RunRecord:
         """Whether all ranks and stagers have joined."""
         return self.ready >= self.stagers
 
-    def is_last_to_join(self) -> bool:
+    def record_joined(self) -> bool:
         """Count a stager's report that all processes have joined. Return whether it was the last one."""
         self.ready += 1
         return self.ready == self.stagers
@@ -91,13 +91,13 @@ class RunRecord:
 
     def lost(self, rank: int, now: float) -> None:
         """Record that MPI reports a rank dead; ignore it if it may have died of another process's own failure."""
-        if any(death.own_fault for death in self.deaths):
+        if any(death.is_own_fault for death in self.deaths):
             return
         self.lost_first.append(rank)
         if self.first_death_at is None:
             self.first_death_at = now
 
-    def waits_for_the_lost(self) -> bool:
+    def waits_for_lost_hosts(self) -> bool:
         """Whether mpirun, asked to end, is only waiting for hosts that do not answer."""
         # Stagers end last, and run on this machine. After them mpirun forwards nothing more from the surviving hosts.
         ended = {death.rank for death in self.deaths}
@@ -109,7 +109,7 @@ class RunRecord:
         # If a rank was killed before all had joined, the others wait for it in MPI forever, and have nothing to save.
         # If the stagers have exited by themselves, all ranks have left or are lost: nothing more is saved.
         hopeless = (self.stagers_ended(well=True) or not self.met) and any(
-            death.from_outside for death in self.deaths
+            death.is_killed_from_outside for death in self.deaths
         )
         patience = 0.0 if hopeless else limits.lost_seconds_max
         if self.first_death_at is not None and now >= self.first_death_at + patience:

@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.process import ENDING_SIGNALS
-from holdfast.ring.set_aside import note_set_aside
+from holdfast.ring.set_aside import record_set_aside
 from holdfast.telemetry.event_follower import Follower
 from holdfast.telemetry.events import EventLog
 from operator_side.supervise import supervisor_messages as messages
@@ -153,7 +153,7 @@ class Supervisor:
         # Before handling mpirun's end: steps that became durable until then count as progress of this attempt.
         self._follow()
         if status is not None:
-            self._take(messages.Exited(status))
+            self._take(messages.MpirunExited(status))
         for hosts in self._watch.take():
             self._take(messages.HostsSeen(hosts))
         self._take(messages.ClockTick())
@@ -174,7 +174,7 @@ class Supervisor:
     def _do(self, actions: list[messages.Action]) -> None:
         for action in actions:
             match action:
-                case messages.LookAtFleet(replace):
+                case messages.PollFleet(replace):
                     self._watch.ask(replace)
                 case messages.Launch():
                     self._watch.replace = 0
@@ -183,16 +183,16 @@ class Supervisor:
                     self._job.terminate(gently=gently)
                 case messages.KillAttempt():
                     self._job.kill()
-                case messages.KeepEvidence(key):
-                    self._keep_evidence(key)
+                case messages.RetainCheckpoint(key):
+                    self._retain_checkpoint(key)
                 case messages.Note(event, message, fields, loud):
                     self._note(event, message, fields, loud=loud)
                 case messages.Finish(verdict):
                     self._verdict = verdict
 
-    def _keep_evidence(self, key: CheckpointId) -> None:
+    def _retain_checkpoint(self, key: CheckpointId) -> None:
         try:
-            note_set_aside(self._rings[0], key)  # only the first share's flusher does retention
+            record_set_aside(self._rings[0], key)  # only the first share's flusher does retention
         except HoldfastError as error:
             _log.warning("retention is not told to keep %s, and may remove it: %s", key, error)
 
@@ -207,22 +207,22 @@ class Supervisor:
             flusher.let_go()
         deadline = time.monotonic() + _DRAIN_SECONDS_MAX
         for flusher, ring in zip(flushers, self._rings, strict=True):
-            if not self._has_ended(flusher, ring, deadline):
+            if not self._wait_for_flusher(flusher, ring, deadline):
                 return
         for flusher, ring in zip(flushers, self._rings, strict=True):
-            if flusher.left_ring:
+            if flusher.has_leftover_ring:
                 message = (
                     f"not every staged checkpoint is in the store; the ring is kept in {ring}: start the run again, "
                     "or `holdfast flusher`, to publish them"
                 )
                 self._note("ring_left", message, {"directory": str(ring)}, loud=True)
 
-    def _has_ended(self, flusher: KeptFlusher, ring: Path, deadline: float) -> bool:
+    def _wait_for_flusher(self, flusher: KeptFlusher, ring: Path, deadline: float) -> bool:
         """Wait for the flusher to exit; False at the deadline or at a signal."""
-        if not flusher.ends_within(_TURN_SECONDS):
+        if not flusher.wait_for_exit(_TURN_SECONDS):
             message = "waiting until the flusher has made every staged checkpoint durable"
             self._note("draining", message, {}, loud=False)
-        while not flusher.ends_within(_TURN_SECONDS):
+        while not flusher.wait_for_exit(_TURN_SECONDS):
             if self._signals or time.monotonic() > deadline:
                 message = (
                     f"the flusher is still writing, and continues without this command; its ring is {ring}"

@@ -22,12 +22,12 @@ class HostsSeen(NamedTuple):
     hosts: tuple[Host, ...] | None
 
 
-class ProcessBegan(NamedTuple):
+class ProcessStarted(NamedTuple):
     rank: int
     host: str
 
 
-class Joined(NamedTuple):
+class AllJoined(NamedTuple):
     """A stager reports that all processes of the job have joined."""
 
 
@@ -38,7 +38,7 @@ class RankRestored(NamedTuple):
     before: CheckpointId | None = None  # what would be restored if this one were set aside
 
 
-class Stepped(NamedTuple):
+class RankStepped(NamedTuple):
     """A rank has done its first step of this attempt."""
 
     rank: int
@@ -53,17 +53,17 @@ class ResumeCompared(NamedTuple):
     proof: ResumeProof
 
 
-class Ended(NamedTuple):
+class ProcessExited(NamedTuple):
     rank: int
     status: int  # exit code, or minus a signal
     exception: str = ""
     out_of_memory: bool = False  # see `Death`
 
 
-Report = ProcessBegan | Ended | RankRestored | Stepped | ResumeCompared  # from a process, about itself
+Report = ProcessStarted | ProcessExited | RankRestored | RankStepped | ResumeCompared  # from a process, about itself
 
 
-class Exited(NamedTuple):
+class MpirunExited(NamedTuple):
     """mpirun has ended, and the attempt has no process left here."""
 
     status: int
@@ -90,7 +90,7 @@ class RankDead(NamedTuple):
     rank: int
 
 
-class Noticed(NamedTuple):
+class RankNoticed(NamedTuple):
     rank: int
 
 
@@ -98,11 +98,11 @@ class Stop(NamedTuple):
     reason: str
 
 
-Told = Joined | StepStaged | StepDurable | RankSilence | RankDead | Noticed  # in the event log
-Event = ClockTick | HostsSeen | Exited | Stop | Report | Told
+Told = AllJoined | StepStaged | StepDurable | RankSilence | RankDead | RankNoticed  # in the event log
+Event = ClockTick | HostsSeen | MpirunExited | Stop | Report | Told
 
 
-class LookAtFleet(NamedTuple):
+class PollFleet(NamedTuple):
     """Ask the fleet now and at intervals. `replace`: number of slots to request each time."""
 
     replace: int = 0
@@ -127,7 +127,7 @@ class KillAttempt(NamedTuple):
     """SIGKILL all processes that are left of the attempt."""
 
 
-class KeepEvidence(NamedTuple):
+class RetainCheckpoint(NamedTuple):
     """Make retention keep a checkpoint that is set aside."""
 
     key: CheckpointId
@@ -146,4 +146,4 @@ class Finish(NamedTuple):
     verdict: Verdict
 
 
-Action = LookAtFleet | Launch | Terminate | KillAttempt | KeepEvidence | Note | Finish
+Action = PollFleet | Launch | Terminate | KillAttempt | RetainCheckpoint | Note | Finish

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.supervise.limits import Limits
-from operator_side.supervise.record import RunRecord
+from operator_side.supervise.record import AttemptRecord
 from operator_side.supervise.verdict import OUT_OF_MEMORY, Cause, Verdict
 
 
@@ -37,7 +37,7 @@ class Suspicion:
     def __init__(self, limits: Limits) -> None:
         # With --crashes-max 1 the first crash ends the run, so no crash is ever seen twice.
         self._crashes_max = limits.crashes_max
-        self._row_max = limits.set_aside_max if limits.crashes_max > 1 else 0
+        self._in_a_row_max = limits.set_aside_max if limits.crashes_max > 1 else 0
         self.set_aside: tuple[CheckpointId, ...] = ()
         self.is_open = False
         self._suspect: tuple[CheckpointId, str] | None = None  # and how the job crashed after its restore
@@ -45,21 +45,21 @@ class Suspicion:
         self._row = 0  # set aside in a row since the run last passed them
         self._beyond = -1  # the highest step set aside in this row
         self._mark = ""  # how the job had crashed when the last one was set aside
-        self._is_reached = False  # a step as high was staged again since then
+        self._has_caught_up = False  # a step as high was staged again since then
 
-    def weigh(self, verdict: Verdict, attempt: RunRecord) -> SetAside | None:
+    def check_attempt(self, verdict: Verdict, attempt: AttemptRecord) -> SetAside | None:
         """Count an attempt that has ended. Return the checkpoint that is to blame, or None."""
         self.is_open = False
         if self._row and attempt.staged_step > self._beyond:
-            self._row, self._beyond, self._is_reached = 0, -1, False
-        self._is_reached |= self._row > 0 and attempt.staged_step == self._beyond
+            self._row, self._beyond, self._has_caught_up = 0, -1, False
+        self._has_caught_up |= self._row > 0 and attempt.staged_step == self._beyond
         if verdict.cause is not Cause.CRASHED or verdict.mark == OUT_OF_MEMORY:
             return None
         key, before = attempt.restored_from, attempt.before
         if key is None or before is None or attempt.staged_step >= 0:
             self._suspect, self._crashes = None, 0
             return None
-        if self._row >= self._row_max or (self._is_reached and verdict.mark == self._mark):
+        if self._row >= self._in_a_row_max or (self._has_caught_up and verdict.mark == self._mark):
             return None
         suspect = (key, verdict.mark)
         self._crashes = self._crashes + 1 if suspect == self._suspect else 1
@@ -72,13 +72,13 @@ class Suspicion:
         self.set_aside += (found.key,)
         self._suspect, self._crashes = None, 0
         self._row += 1
-        self._beyond, self._mark, self._is_reached = max(self._beyond, found.key.step), mark, False
+        self._beyond, self._mark, self._has_caught_up = max(self._beyond, found.key.step), mark, False
 
-    def told(self, last_word: Verdict) -> Verdict:
+    def told(self, final_verdict: Verdict) -> Verdict:
         """Return the run's last verdict, with the checkpoints that were set aside without success."""
         if not self._row:
-            return last_word
+            return final_verdict
         names = ", ".join(str(key) for key in self.set_aside[-self._row :])
         return replace(
-            last_word, message=f"{last_word.message}; set aside before, which did not help: {names}"
+            final_verdict, message=f"{final_verdict.message}; set aside before, which did not help: {names}"
         )

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from holdfast.process import tie
+from holdfast.process import set_parent_death_signal
 
 _ANY = 0
 
@@ -21,7 +21,7 @@ def tied(command: Sequence[str], *, by: signal.Signals = signal.SIGTERM) -> list
     return _line(command, by, os.getpid())
 
 
-def tied_to_any(command: Sequence[str]) -> list[str]:
+def tied_to_any_parent(command: Sequence[str]) -> list[str]:
     """Command line for another program to start; the command is killed when that program dies."""
     return _line(command, signal.SIGKILL, _ANY)
 
@@ -32,7 +32,7 @@ def _line(command: Sequence[str], by: signal.Signals, parent: int) -> list[str]:
 
 def main() -> None:
     number, parent, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    tie(number)
+    set_parent_death_signal(number)
     if parent not in (_ANY, os.getppid()):  # the parent died before this process was tied to it
         os._exit(1)
     try:

@@ -31,7 +31,7 @@ from holdfast.telemetry.event_follower import Follower
 from operator_side.supervise.job_output import meaning
 from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.supervisor_messages import StepDurable, StepStaged
-from operator_side.supervise.tied import tied, tied_to_any
+from operator_side.supervise.tied import tied, tied_to_any_parent
 from operator_side.supervise.verdict import INTERRUPTED, signal_name
 
 _log = logging.getLogger("holdfast.run")
@@ -42,7 +42,7 @@ _DRAIN_SECONDS_MAX = 600.0
 _SLACK_SECONDS = 15.0  # torchrun kills its ranks at the end of their grace period, and then ends itself
 
 
-class TorchrunEnd(NamedTuple):
+class TorchrunOutcome(NamedTuple):
     """How the job ended. `message`: why, as far as this process knows; empty if `holdfast rank` has said it."""
 
     exit_code: int
@@ -70,10 +70,10 @@ def torchrun_line(
         str(ranks),
     ]
     line += ["--max-restarts", str(restarts_max), "--shutdown-timeout", str(math.ceil(grace_seconds))]
-    return [*line, "--no-python", *tied_to_any([*python, *command])]
+    return [*line, "--no-python", *tied_to_any_parent([*python, *command])]
 
 
-def as_supervisor(said: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_supervisor_event(said: Mapping[str, Any]) -> Mapping[str, Any]:
     """Reword a stager's event as the supervisor of an mpirun job would; torchrun's job has no supervisor."""
     match said.get("role"), said.get("event"):
         case "stager", "resume_proof":
@@ -103,17 +103,17 @@ class TorchrunJob:
         grace_seconds: float,
         tell: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
-        self._notify = tell
+        self._on_event = tell
         self._stager, self._line, self._environment = stager, list(line), dict(environment)
         self._follower, self._grace_seconds = Follower(events), grace_seconds
         self.newest_step = newest_step
         self._signals: list[int] = []
         self._stop_signal = 0  # the first signal that asked the job to end; 0: none
         self._kill_at = math.inf
-        self._given_up: TorchrunEnd | None = None
+        self._given_up: TorchrunOutcome | None = None
         self._ranks: subprocess.Popen[bytes] | None = None
 
-    def run(self) -> TorchrunEnd:
+    def run(self) -> TorchrunOutcome:
         """Run the job until none of its processes is left and everything staged is durable."""
         before = {
             number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
@@ -131,21 +131,21 @@ class TorchrunJob:
                 signal.signal(number, handler)
         return end
 
-    def _begin(self) -> TorchrunEnd | None:
+    def _begin(self) -> TorchrunOutcome | None:
         """Start torchrun once the stager listens. Return the job's end if that fails."""
         deadline = time.monotonic() + _LISTENS_SECONDS_MAX
         while not self._stager.listens():
             self._handle_signals()
             status = self._stager.ended()
             if self._stop_signal:
-                return TorchrunEnd(
+                return TorchrunOutcome(
                     self._signal_code(),
                     f"ended by {signal_name(self._stop_signal)} before any rank was started",
                 )
             if status is not None:
-                return TorchrunEnd(_code(status), "the stager has ended before any rank was started")
+                return TorchrunOutcome(_code(status), "the stager has ended before any rank was started")
             if time.monotonic() > deadline:
-                return TorchrunEnd(
+                return TorchrunOutcome(
                     PeerLost.exit_code, f"the stager does not listen within {_LISTENS_SECONDS_MAX:g} s"
                 )
             time.sleep(_TURN_SECONDS)
@@ -160,7 +160,7 @@ class TorchrunJob:
         )
         return None
 
-    def _watch(self) -> TorchrunEnd:
+    def _watch(self) -> TorchrunOutcome:
         assert self._ranks is not None
         end = os.pidfd_open(self._ranks.pid)
         try:
@@ -168,7 +168,7 @@ class TorchrunJob:
                 wait_readable([end], _TURN_SECONDS)
                 self._handle_signals()
                 self._follow()
-                self._look_at_stager()
+                self._check_stager()
                 if time.monotonic() >= self._kill_at:
                     self._kill_at = math.inf
                     _log.warning("the ranks have not ended within their grace period; they are killed")
@@ -179,12 +179,12 @@ class TorchrunJob:
         if self._given_up is not None:
             return self._given_up
         if self._stop_signal == signal.SIGINT:
-            return TorchrunEnd(INTERRUPTED, "ended by SIGINT")
+            return TorchrunOutcome(INTERRUPTED, "ended by SIGINT")
         if status < 0 and self._stop_signal:
-            return TorchrunEnd(128 + self._stop_signal, f"ended by {signal_name(self._stop_signal)}")
-        return TorchrunEnd(_code(status))
+            return TorchrunOutcome(128 + self._stop_signal, f"ended by {signal_name(self._stop_signal)}")
+        return TorchrunOutcome(_code(status))
 
-    def _look_at_stager(self) -> None:
+    def _check_stager(self) -> None:
         self._stager.tick()
         status = self._stager.ended()
         if status is None or self._stop_signal or self._given_up is not None:
@@ -199,18 +199,18 @@ class TorchrunJob:
             times = self._stager.restarts + 1
             message = f"{how}, {times} times in a row without a newer checkpoint; the ranks are ended"
             _log.error("%s", message)
-            self._given_up = TorchrunEnd(PeerLost.exit_code if status <= 0 else status, message)
-            self._ask_to_end()
+            self._given_up = TorchrunOutcome(PeerLost.exit_code if status <= 0 else status, message)
+            self._terminate_ranks()
             return
         when = f"in {pause_seconds:.1f} s" if pause_seconds else "now"
         _log.warning(
             "%s; it is started again %s at %s, and the ranks join it", how, when, self._stager.address
         )
-        self._notify({"role": "trainer", "event": "stager_lost", "message": f"{how}; it is started again"})
+        self._on_event({"role": "trainer", "event": "stager_lost", "message": f"{how}; it is started again"})
 
     def _follow(self) -> None:
         for said in self._follower.read():
-            self._notify(as_supervisor(said))
+            self._on_event(as_supervisor_event(said))
             match meaning(said):
                 case StepStaged(step) | StepDurable(step) if step > self.newest_step:
                     self.newest_step, self._stager.restarts = step, 0
@@ -219,16 +219,16 @@ class TorchrunJob:
         """Stop the stager and wait until everything staged is durable; a signal ends the wait."""
         self._signals.clear()
         self._stager.stop()
-        deadline, is_said = time.monotonic() + _DRAIN_SECONDS_MAX, False
-        while not self._stager.stopped_within(_TURN_SECONDS):
-            if not is_said:
-                is_said = True
+        deadline, is_logged = time.monotonic() + _DRAIN_SECONDS_MAX, False
+        while not self._stager.wait_for_exit(_TURN_SECONDS):
+            if not is_logged:
+                is_logged = True
                 _log.info("waiting until every staged checkpoint is durable")
             if set(self._signals) & set(ENDING_SIGNALS) or time.monotonic() > deadline:
                 _log.warning("the flusher is still writing, and continues without this command")
                 return
         self._follow()
-        if self._stager.left_ring:
+        if self._stager.has_leftover_ring:
             _log.warning(
                 "not every staged checkpoint is in the store; the ring is kept: start the run again, or `holdfast "
                 "flusher`, to publish them"
@@ -248,12 +248,12 @@ class TorchrunJob:
                     signal_name(number),
                     self._grace_seconds,
                 )
-                self._ask_to_end()
+                self._terminate_ranks()
             elif number != signal.SIGHUP and self._ranks is not None and self._ranks.poll() is None:
                 _log.warning("second signal: the ranks are killed")
                 self._ranks.kill()
 
-    def _ask_to_end(self) -> None:
+    def _terminate_ranks(self) -> None:
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._grace_seconds + _SLACK_SECONDS
 

@@ -33,7 +33,7 @@ from holdfast.errors import HoldfastError
 _OWN_FAULTS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )
-_SETTLED = frozenset({"ConfigError", "StateError", "ResumeDiffers"})
+_PERMANENT_ERRORS = frozenset({"ConfigError", "StateError", "ResumeDiffers"})
 _USAGE_EXIT_CODE = 2
 INTERRUPTED = 130
 OUT_OF_MEMORY = "out of memory"  # mark of these verdicts
@@ -58,7 +58,7 @@ class Death:
     rank: int  # the stager's rank is the number of trainers
     status: int  # exit code, or minus the number of the signal
     exception: str = ""  # exception at the end of its log, such as `ValueError`, or ""
-    by_us: bool = False  # the supervisor had already begun to end the attempt
+    by_supervisor: bool = False  # the supervisor had already begun to end the attempt
     lost_peer: bool = False  # its output says that it ended because another process was lost
     # The kernel killed a process of its control group to free memory while this process ran.
     out_of_memory: bool = False
@@ -66,16 +66,16 @@ class Death:
     @property
     def starved(self) -> bool:
         """Whether the kernel killed this process, or the child whose status it has, to free memory."""
-        return self.out_of_memory and self.status in _SIGKILLED and not self.by_us
+        return self.out_of_memory and self.status in _SIGKILLED and not self.by_supervisor
 
     @property
-    def from_outside(self) -> bool:
+    def is_killed_from_outside(self) -> bool:
         """Whether it was killed by a signal that a program does not raise by itself."""
-        return self.status < 0 and -self.status not in _OWN_FAULTS and not self.by_us
+        return self.status < 0 and -self.status not in _OWN_FAULTS and not self.by_supervisor
 
     @property
-    def own_fault(self) -> bool:
-        return (self.status > 0 or (self.status < 0 and -self.status in _OWN_FAULTS)) and not self.by_us
+    def is_own_fault(self) -> bool:
+        return (self.status > 0 or (self.status < 0 and -self.status in _OWN_FAULTS)) and not self.by_supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def judge(evidence: Evidence) -> Verdict:
         or _crashed(evidence)
         or _not_durable(evidence)
         or _left_alone(evidence)
-        or _silent_end(evidence)
+        or _unreported_end(evidence)
     )
 
 
@@ -144,7 +144,7 @@ def _killed(evidence: Evidence) -> Verdict | None:
     if starved is not None:
         how = f"{_who(starved.rank, evidence)} was killed by the kernel because the memory was used up"
         return Verdict(Cause.CRASHED, how, OUT_OF_MEMORY, starved.rank, 128 + signal.SIGKILL)
-    killed = [death for death in evidence.deaths if death.from_outside]
+    killed = [death for death in evidence.deaths if death.is_killed_from_outside]
     if killed:
         first = killed[0]
         how = f"{_who(first.rank, evidence)} was killed by {signal_name(-first.status)} from outside"
@@ -174,7 +174,7 @@ def _crashed(evidence: Evidence) -> Verdict | None:
     crashed = [
         death
         for death in evidence.deaths
-        if death.own_fault and not death.lost_peer and not _is_not_durable(death, evidence)
+        if death.is_own_fault and not death.lost_peer and not _is_not_durable(death, evidence)
     ]
     if not crashed:
         return None
@@ -197,7 +197,7 @@ def _crashed(evidence: Evidence) -> Verdict | None:
         first.rank,
         code,
         first.exception,
-        hopeless=short in _SETTLED or first.status == _USAGE_EXIT_CODE,
+        hopeless=short in _PERMANENT_ERRORS or first.status == _USAGE_EXIT_CODE,
     )
 
 
@@ -226,7 +226,7 @@ def _left_alone(evidence: Evidence) -> Verdict | None:
     return Verdict(Cause.LOST, how, "lost peer", left.rank, errors.PeerLost.exit_code, left.exception)
 
 
-def _silent_end(evidence: Evidence) -> Verdict:
+def _unreported_end(evidence: Evidence) -> Verdict:
     if not evidence.began:
         how = f"mpirun ended with status {evidence.mpirun_status} before any process had begun"
         return Verdict(Cause.UNLAUNCHED, how, f"unlaunched {evidence.mpirun_status}", None, 9)

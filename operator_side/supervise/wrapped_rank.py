@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.process import ENDING_SIGNALS, memory_kills, parent_of, tie, wait_readable
+from holdfast.process import ENDING_SIGNALS, count_oom_kills, parent_of, set_parent_death_signal, wait_readable
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from holdfast.telemetry.event_follower import json_objects
 from operator_side.supervise.exit_codes import Seen
@@ -48,7 +48,7 @@ class WrappedRank:
         self._command = list(command)
         self._received: set[int] = set()
         self._kept: set[int] = set()  # signals kept until a process handles them
-        self._has_reported_kept = False
+        self._has_reported_deferred = False
         self._pending: list[int] = []  # received before the command was started
         self._tail = b""
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,8 +58,8 @@ class WrappedRank:
     def run(self) -> Seen:
         """Run the command to its end; ignore signals from then on. Raises `ConfigError`: the command cannot start."""
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            tie()  # the rank below does the same, and this process is its parent
-        killed_before = memory_kills()
+            set_parent_death_signal()  # the rank below does the same, and this process is its parent
+        killed_before = count_oom_kills()
         for number in (*_FORWARDED, *_KEPT):
             signal.signal(number, self._forward)
         try:
@@ -80,7 +80,7 @@ class WrappedRank:
             frozenset(self._received),
             reports,
             self._tail.decode(errors="replace"),
-            memory_kills() > killed_before,
+            count_oom_kills() > killed_before,
         )
 
     def _start(self, reports: Path) -> subprocess.Popen[bytes]:
@@ -109,7 +109,7 @@ class WrappedRank:
         return env
 
     def _prepare(self) -> None:
-        tie()
+        set_parent_death_signal()
         if not self._own_group:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -122,7 +122,7 @@ class WrappedRank:
             is_open, status = True, None
             while status is None:
                 if self._kept:
-                    self._send_kept(process.pid, reports)
+                    self._send_deferred(process.pid, reports)
                 if is_open:
                     wait_readable([descriptor], _LOOK_SECONDS)
                     is_open = self._copy(descriptor)
@@ -162,19 +162,19 @@ class WrappedRank:
         else:
             self._process.send_signal(number)
 
-    def _send_kept(self, command: int, reports: Path) -> None:
+    def _send_deferred(self, command: int, reports: Path) -> None:
         """Send SIGUSR1 and SIGUSR2 to processes that survive them, if there are any by now."""
         ranks = {said["pid"] for said in _read_reports(reports) if isinstance(said.get("pid"), int)}
         for number in list(self._kept):
-            below = [rank for rank in ranks if _descends(rank, command) and _handles(rank, number)]
+            below = [rank for rank in ranks if _is_descendant(rank, command) and _handles(rank, number)]
             targets = [command] if _handles(command, number) else below
             for pid in targets:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             if targets:
                 self._kept.discard(number)
-        if self._kept and not self._has_reported_kept:
-            self._has_reported_kept = True
+        if self._kept and not self._has_reported_deferred:
+            self._has_reported_deferred = True
             names = ", ".join(sorted(signal.Signals(number).name for number in self._kept))
             sys.stderr.write(
                 f"holdfast rank: {names} is kept: no process of this job handles it yet; ranks do where the setting "
@@ -193,7 +193,7 @@ def _handles(pid: int, number: int) -> bool:
     return False
 
 
-def _descends(pid: int, ancestor: int) -> bool:
+def _is_descendant(pid: int, ancestor: int) -> bool:
     """Whether `pid` is `ancestor` or one of its descendants."""
     while pid > 1 and pid != ancestor:
         pid = parent_of(pid)

@@ -18,7 +18,7 @@ from holdfast.errors import BusyError, HoldfastError, PeerLost, ProtocolError, S
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import DeclineCause
 from stager.session.checkpoint import Checkpoint
-from stager.session.session_messages import RankSilent, Tell
+from stager.session.session_messages import RankSilent, SendMessage
 
 _VERDICTS_KEPT = 256  # for ranks that offer late
 _LAYOUTS_KEPT = 4
@@ -39,7 +39,7 @@ class Admission:
         self.is_stopping = False
         self.lost: dict[int, str] = {}
         self._silent: dict[int, tuple[str, float]] = {}  # rank → its name, and since when it has been silent
-        self._verdicts: OrderedDict[int, Tell] = OrderedDict()
+        self._verdicts: OrderedDict[int, SendMessage] = OrderedDict()
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._newest_step = -1
 
@@ -59,11 +59,11 @@ class Admission:
 
     # -- what was said -------------------------------------------------------------------------------------------
 
-    def verdict(self, step: int) -> Tell | None:
+    def verdict(self, step: int) -> SendMessage | None:
         """The verdict on `step` that all ranks were told; None without a verdict, or if it was forgotten."""
         return self._verdicts.get(step)
 
-    def told(self, verdict: Tell) -> None:
+    def told(self, verdict: SendMessage) -> None:
         self.came_to(verdict.step)
         self._verdicts[verdict.step] = verdict
         while len(self._verdicts) > _VERDICTS_KEPT:

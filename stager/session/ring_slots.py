@@ -121,7 +121,7 @@ class RingSlots:
                         f"rank {rank}: RETURN for step {step}, which has not ended; decline it first"
                     )
                 checkpoint.settled(chunk, rank)
-                return [CancelReceive(rank, credit.slot), *self._settle_ended(checkpoint, chunk)]
+                return [CancelReceive(rank, credit.slot), *self._free_if_settled(checkpoint, chunk)]
         return self._complete(checkpoint, chunk, rank, credit, now)
 
     def _complete(
@@ -133,7 +133,7 @@ class RingSlots:
         checkpoint.settled(chunk, rank)
         checkpoint.progress_at = now
         if checkpoint.phase is Phase.ENDED:
-            return self._settle_ended(checkpoint, chunk)
+            return self._free_if_settled(checkpoint, chunk)
         checkpoint.frames_left[rank] -= 1
         checkpoint.frames_missing -= 1
         checkpoint.complete[chunk][rank] = credit.crc
@@ -154,10 +154,10 @@ class RingSlots:
             if rank in lost:
                 actions.append(CancelReceive(rank, checkpoint.settled(chunk, rank).slot))
         for chunk in list(checkpoint.open_slots):
-            actions += self._settle_ended(checkpoint, chunk)
+            actions += self._free_if_settled(checkpoint, chunk)
         return actions
 
-    def _settle_ended(self, checkpoint: Checkpoint, chunk: int) -> list[Action]:
+    def _free_if_settled(self, checkpoint: Checkpoint, chunk: int) -> list[Action]:
         if chunk in checkpoint.unsettled:
             return []
         slot = checkpoint.open_slots.pop(chunk)

@@ -29,7 +29,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.layout import Layout
-from holdfast.image.replicas import OnDivergence, Replicas
+from holdfast.image.replicas import OnDivergence, ReplicaComparer
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.notices.should_save import InFlight
@@ -49,8 +49,8 @@ from stager.session.session_messages import (
     Durable,
     Event,
     Failed,
-    FlusherBack,
-    FlusherGone,
+    FlusherReplaced,
+    FlusherLost,
     KnownCheckpoint,
     MarkStaged,
     NewLayout,
@@ -63,7 +63,7 @@ from stager.session.session_messages import (
     Sent,
     SlotsAdded,
     SlotsFreed,
-    Tell,
+    SendMessage,
     Tick,
 )
 
@@ -91,14 +91,14 @@ class Session:
         share: Callable[[Layout], range] | None = None,
     ) -> None:
         self.ranks, self._share = ranks, share
-        self._on_divergence, self._replicas = on_divergence, Replicas()
+        self._on_divergence, self._replicas = on_divergence, ReplicaComparer()
         self._offer_seconds_max, self._chunk_seconds_max = offer_seconds_max, chunk_seconds_max
         self._admission = Admission()
         self._slots = RingSlots(free_slots, flusher_slots)
         self._left: dict[int, bool] = {}
-        self._left_until = math.inf
+        self._inherited_until = math.inf
         self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
-        self._no_flusher = ""  # why no flusher is connected; empty if one is
+        self._no_flusher_reason = ""  # why no flusher is connected; empty if one is
         self._actions: list[Action] = []
         self._now = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -117,8 +117,8 @@ class Session:
             SlotsFreed: self._on_slots_freed,
             Durable: self._on_durable,
             Failed: self._on_failed,
-            FlusherGone: self._on_flusher_gone,
-            FlusherBack: self._on_flusher_back,
+            FlusherLost: self._on_flusher_lost,
+            FlusherReplaced: self._on_flusher_replaced,
             Tick: self._on_tick,
         }
 
@@ -221,7 +221,7 @@ class Session:
         """
         assert self._admission.ended_for_good, "nothing was refused"
         assert not self._open, "credits are still out"
-        self._admission.ended_for_good = self._no_flusher = ""
+        self._admission.ended_for_good = self._no_flusher_reason = ""
         self._slots = RingSlots(free_slots, flusher_slots)
         self._left.clear()
 
@@ -236,10 +236,10 @@ class Session:
         """The checkpoint of a rank's offer or decline, made if new; None if the rank got a verdict instead."""
         verdict = self._admission.verdict(step)
         if verdict is not None:
-            self._actions.append(Tell(rank, verdict.kind, step, verdict.body))
+            self._actions.append(SendMessage(rank, verdict.kind, step, verdict.body))
             return None
         if self._left.get(step):
-            self._actions.append(Tell(rank, Kind.STAGED, step))
+            self._actions.append(SendMessage(rank, Kind.STAGED, step))
             return None
         for older in list(self._open.values()):
             if older.phase is Phase.OFFERING and older.step < step and rank not in older.digests:
@@ -255,7 +255,7 @@ class Session:
         refusal = self._admission.refusal(step, under_way, self._now)
         if refusal is not None:
             # Tell all ranks now: those that have not offered yet can skip the step.
-            self._tell(Tell(None, Kind.DECLINED, step, refusal))
+            self._tell(SendMessage(None, Kind.DECLINED, step, refusal))
             return None
         self._admission.came_to(step)
         checkpoint = self._open[step] = Checkpoint(step, self.ranks, self._now, self._now)
@@ -292,15 +292,15 @@ class Session:
 
     def _on_decline(self, event: Decline) -> None:
         checkpoint = self._entered(event.rank, event.step)
-        if checkpoint is None or not (checkpoint.under_way or self._may_take_back(checkpoint)):
+        if checkpoint is None or not (checkpoint.under_way or self._may_withdraw(checkpoint)):
             return
         reason = event.reason.of_rank(event.rank)
         body: dict[str, Any] = {"reason": reason.text, "cause": reason.cause}
         if event.needed_pickle_bytes > 0:
             body["new_pickle_reserve_bytes"] = pickle_reserve_bytes(event.needed_pickle_bytes)
-        self._end(checkpoint, Tell(None, Kind.DECLINED, checkpoint.step, body), reason.text)
+        self._end(checkpoint, SendMessage(None, Kind.DECLINED, checkpoint.step, body), reason.text)
 
-    def _may_take_back(self, checkpoint: Checkpoint) -> bool:
+    def _may_withdraw(self, checkpoint: Checkpoint) -> bool:
         """Whether a staged checkpoint may still end: a share is useless if another one is missing."""
         return self._share is not None and checkpoint.phase is Phase.STAGED
 
@@ -320,7 +320,7 @@ class Session:
         if checkpoint.phase is Phase.ENDED:
             self._forget_if_settled(checkpoint)
         else:
-            self._check_staged(checkpoint)
+            self._stage_if_complete(checkpoint)
 
     def _on_done(self, event: Done) -> None:
         checkpoint = self._open.get(event.step)
@@ -331,9 +331,9 @@ class Session:
             checkpoint.fingerprints[event.rank] = self._replicas.read(checkpoint.layout, fingerprints)
         checkpoint.records.setdefault(event.rank, SaveRecord()).update(event.record)
         checkpoint.done.add(event.rank)
-        self._check_staged(checkpoint)
+        self._stage_if_complete(checkpoint)
 
-    def _check_staged(self, checkpoint: Checkpoint) -> None:
+    def _stage_if_complete(self, checkpoint: Checkpoint) -> None:
         # PREPARED suffices: before `began` the flusher frees no slot, so the ring has the whole image.
         if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING):
             return
@@ -363,13 +363,13 @@ class Session:
             # The other stagers' shares may be complete, and their flushers wait for this one.
             self._actions.append(Abort(checkpoint.step, str(error)))
         body = {"code": error.code, "message": str(error)}
-        self._end(checkpoint, Tell(None, Kind.FAILED, checkpoint.step, body), str(error))
+        self._end(checkpoint, SendMessage(None, Kind.FAILED, checkpoint.step, body), str(error))
 
-    def _tell(self, verdict: Tell) -> None:
+    def _tell(self, verdict: SendMessage) -> None:
         self._admission.told(verdict)
         self._actions.append(verdict)
 
-    def _end(self, checkpoint: Checkpoint, verdict: Tell, reason: str) -> None:
+    def _end(self, checkpoint: Checkpoint, verdict: SendMessage, reason: str) -> None:
         """End a checkpoint on all ranks. It keeps the slots of unsettled credits until they are settled."""
         was_left = self._left.pop(checkpoint.step, None) is not None
         if was_left or checkpoint.phase is not Phase.OFFERING:
@@ -395,32 +395,32 @@ class Session:
         for checkpoint in list(self._open.values()):
             if checkpoint.phase is Phase.ENDED:
                 self._reclaim(checkpoint)
-        self._do_without(event.rank, event.reason)
+        self._continue_without(event.rank, event.reason)
 
     def _on_rank_silent(self, event: RankSilent) -> None:
         if event.rank in self._admission.absent:
             return
         self._admission.silent(event, self._now)
         # Its credits stay out: the rank may wake up and send into their slots.
-        self._do_without(event.rank, f"{event.name} has been silent for {event.silent_seconds:.0f} s")
+        self._continue_without(event.rank, f"{event.name} has been silent for {event.silent_seconds:.0f} s")
 
-    def _do_without(self, rank: int, reason: str) -> None:
+    def _continue_without(self, rank: int, reason: str) -> None:
         """Fail the checkpoints that need this rank; the others continue without it."""
         for checkpoint in list(self._open.values()):
             if checkpoint.under_way:
                 if checkpoint.owed_by(rank):
                     self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {reason}"))
                 else:
-                    self._check_staged(checkpoint)
+                    self._stage_if_complete(checkpoint)
 
     def _on_rank_back(self, event: RankBack) -> None:
         self._admission.back(event.rank)
 
-    def _on_flusher_gone(self, event: FlusherGone) -> None:
-        self._no_flusher = event.reason
+    def _on_flusher_lost(self, event: FlusherLost) -> None:
+        self._no_flusher_reason = event.reason
 
-    def _on_flusher_back(self, event: FlusherBack) -> None:
-        self._no_flusher = ""
+    def _on_flusher_replaced(self, event: FlusherReplaced) -> None:
+        self._no_flusher_reason = ""
         self._on_slots_freed(SlotsFreed(event.freed))
 
     def _on_slots_added(self, event: SlotsAdded) -> None:
@@ -436,23 +436,23 @@ class Session:
     def _on_durable(self, event: Durable) -> None:
         checkpoint = self._open.get(event.step)
         if checkpoint is None and self._left.pop(event.step, None) is not None:
-            self._tell(Tell(None, Kind.DURABLE, event.step, event.body))
+            self._tell(SendMessage(None, Kind.DURABLE, event.step, event.body))
             return
         if checkpoint is None and (self._share is not None or self.is_durable(event.step)):
             return  # repeated by a new flusher, or reported to the previous stager
         if checkpoint is None or checkpoint.phase is not Phase.STAGED:
             raise ProtocolError(f"the flusher says step {event.step} is durable; it is not staged")
         del self._open[event.step]
-        self._tell(Tell(None, Kind.DURABLE, event.step, event.body))
+        self._tell(SendMessage(None, Kind.DURABLE, event.step, event.body))
 
     def _on_failed(self, event: Failed) -> None:
         checkpoint = self._open.get(event.step)
         body = {"code": event.code, "message": event.message}
         if checkpoint is None and self._left.pop(event.step, None) is not None:
-            self._tell(Tell(None, Kind.FAILED, event.step, body))
+            self._tell(SendMessage(None, Kind.FAILED, event.step, body))
         if checkpoint is None or checkpoint.phase is Phase.ENDED:
             return
-        self._end(checkpoint, Tell(None, Kind.FAILED, event.step, body), event.message)
+        self._end(checkpoint, SendMessage(None, Kind.FAILED, event.step, body), event.message)
 
     def _on_tick(self, _event: Tick) -> None:
         for checkpoint in list(self._open.values()):
@@ -461,12 +461,12 @@ class Session:
                 self._offer_seconds_max,
                 self._chunk_seconds_max,
                 self._admission.lost.keys(),
-                no_flusher=self._no_flusher,
+                no_flusher=self._no_flusher_reason,
             )
             if overdue:
                 self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {overdue}"))
-        self._left_until = min(self._left_until, self._now + LOST_STAGER_SECONDS_MAX)
-        if self._now > self._left_until:
+        self._inherited_until = min(self._inherited_until, self._now + LOST_STAGER_SECONDS_MAX)
+        if self._now > self._inherited_until:
             for step in [step for step, staged in self._left.items() if not staged]:
                 if step not in self._open:
                     reason = f"step {step}: the stager was lost, and no rank has offered it to the next one"

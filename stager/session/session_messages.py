@@ -147,14 +147,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class FlusherGone:
+class FlusherLost:
     """The flusher has ended, and the stager looks for another one. No checkpoint ends: chunks stay in the ring."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class FlusherBack:
+class FlusherReplaced:
     """Another flusher has kept the ring. `freed`: slots that the last one freed, by the journal."""
 
     freed: tuple[int, ...] = ()
@@ -181,8 +181,8 @@ Event = (
     | SlotsFreed
     | Durable
     | Failed
-    | FlusherGone
-    | FlusherBack
+    | FlusherLost
+    | FlusherReplaced
     | Tick
 )
 
@@ -191,7 +191,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendMessage:
     """Send a control message to one rank, or to all present ranks (`rank` None)."""
 
     rank: int | None
@@ -284,7 +284,7 @@ class Abort:
 
 
 Action = (
-    Tell
+    SendMessage
     | BeginReceiving
     | FillSlot
     | GrantCredit

@@ -166,7 +166,7 @@ class UnseenTear(Tear):
         while checkpointer.durable_step < self.step and time.monotonic() < deadline:
             time.sleep(0.001)
         marker.write_text("torn")
-        checkpointer._parts.quietness.distrust("model/0.weight was changed by numpy")
+        checkpointer._parts.copy_policy.distrust("model/0.weight was changed by numpy")
 
 
 def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:

@@ -330,7 +330,7 @@ class Scenario:
             def used() -> bool:
                 # Check for the job's end first: the ring stays readable after it.
                 ended = job.process.poll() is not None
-                ring.see_added()
+                ring.refresh_slots()
                 found = any(record.slot >= first_chunks for record in ring.remains())
                 assert found or not ended, (
                     f"of {ring.ring_chunks} slots those from {first_chunks} on were of no use:\n{self._said(job)}"

@@ -13,7 +13,7 @@ from botocore.exceptions import ReadTimeoutError
 
 from holdfast.crc import crc32
 from holdfast.errors import StoreError, StoreMissing
-from holdfast.store.base import BegunUpload, Store, Upload
+from holdfast.store.base import InterruptedUpload, Store, Upload
 from holdfast.store.retrying import RetryBudget, Retrying
 from holdfast.store.s3 import S3Store
 from holdfast.store.s3_bucket import S3Bucket
@@ -242,7 +242,7 @@ def _resume(
     """Resume the upload as the next process would."""
     assert upload.token is not None
     return S3Store(place.bucket, "run").resume(
-        "step-000000001.pt", BegunUpload(len(_IMAGE), upload.part_bytes, write_id, upload.token, crc32s or {})
+        "step-000000001.pt", InterruptedUpload(len(_IMAGE), upload.part_bytes, write_id, upload.token, crc32s or {})
     )
 
 
@@ -351,7 +351,7 @@ def test_parts_are_listed_over_many_pages(
     reader = S3Store(place.bucket, "run")
     reader.bucket.client.meta.events.register("before-call.s3.ListParts", lambda **_: asked.append(1))
     assert upload.token is not None
-    second = reader.resume("many.pt", BegunUpload(nbytes, upload.part_bytes, "w1", upload.token))
+    second = reader.resume("many.pt", InterruptedUpload(nbytes, upload.part_bytes, "w1", upload.token))
     assert second.written() == {0, 1, 2, 3, 4}
     assert len(asked) == 3
     second.publish()
@@ -396,7 +396,7 @@ def test_a_part_with_another_crc_at_the_server_is_sent_again(place: S3Place, raw
     def resumed(crc32s: dict[int, int] | None) -> Upload:
         return listing.resume(
             "step-000000001.pt",
-            BegunUpload(len(_IMAGE), upload.part_bytes, "w1", str(upload.token), crc32s or {}),
+            InterruptedUpload(len(_IMAGE), upload.part_bytes, "w1", str(upload.token), crc32s or {}),
         )
 
     assert resumed(None).written() == {0, 1}

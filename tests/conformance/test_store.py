@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import BegunUpload, ObjectInfo, Store, Upload
+from holdfast.store.base import InterruptedUpload, ObjectInfo, Store, Upload
 from tests.conformance.conftest import Backend
 
 _CHUNK_BYTES = 1 << 20
@@ -333,7 +333,7 @@ def _resume(
     assert upload.token is not None
     return backend.again().resume(
         name,
-        BegunUpload(
+        InterruptedUpload(
             nbytes, upload.part_bytes, write_id, upload.token if token is None else token, crc32s or {}
         ),
     )
@@ -493,7 +493,7 @@ def test_a_part_of_another_size_does_not_count(backend: Backend) -> None:
     _send(upload, image, 0)
     assert upload.token is not None
     second = backend.again().resume(
-        "step-000000001.pt", BegunUpload(len(image), other_bytes, "w1", upload.token)
+        "step-000000001.pt", InterruptedUpload(len(image), other_bytes, "w1", upload.token)
     )
     everything = frozenset(range(-(-len(image) // other_bytes)))
     assert second.written() == (everything if backend.name == "posix" else frozenset())

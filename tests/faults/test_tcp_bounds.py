@@ -27,7 +27,7 @@ from holdfast.net.handshake import (
 )
 from holdfast.net.message_line import UNACKNOWLEDGED_BYTES_MAX
 from holdfast.net.payload_frame import NUMBERS_AHEAD_MAX, RECEIPT, PayloadHeader
-from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked
+from holdfast.ring.remains import ANSWER_BYTES_MAX, FetchKind
 from holdfast.ring.ring import Ring
 from holdfast.wire.frames import Frame, Kind, to_json
 from stager import payload_line
@@ -220,11 +220,11 @@ def test_questions_about_the_ring_that_nobody_hears_answered_keep_two_answers(
         ring.mark_full(0, [(0, 1)], chunk_bytes)
         line: Any = SimpleNamespace(flusher=SimpleNamespace(ring=ring, attempt=1))
         fetches = Fetches(port, line)
-        fetches.hear(0, Frame(Kind.FETCH, 1, flags=Asked.HELD))
+        fetches.hear(0, Frame(Kind.FETCH, 1, flags=FetchKind.HELD))
         assert fetches.answer()
         before = _resident_bytes()
         question = to_json({"offset": 5, "nbytes": ANSWER_BYTES_MAX})
-        asked = Frame(Kind.FETCH, 1, 7, 0, Asked.BYTES, 1, question)
+        asked = Frame(Kind.FETCH, 1, 7, 0, FetchKind.BYTES, 1, question)
         for _ in range(1024 + 1):
             fetches.hear(0, asked)
             fetches.answer()
@@ -235,7 +235,7 @@ def test_questions_about_the_ring_that_nobody_hears_answered_keep_two_answers(
         assert _resident_bytes() - before < 6 * ANSWER_BYTES_MAX
         with pytest.raises(ProtocolError, match=f"expected at most {ANSWER_BYTES_MAX}"):
             fetches.hear(
-                0, Frame(Kind.FETCH, 1, 7, 0, Asked.BYTES, 1, to_json({"offset": 0, "nbytes": chunk_bytes}))
+                0, Frame(Kind.FETCH, 1, 7, 0, FetchKind.BYTES, 1, to_json({"offset": 0, "nbytes": chunk_bytes}))
             )
 
 

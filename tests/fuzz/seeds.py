@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 
 from holdfast.checkpoints.lease import Lease
-from holdfast.notices.notice import Notice, NoticeKind, Terms
+from holdfast.notices.notice import Notice, NoticeKind, SaveInstruction
 from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.ring.side_files import SourceFiles
@@ -114,7 +114,7 @@ SEEDS: dict[str, list[bytes]] = {
         _OPEN + b"\x0b" + _WELCOME,
         _OPEN + b"\x0c" + _AGREEMENT,
         _OPEN + b"\x09" + to_json(_NOTICE.to_json(0.0)),
-        _OPEN + b"\x14" + to_json(Terms(True, "there is time", _NOTICE, 4, 100).to_json()),
+        _OPEN + b"\x14" + to_json(SaveInstruction(True, "there is time", _NOTICE, 4, 100).to_json()),
         _OPEN + b"\x01" + _PROPOSAL,
         _OPEN + b"\x01" + _PROPOSAL[:8] + zlib.decompress(_PROPOSAL[8:]),
     ],

@@ -34,7 +34,7 @@ from holdfast.errors import HoldfastError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
-from holdfast.notices.notice import Notice, Terms
+from holdfast.notices.notice import Notice, SaveInstruction
 from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_INSIDE_MAX, Header, Journal
 from holdfast.ring.side_files import SourceFiles
@@ -50,13 +50,13 @@ from holdfast.wire.welcome import Welcome
 from operator_side.commands.status_output import render
 from operator_side.report.facts import gather
 from operator_side.report.page import page
-from operator_side.report.sentences import look_at, what_happened
+from operator_side.report.sentences import find_hints, summarize_run
 from operator_side.simulate.profiles import load_profile
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import IDEAL
 from operator_side.simulate.trace_windows import cut
 from operator_side.simulate.traces import read_trace
-from operator_side.simulate.tuning import Question, tune
+from operator_side.simulate.tuning import TuningRequest, tune
 from operator_side.status.run_status import Peer, RunEvidence, compose
 from tests.support.memory_store import MemoryStore
 
@@ -99,8 +99,8 @@ def _notice(frame: Frame) -> Notice:
     return Notice.from_json(json_body(frame))
 
 
-def _terms(frame: Frame) -> Terms:
-    return Terms.from_json(json_body(frame))
+def _terms(frame: Frame) -> SaveInstruction:
+    return SaveInstruction.from_json(json_body(frame))
 
 
 def _packed_proposal(frame: Frame) -> Proposal:
@@ -182,7 +182,7 @@ def events(data: bytes) -> None:
     with _file(data) as path:
         facts = gather("/mnt/run", read_logs([path]), dollars_per_hour=1.0)
     json.dumps(
-        [facts.unknown, [one._asdict() for one in look_at(facts)], what_happened(facts)], allow_nan=False
+        [facts.unknown, [one._asdict() for one in find_hints(facts)], summarize_run(facts)], allow_nan=False
     )
     made = page(facts, made_at_unix=2e9)
     assert made.count(b"<script") == 2  # its own two: the charts' library and the drawing code
@@ -227,7 +227,7 @@ def profile(data: bytes) -> None:
     with _file(data) as path:
         found = load_profile(path)
     strategy = next(iter(found.strategies))
-    answer = tune(Question(found, mtbf_hours=2.0, strategy=strategy, spot_dollars=1.0))
+    answer = tune(TuningRequest(found, mtbf_hours=2.0, strategy=strategy, spot_dollars=1.0))
     document = tomllib.loads(answer.to_toml())
     assert document.keys() == {"trainer"}
     assert document["trainer"].keys() <= {"in_flight_max", "on_full"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_side.state.tree import Arriving, collect, settle
+from trainer_side.state.tree import PendingNumber, collect, settle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,10 +17,10 @@ def test_the_numbers_of_a_scaler_arrive_as_they_were() -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=512.0)
     scaler.scale(torch.ones(1, device="cuda"))
     expected = scaler.state_dict()
-    Arriving(torch.zeros((), device="cuda")).value()  # allocates pinned memory for a number
+    PendingNumber(torch.zeros((), device="cuda")).value()  # allocates pinned memory for a number
     torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles: half a second
     queued: torch.cuda.Event = torch.cuda.current_stream().record_event()
-    tree = collect({"scaler": scaler}, may_arrive=True)
+    tree = collect({"scaler": scaler}, allow_pending=True)
     there = queued.query()  # type: ignore[no-untyped-call]
     scale = scaler._scale
     assert scale is not None

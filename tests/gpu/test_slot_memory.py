@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.store.file_system import IN_MEMORY, file_system_of
 from tests.gpu.test_staging import PLENTY, OnDevice
-from trainer_side.save.host_memory import in_slot
+from trainer_side.save.host_memory import slot_tensor
 from trainer_side.save.staging import Staging
 from trainer_side.tiers.open_tiers import open_tier
 
@@ -63,7 +63,7 @@ def test_registered_slot_memory_is_given_back() -> None:
     """If the memory stayed registered, the next mapping at this address could not be registered."""
     memory = torch.zeros(1 << 20, dtype=torch.uint8).numpy().data
     for _ in range(3):
-        tensor = in_slot(memory, pinned=True)
+        tensor = slot_tensor(memory, pinned=True)
         assert tensor.is_pinned()
         del tensor
         gc.collect()

@@ -125,9 +125,9 @@ def test_the_run_finds_its_hosts(endpoint: str, tmp_path: Path, monkeypatch: pyt
     operator.document("up", "--nodes", "2", "--types", "c5.large", "--slots", "4")
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "XDG_STATE_HOME"):
         monkeypatch.setenv(name, operator.env[name])
-    from operator_side.cluster.fleet import fleet_of
+    from operator_side.cluster.fleet import load_fleet
 
-    fleet = fleet_of(operator.file)
+    fleet = load_fleet(operator.file)
     hosts = fleet.look()
     assert [host.slots for host in hosts] == [4, 4]
     lost = next(i for i in operator.live() if i["PrivateIpAddress"] == hosts[0].name)

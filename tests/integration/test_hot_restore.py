@@ -48,7 +48,7 @@ class Machine:
         with Ring.attach(self.directory) as ring:
             wait_until(
                 lambda: (
-                    not ring.checkpoint_names()
+                    not ring.checkpoint_ids()
                     and all(ring.state(slot) is SlotState.FREE for slot in range(ring.ring_chunks))
                 ),
                 60,

@@ -23,7 +23,7 @@ import pytest
 from holdfast.faultpoint import FIRED_VARIABLE, VARIABLE
 from holdfast.process import boot_id
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.near_ring import RingPlace, near_ring
+from holdfast.ring.near_ring import RingLocation, near_ring
 from holdfast.ring.ring import Ring
 from tests.integration.jobs import hot
 from tests.support.cluster import Cluster, wait_until
@@ -124,7 +124,7 @@ def test_a_reader_that_is_killed_keeps_nothing(tmp_path: Path) -> None:
 
 
 def _place(ring: Ring) -> bytes:
-    return RingPlace(str(ring.directory), ATTEMPT, ring.token, boot_id()).to_bytes()
+    return RingLocation(str(ring.directory), ATTEMPT, ring.token, boot_id()).to_bytes()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.lease import failures_seen
+from holdfast.checkpoints.lease import read_failure_count
 from holdfast.policy.advice import advise
 from holdfast.policy.cost import Cost
 from holdfast.policy.hazard import Hazard
@@ -163,7 +163,7 @@ def test_kills_of_the_ranks_are_counted_in_the_store_and_shorten_the_interval(tm
         # By the costs that this job has measured, which waver with the load of the machine.
         assert line["every"] == pytest.approx(best_every(run.costs(), 3.0 / (1 + failures)), rel=0.05)
     assert line["every"] < 0.6 * best_every(run.costs(), 3.0), "four times the hazard, half the interval"
-    seen = failures_seen(open_store(run.cluster.store))
+    seen = read_failure_count(open_store(run.cluster.store))
     assert seen.failures == kills + 1
     assert seen.seconds > 0
     with run.cluster.start(RANKS, env={"HOLDFAST_MTBF_HOURS": "3"}) as job:
@@ -174,4 +174,4 @@ def test_kills_of_the_ranks_are_counted_in_the_store_and_shorten_the_interval(tm
 
 
 def best_every(cost: Cost, mtbf_hours: float) -> int:
-    return advise(cost, Hazard.of_mtbf(mtbf_hours), overhead_max=0.5).every
+    return advise(cost, Hazard.from_mtbf(mtbf_hours), overhead_max=0.5).every

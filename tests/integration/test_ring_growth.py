@@ -66,7 +66,7 @@ def test_the_ring_grows_to_hold_two_checkpoints_and_its_new_slots_carry_chunks(
     assert stager.welcome["ring_chunks"] == AT_FIRST
     stager.begin(image, 5)
     assert note(stager) == "the ring has 0.3 GiB now, room for two checkpoints"
-    assert stager.ring.see_added() == range(AT_FIRST, GROWN)
+    assert stager.ring.refresh_slots() == range(AT_FIRST, GROWN)
     for number, slot in enumerate(range(AT_FIRST, GROWN)):
         fill(stager, image, 5, number, slot)
     stager.send(image, 5, range(GROWN - AT_FIRST, image.layout.chunks))
@@ -93,7 +93,7 @@ def test_a_flusher_may_die_or_stop_between_taking_memory_and_telling_of_it(
     else:
         wait_until_stopped(first)
         assert (first.directory / "ring").stat().st_size == (GROWN) * CHUNK_BYTES
-        assert not stager.ring.see_added()
+        assert not stager.ring.refresh_slots()
     if how == "frozen, then awake":
         first.process.send_signal(signal.SIGCONT)
         second, back = first, stager
@@ -109,7 +109,7 @@ def test_a_flusher_may_die_or_stop_between_taking_memory_and_telling_of_it(
             if record.state is SlotState.FULL:
                 back.channel.send("chunk", slot=record.slot)
     assert note(back)
-    assert back.ring.see_added() == range(AT_FIRST, GROWN)
+    assert back.ring.refresh_slots() == range(AT_FIRST, GROWN)
     fill(back, image, 5, 10, GROWN - 1)
     back.send(image, 5, range(11, image.layout.chunks))
     back.staged(image, 5)
@@ -125,7 +125,7 @@ def test_slots_of_which_no_stager_was_told_are_those_of_the_next_flusher(start: 
     stager.begin(image, 5)
     first.wait_killed()
     assert not [message for message in stager.heard if message.kind == "grown"]
-    assert stager.ring.see_added() == range(AT_FIRST, GROWN)
+    assert stager.ring.refresh_slots() == range(AT_FIRST, GROWN)
     fill(stager, image, 5, 0, GROWN - 1)  # recorded only in the journal
     second = start()
     back = StagerClient(second.directory, attempt=1)

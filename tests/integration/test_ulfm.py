@@ -96,7 +96,7 @@ class UlfmJob:
         """The flusher still holds the ring: every slot is free, and no checkpoint is recorded."""
         with Ring.attach(runtime_directory(str(self.store), self.runtime)) as ring:
             assert {record.state for record in ring.records()} == {SlotState.FREE}
-            assert ring.checkpoint_names() == []
+            assert ring.checkpoint_ids() == []
 
 
 @contextlib.contextmanager

@@ -72,12 +72,12 @@ class CountedRank:
     def __init__(
         self, strategy: str, monkeypatch: pytest.MonkeyPatch, late: LateMachine, folder: Path, **more: Any
     ) -> None:
-        limit, in_slot = STRATEGIES[strategy]
+        limit, slot_tensor = STRATEGIES[strategy]
         settings: dict[str, Any] = {"device_bytes_max": limit, "in_flight_max": 1}
-        if in_slot:
+        if slot_tensor:
             settings |= {"store": f"file://{folder}/store", "tiers": [f"memory:{folder}"], "tier_slots": 2}
             settings["on_full"] = "wait"
-        self._late, self._in_slot = late, in_slot
+        self._late, self._in_slot = late, slot_tensor
         self.rank = DeviceRank(monkeypatch, **more, **settings)
 
     def costs(self) -> list[Cost]:

@@ -436,7 +436,7 @@ def test_fingerprints_of_a_device_are_those_of_the_same_bytes_on_the_host() -> N
                 StoragePart(one.untyped_storage(), 0, one.nbytes).source(n) for n, one in enumerate(tensors)
             ]
             fingerprints = Fingerprints(range(len(sizes)), [False] * len(sizes), step, samples=samples)
-            fingerprints.take_now(sources)
+            fingerprints.sample_now(sources)
             texts.append(fingerprints.text())
         assert texts[0] == texts[1]
     assert len(samples) == 1
@@ -452,6 +452,6 @@ def test_fingerprints_of_another_device_are_waited_for() -> None:
         memory = tensor.untyped_storage()
         source = StorageSource(0, memory, 0, memory.nbytes(), tensor.data_ptr(), tensor.device)
         fingerprints = Fingerprints([0], [False], 3)
-        fingerprints.take_now([source])
+        fingerprints.sample_now([source])
         texts.append(fingerprints.text())
     assert texts[0] == texts[1]

@@ -50,7 +50,7 @@ class DeviceRank:
         self.link.job.ranks = ranks
         # A large tensor is copied straight into the area, small ones are gathered first.
         self.link.job.chunk_bytes = 1 << 20
-        monkeypatch.setattr(joining, "meet_stager", self.link.meet)
+        monkeypatch.setattr(joining, "connect_stager", self.link.meet)
         torch.manual_seed(0)
         small = [torch.nn.Linear(8, 8) for _ in range(40)]
         self.model = torch.nn.Sequential(torch.nn.Linear(1024, 512), *small).cuda()

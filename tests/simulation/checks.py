@@ -269,7 +269,7 @@ class Checks:
             self.broken(
                 f"step {key[1]} (attempt {key[0]}) is dropped from the ring, and no newer one is whole there"
             )
-        names = [name for name in ring.checkpoint_names() if ring.checkpoint(*name).state == "receiving"]  # type: ignore[union-attr]
+        names = [name for name in ring.checkpoint_ids() if ring.checkpoint(*name).state == "receiving"]  # type: ignore[union-attr]
         coming = sum(chunks - len(in_ring.get(name, set())) for name in names)
         if coming <= ring.ring_chunks - sum(map(len, in_ring.values())):
             self.broken(f"step {key[1]} (attempt {key[0]}) is dropped from the ring, which has room")

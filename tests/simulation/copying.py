@@ -94,7 +94,7 @@ class Area:
         passed: Callable[[Collection[int]], None],
         copied: Callable[[], None],
         was_read: Callable[[Any], None],
-        was_copied: Callable[[Any], None],
+        on_copied: Callable[[Any], None],
     ) -> None:
         assert after is None
         sim = SIM.now
@@ -110,7 +110,7 @@ class Area:
             unread -= 1
             if not unread:
                 copied()
-            was_copied(batch)
+            on_copied(batch)
             if not cancelled():
                 self._ready.add(batch.offset)
         if unread or not route.host:
@@ -138,7 +138,7 @@ class Instant:
         """As `changed`, for the tensors of this batch."""
         return _PATH if self._area.changed is batch else ""
 
-    def copied_wrong(self, _batch: FrameBatch, _memory: bytearray) -> str:
+    def find_miscopied(self, _batch: FrameBatch, _memory: bytearray) -> str:
         """Always "": the area holds the bytes as they were read."""
         return ""
 
@@ -146,14 +146,14 @@ class Instant:
 def start_copier(link: Link, seconds_max: float) -> Copier:
     """Start the copy thread of the current process."""
     from trainer_side.save.copier import Copier  # with torch
-    from trainer_side.save.hook_coverage import Quietness
+    from trainer_side.save.hook_coverage import CopyPolicy
 
     install()  # the copier's modules were loaded just now
     ledger, events = Ledger(), EventLog(None, role="trainer")
-    quietness = Quietness(
+    copy_policy = CopyPolicy(
         link.job.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
     )
-    return Copier([], link, ledger=ledger, events=events, seconds_max=seconds_max, quietness=quietness)
+    return Copier([], link, ledger=ledger, events=events, seconds_max=seconds_max, copy_policy=copy_policy)
 
 
 def begin_copy(copier: Copier, transfer: Transfer, area: Area) -> None:

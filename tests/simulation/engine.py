@@ -169,9 +169,9 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     EventLog.emit = emit  # type: ignore[method-assign]
     remove = Ring.remove
 
-    def remove_ring(directory: Path, *, keeps_doubts: bool = False) -> None:
+    def remove_ring(directory: Path, *, keep_doubts: bool = False) -> None:
         SIM.now.check_alive()
-        remove(directory, keeps_doubts=keeps_doubts)
+        remove(directory, keep_doubts=keep_doubts)
         current().checks.ring_changed = True
 
     Ring.remove = staticmethod(remove_ring)  # type: ignore[method-assign]

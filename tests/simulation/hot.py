@@ -14,14 +14,14 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError, StoreError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.slices import frames_of
-from holdfast.ring.remains import Asked, held_in
+from holdfast.ring.remains import FetchKind, held_checkpoints
 from holdfast.ring.ring import Ring
 from tests.simulation.store import pristine
 from tests.simulation.transport import Job
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.choice import StoreCandidate
 from trainer_side.restore.ring_slices import RingSlices, look
-from trainer_side.tiers.tier import Kept
+from trainer_side.tiers.tier import SealedSlice
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["check_remains", "reread", "restored_from_ring"]
 
 
-def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, list[Kept]]:
+def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, list[SealedSlice]]:
     """Read the ring as a restore does, between WELCOME and the first step; compare every byte."""
     checks, answered = world.checks, True
     before = [key for key in checks.promised if key[0] < link.job.attempt]
 
-    def fetch(asked: Asked, **question: Any) -> bytes | None:
+    def fetch(asked: FetchKind, **question: Any) -> bytes | None:
         nonlocal answered
-        if asked is Asked.PLACE and link.job.attempt % 2:
+        if asked is FetchKind.PLACE and link.job.attempt % 2:
             return None  # as a rank on another machine
         try:
             return link.fetch(asked, **question)
@@ -63,7 +63,7 @@ def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, 
     return ring, kept
 
 
-def reread(world: World, ring: RingSlices, kept: Sequence[Kept]) -> None:
+def reread(world: World, ring: RingSlices, kept: Sequence[SealedSlice]) -> None:
     """Read one of these slices once more, while other steps take its slots."""
     if kept:
         _read(world, ring, world.scheduler.chance.choice(kept), may_be_gone=True)
@@ -72,7 +72,7 @@ def reread(world: World, ring: RingSlices, kept: Sequence[Kept]) -> None:
 def check_remains(world: World, ring: Ring) -> None:
     """Check that each record that counts as whole, of any checkpoint, staged or not, matches the bytes in its slot."""
     checks, plan = world.checks, world.plan
-    for held in held_in(ring):
+    for held in held_checkpoints(ring):
         job = checks.job_of_attempt.get(held.attempt)
         made = None if job is None else world.images.get((job, held.step))
         if made is None or (held.attempt, held.step) in checks.tainted:
@@ -97,7 +97,7 @@ def _stored(world: World) -> list[StoreCandidate]:
     return rows
 
 
-def _read(world: World, ring: RingSlices, one: Kept, *, may_be_gone: bool = False) -> None:
+def _read(world: World, ring: RingSlices, one: SealedSlice, *, may_be_gone: bool = False) -> None:
     checks, seal = world.checks, one.seal
     key = (seal.attempt, seal.step)
     for frame, crc in zip(frames_of(one.layout, seal.rank), seal.frame_crc32s, strict=True):

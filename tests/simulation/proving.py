@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State, is_manifest_name
 from holdfast.image.proof_record import Digest, ProofRecord
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from tests.simulation.transport import Job
 from trainer_side.link.stager_message import StagerMessage
 
@@ -55,7 +55,7 @@ class ProofTeller:
             return
         for key in sorted(self._world.proofs.said)[-_ASKED_MAX:]:
             try:
-                answer = self._link.fetch(Asked.PROOF, attempt=key.attempt, step=key.step)
+                answer = self._link.fetch(FetchKind.PROOF, attempt=key.attempt, step=key.step)
             except HoldfastError:
                 return  # the stager is gone
             if answer is not None:

@@ -721,9 +721,9 @@ def _shares(world: SharesWorld, chunks: int, writers: int) -> Any:
 
 
 def _entry_crcs(image: Image, chunks: range) -> tuple[int, ...]:
-    from holdfast.image.share_sums import pieces_in
+    from holdfast.image.share_sums import entry_pieces
 
-    return tuple(7 for _ in pieces_in(image.layout, chunks))
+    return tuple(7 for _ in entry_pieces(image.layout, chunks))
 
 
 def _see_sums(manifest: Any, data: bytes) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, refuse_large
+from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo, reject_oversized
 from holdfast.store.names import Keep, is_kept
 from tests.simulation.scheduler import Process
 
@@ -125,7 +125,7 @@ class StoreClient:
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         def get() -> bytes:
             data = self._get(name)
-            refuse_large(f"{URL}/{name}", len(data), bytes_max)
+            reject_oversized(f"{URL}/{name}", len(data), bytes_max)
             return data
 
         return self.act("read", name, get)
@@ -185,7 +185,7 @@ class StoreClient:
         token = self.act("begin", name, open_upload, writes=True)
         return SimUpload(self, name, nbytes, chunk_bytes * state.part_chunks, write_id, token)
 
-    def resume(self, name: str, begun: BegunUpload) -> SimUpload:
+    def resume(self, name: str, begun: InterruptedUpload) -> SimUpload:
         state = self.state
 
         def find() -> SimUpload:

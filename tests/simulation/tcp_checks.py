@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.net.payload_frame import PayloadHeader
 from stager.job_listener import JobListener
-from stager.payload_line import PayloadLine, Place
+from stager.payload_line import PayloadConnection, Place
 from stager.service import StagerService
 from stager.tcp import TcpTrainersPort
 from tests.simulation.checks import UNSEEN_FAULTS
@@ -253,7 +253,7 @@ def _watch_messages() -> None:
 
 def _watch_payloads() -> None:
     open_place, taken, post = TcpTrainersPort._open_place, TcpTrainersPort._taken, TcpTrainersPort.post
-    into_place = PayloadLine._into_place
+    into_place = PayloadConnection._into_place
 
     def noted_open_place(self: TcpTrainersPort, number: int, header: PayloadHeader) -> Place | None:
         found = open_place(self, number, header)
@@ -273,14 +273,14 @@ def _watch_payloads() -> None:
         SIM.world.receive_posted(rank, slot)
         post(self, rank, slot, memory, pieces)
 
-    def noted_into_place(self: PayloadLine) -> int:
+    def noted_into_place(self: PayloadConnection) -> int:
         port: TcpTrainersPort = self._open_place.func.__self__  # type: ignore[attr-defined]
         if not any(place is self._place for place in port._places.values()):
             SIM.world.checks.broken("a payload is written into a place that was withdrawn")
         return into_place(self)
 
     _replace(TcpTrainersPort, _open_place=noted_open_place, _taken=noted_taken, post=noted_post)
-    _replace(PayloadLine, _into_place=noted_into_place)
+    _replace(PayloadConnection, _into_place=noted_into_place)
 
 
 def _watch_listener() -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 
 from pydantic import SecretStr
 
-from holdfast.checkpoints.catalog import CatalogLook
+from holdfast.checkpoints.catalog import CatalogListing
 from holdfast.errors import HoldfastError
 from stager.standing import StandingStager
 from tests.simulation.runtime import SIM
@@ -210,7 +210,7 @@ class TcpWorld(World):
 
     def _again(self, job: Job, rank: int) -> Reconnect | None:
         def newest_attempt() -> int:
-            names = CatalogLook(pristine(self.store)).names
+            names = CatalogListing(pristine(self.store)).names
             return names[0].order.attempt if names else 0
 
         seconds_max = self.trainer_config.reconnect_seconds_max

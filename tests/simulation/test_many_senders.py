@@ -20,7 +20,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Region
 from holdfast.ring.journal import SOURCES_INSIDE_MAX, SlotState
-from holdfast.ring.remains import held_in, read_held, tell_held
+from holdfast.ring.remains import held_checkpoints, decode_held, encode_held
 from holdfast.ring.ring import Ring
 from stager.previous_jobs import PreviousJobs
 from stager.session.session_messages import Action, Done, FillSlot, MarkFull, MarkStaged, Received, Sent
@@ -157,6 +157,6 @@ def test_a_byte_that_changes_is_its_senders(image: SplitImage, staged: Path, ran
 
 def test_the_stager_after_a_dead_one_finds_it_whole_in_the_ring(image: SplitImage, staged: Path) -> None:
     with Ring.attach(staged) as ring:
-        (held,) = read_held(tell_held(held_in(ring)))
+        (held,) = decode_held(encode_held(held_checkpoints(ring)))
         assert held.fitting(image.layout) == {0, 1}
         assert PreviousJobs(10, clock=lambda: 0.0).settled(ring, KEY.attempt + 1), "nothing to wait for"

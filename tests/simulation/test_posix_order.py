@@ -16,7 +16,7 @@ from holdfast.image.manifest import EntryRecord, Manifest, manifest_name, step_f
 from holdfast.store import posix as posix_module
 from holdfast.store import posix_io, posix_upload
 from holdfast.store import spare_room as posix_room
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo
 from holdfast.store.names import TEMPORARY
 from holdfast.store.posix import PosixStore
 from tests.simulation.disk import Call, Disk, PowerCut
@@ -64,7 +64,7 @@ def save(store: PosixStore, disk: Disk, step: int, *, resume: str | None = None)
         disk.returned(("token", step, upload.token))
     else:
         try:
-            upload = store.resume(name, BegunUpload(nbytes, CHUNK_BYTES, write_id, resume))
+            upload = store.resume(name, InterruptedUpload(nbytes, CHUNK_BYTES, write_id, resume))
         except StoreMissing:
             upload = store.begin(name, nbytes=nbytes, chunk_bytes=CHUNK_BYTES, write_id=write_id)
     if not upload.published:
@@ -215,7 +215,7 @@ def sync_before_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sync comes too early: right after the file was made."""
     begin = posix_upload.PosixUpload._begin
 
-    def begun(self: posix_upload.PosixUpload, room: posix_room.SpareRoom | None) -> None:
+    def begun(self: posix_upload.PosixUpload, room: posix_room.SpareFile | None) -> None:
         begin(self, room)
         os.fsync(self._file)
 

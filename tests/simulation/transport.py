@@ -208,7 +208,7 @@ class RankPort:
         self.next_frame = (-1, -1)  # step and chunk of the frame that is sent next
         self.left = False
         self.one_machine = rank % 2 == 0
-        self.crowding = 1.0
+        self.processes_per_core = 1.0
         self.has_threads = False
         self.wakes = 0
 

@@ -59,7 +59,7 @@ from tests.simulation.store import URL, OpenUpload, StoreClient, StoreState, pri
 from tests.simulation.transport import Job, notice_death
 from tests.support.checkpoints import manifest_of, small_image
 from tests.support.images import Image
-from trainer_side.link.greeting import Greeted
+from trainer_side.link.greeting import GreetedStager
 from trainer_side.link.inbox import StagerInbox
 from trainer_side.link.link import Link
 from trainer_side.link.rejoining import Reconnect
@@ -559,7 +559,7 @@ class World:
         )
         link = Link(
             self.trainer_config,
-            Greeted(port, welcome),
+            GreetedStager(port, welcome),
             inbox,
             EventLog(None, role="trainer", rank=rank),
             rank=rank,
@@ -937,7 +937,7 @@ class World:
             except HoldfastError:
                 return None  # being made
         if self.plan.growth_chunks >= 0:
-            self._ring[1].see_added()
+            self._ring[1].refresh_slots()
         return self._ring[1]
 
     def ring_directory(self) -> Path:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, refuse_large
+from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo, reject_oversized
 from holdfast.store.names import Keep, is_kept
 
 
@@ -57,7 +57,7 @@ class MemoryStore:
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         data = self._get(name)
-        refuse_large(f"{self.url}/{name}", len(data), bytes_max)
+        reject_oversized(f"{self.url}/{name}", len(data), bytes_max)
         return data
 
     def _get(self, name: str) -> bytes:
@@ -101,7 +101,7 @@ class MemoryStore:
             self.uploads[key], self.upload_names[key] = {}, name
         return MemoryUpload(self, name, nbytes, chunk_bytes * self.part_chunks, write_id, key)
 
-    def resume(self, name: str, begun: BegunUpload) -> MemoryUpload:
+    def resume(self, name: str, begun: InterruptedUpload) -> MemoryUpload:
         self.before("resume", name)
         nbytes, part_bytes, write_id, token, crc32s = begun
         with self.lock:

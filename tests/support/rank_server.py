@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.process import tie
+from holdfast.process import set_parent_death_signal
 from tests.support.job import QUICK_SITE, REPOSITORY
 
 __all__ = ["ForkedRanks", "cpu_seconds_of_ranks"]
@@ -113,7 +113,7 @@ def _address() -> str:
 
 def main() -> int:
     """Serve forever; returns only in the launchers and the ranks."""
-    tie()
+    set_parent_death_signal()
     # The scripts' imports: none of these modules reads a rank's variables on import.
     import torch
 

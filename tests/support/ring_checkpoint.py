@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from holdfast.image.slices import frames_of
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
@@ -75,13 +75,13 @@ class LiveFetch:
         self.port = FetchPort()
         line: Any = SimpleNamespace(flusher=SimpleNamespace(ring=ring, attempt=self.attempt))
         self.fetches = Fetches(cast("Any", self.port), line)
-        self.asked: list[Asked] = []
+        self.asked: list[FetchKind] = []
         self.error: Exception | None = None
         self.errors_from = 0
         self._lock = threading.Lock()
 
     def __call__(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         with self._lock:
             self.asked.append(asked)

@@ -21,7 +21,7 @@ from holdfast.image.slices import SliceSeal, area_bytes, frames_of
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from tests.support.checkpoints import manifest_of
 from tests.unit.trainer_side.assemble import assembled, make_plan, sent, taken
-from trainer_side.tiers.tier import Kept, Nearness, Tier
+from trainer_side.tiers.tier import SealedSlice, Nearness, Tier
 
 __all__ = ["Checkpoint", "DictTier", "checkpoint", "keep"]
 
@@ -150,14 +150,14 @@ class DictTier(Tier):
         self.fails: Exception | None = None
         self.good_reads = self.failed_reads = 0
         self.kept_fails: StoreError | None = None
-        self._kept: list[Kept] = []
+        self._kept: list[SealedSlice] = []
         self._lock = threading.Lock()
 
     def put(self, saved: Checkpoint, *ranks: int) -> DictTier:
         """Keep the slices of these ranks; returns itself."""
         for rank in ranks:
             slot = len(self._kept)
-            self._kept.append(Kept(saved.seal(rank), saved.layout, "dict", slot))
+            self._kept.append(SealedSlice(saved.seal(rank), saved.layout, "dict", slot))
             self.areas[slot] = saved.area(rank)
         return self
 
@@ -180,12 +180,12 @@ class DictTier(Tier):
             for one in self._kept
         ]
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SealedSlice]:
         if self.kept_fails is not None:
             raise self.kept_fails
         return sorted(self._kept, key=lambda kept: kept.seal.order, reverse=True)
 
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+    def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
         if self.fails is not None and len(self.reads) >= self.good_reads:
             self.failed_reads += 1
             raise self.fails

@@ -9,7 +9,7 @@ from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.image.slices import frames_of
 from tests.support.images import Image, made_up
-from trainer_side.tiers.tier import Kept, SliceWriter, Tier
+from trainer_side.tiers.tier import SealedSlice, SliceWriter, Tier
 
 __all__ = ["RANKS", "RUN", "aligned", "check", "image", "put", "read", "save", "slice_of", "write"]
 
@@ -60,7 +60,7 @@ def save(tier: Tier, made: Image, rank: int, attempt: int, step: int, *, complet
         tier.complete(attempt, step)
 
 
-def read(tier: Tier, kept: Kept) -> list[bytes]:
+def read(tier: Tier, kept: SealedSlice) -> list[bytes]:
     """Read the frames of a slice and compare their CRCs."""
     found = []
     for frame, crc in zip(frames_of(kept.layout, kept.seal.rank), kept.seal.frame_crc32s, strict=True):

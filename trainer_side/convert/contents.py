@@ -30,7 +30,7 @@ Sink = Callable[[int, memoryview], None]
 """Takes bytes of a storage: where they begin in it, and a view that is valid for this call only."""
 
 
-class Flat(NamedTuple):
+class FlatTensor(NamedTuple):
     """A tensor by its flat name, as other tools use it: `model/layer.0.weight` is `model.layer.0.weight`."""
 
     name: str
@@ -75,11 +75,11 @@ class Contents:
         """Return the index of the entry that holds a tensor's storage; None for a tensor without bytes."""
         return self._entries.get(tensor.untyped_storage().data_ptr())
 
-    def flat(self) -> list[Flat]:
+    def flat(self) -> list[FlatTensor]:
         """Return the tensors with flat names, in the order of the tree. StateError: two paths have one flat name."""
         paths: dict[str, str] = {}
         first: dict[tuple[object, ...], str] = {}
-        found: list[Flat] = []
+        found: list[FlatTensor] = []
         for path, tensor in self.tensors:
             name = path.replace("/", ".") or "tensor"
             if name in paths:
@@ -91,7 +91,7 @@ class Contents:
             entry = self.entry(tensor)
             place = (entry, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
             same = "" if entry is None else first.setdefault(place, name)
-            found.append(Flat(name, path, tensor, "" if same == name else same))
+            found.append(FlatTensor(name, path, tensor, "" if same == name else same))
         return found
 
     def nbytes(self, entry: int) -> int:

@@ -94,13 +94,13 @@ def _check_file(path: Path, places: list[tuple[int, int]]) -> None:
         free = offset + length
     with path.open("rb") as file:
         for offset, length in places:
-            what = told_part(path, offset, length)
+            what = describe_part(path, offset, length)
             view = file_part(file, offset, length, what)
             refuse_packed(view, what)
             refuse_costly_pickle(view, what)
 
 
-def told_part(path: Path, offset: int, length: int) -> str:
+def describe_part(path: Path, offset: int, length: int) -> str:
     return f"{path}, {length} bytes at byte {offset}"
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from holdfast.command.converters import Exported
+from holdfast.command.converters import ExportResult
 from holdfast.command.output import progress_bar
 from holdfast.command.place import write_folder
 from holdfast.errors import HoldfastError, StateError
@@ -27,7 +27,7 @@ from trainer_side.convert.contents import Contents, dense
 from trainer_side.convert.dcp_names import write_names
 
 
-def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> Exported:
+def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> ExportResult:
     """Write the folder at `path`, whole or not at all; for `holdfast export`.
 
     `only`: A name at the top of the state: export only the tree under it. DamageError: bytes are damaged; names the
@@ -48,7 +48,7 @@ def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None,
 
     with progress_bar(path.name, read_bytes, hidden=quiet) as advance:
         write_folder(path, read_bytes, lambda folder: fill(folder, advance))
-    return Exported(read_bytes, len(flat), {one.name: one.tied_to for one in flat if one.tied_to})
+    return ExportResult(read_bytes, len(flat), {one.name: one.tied_to for one in flat if one.tied_to})
 
 
 def _save(contents: Contents, folder: Path, advance: Callable[[int], None]) -> None:
@@ -58,7 +58,7 @@ def _save(contents: Contents, folder: Path, advance: Callable[[int], None]) -> N
             save(
                 contents.tree,
                 storage_writer=FileSystemWriter(folder),
-                planner=_Reading(contents, advance),
+                planner=_ReadingPlanner(contents, advance),
                 no_dist=True,
             )
     except CheckpointException as error:
@@ -70,7 +70,7 @@ def _save(contents: Contents, folder: Path, advance: Callable[[int], None]) -> N
         raise StateError(f"DCP does not save this state: {error}") from error
 
 
-class _Reading(DefaultSavePlanner):
+class _ReadingPlanner(DefaultSavePlanner):
     """Reads each tensor when it is written."""
 
     def __init__(self, contents: Contents, advance: Callable[[int], None]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from holdfast.errors import DamageError
 from holdfast.image.regions import Pattern, Region
 from trainer_side.convert.contents import bytes_of
-from trainer_side.convert.dcp_claims import file_part, told_part
+from trainer_side.convert.dcp_claims import file_part, describe_part
 from trainer_side.state.pickle_bounds import NOT_READABLE
 
 _STORAGE = "data/0"  # where torch.save puts the bytes of a tensor alone
@@ -90,7 +90,7 @@ class StoredTensor:
 
     def _whole(self, number: int) -> torch.Tensor:
         path, offset, length = self._parts[number]
-        what = told_part(path, offset, length)
+        what = describe_part(path, offset, length)
         found = torch.empty(self._pattern.regions[number].size, dtype=self.tensor.dtype, device="cpu")
         try:
             with path.open("rb") as file:
@@ -146,7 +146,7 @@ def stored_tensor(
 
 
 def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dtype) -> _StoredPart:
-    what = told_part(path, offset, length)
+    what = describe_part(path, offset, length)
     with path.open("rb") as file:
         view = file_part(file, offset, length, what)
         with torch.serialization.skip_data():
@@ -157,7 +157,7 @@ def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dty
                 f"{what}: holds {found}, and the metadata has a part of {list(region.size)} there; save the checkpoint "
                 "again with dcp.save"
             )
-        as_it_lies = (
+        is_same_layout = (
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
             and tensor.dtype == dtype
@@ -167,7 +167,7 @@ def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dty
         view.seek(0)
         reader: Any = torch._C.PyTorchFileReader(view)
         order = reader.get_record("byteorder") if reader.has_record("byteorder") else b"little"
-        if not as_it_lies or order != sys.byteorder.encode():
+        if not is_same_layout or order != sys.byteorder.encode():
             return _StoredPart(path, offset, length)
         begin = reader.get_record_offset(_STORAGE) + int(tensor.storage_offset()) * tensor.itemsize
         if begin + tensor.nbytes > length:

@@ -25,7 +25,7 @@ _RANK = 0  # the only rank
 
 def plan_state(tree: Mapping[str, Any], trailer: bytes) -> Skeleton:
     """Lay out a state that one rank holds; `trailer`: see `capture`. StateError: something in it cannot be saved."""
-    proposed = table(tree, tree, rank=_RANK, ranks=1, beside_bytes=len(trailer))
+    proposed = table(tree, tree, rank=_RANK, ranks=1, trailer_bytes=len(trailer))
     return plan(
         tree,
         classify(tree, tree),

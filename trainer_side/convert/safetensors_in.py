@@ -54,7 +54,7 @@ def read_safetensors(path: Path) -> SafetensorsState:
             )
         header = _json(memory[LENGTH_BYTES:base])
         metadata = header.pop(METADATA, {})
-        _refuse_overlaps(header)
+        _reject_overlaps(header)
         tensors = {name: _tensor(memory, base, told) for name, told in header.items()}
         values = _json(metadata[VALUES].encode()) if VALUES in metadata else None
         if values is None or values["format"] != VALUES_FORMAT:
@@ -73,7 +73,7 @@ def _json(raw: bytes) -> Any:
     return json.loads(raw)
 
 
-def _refuse_overlaps(header: dict[str, Any]) -> None:
+def _reject_overlaps(header: dict[str, Any]) -> None:
     """Refuse tensors that overlap, so that copies of all tensors take no more memory than the file has bytes."""
     free = 0
     for begin, end, name in sorted((*told["data_offsets"], name) for name, told in header.items()):

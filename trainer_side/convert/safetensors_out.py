@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.command.converters import Exported
+from holdfast.command.converters import ExportResult
 from holdfast.command.output import progress_bar
-from holdfast.command.place import write_whole
+from holdfast.command.place import write_atomically
 from holdfast.errors import StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
-from trainer_side.convert.contents import Contents, Flat, bytes_of, dense
+from trainer_side.convert.contents import Contents, FlatTensor, bytes_of, dense
 from trainer_side.convert.plain_values import encode
 from trainer_side.convert.safetensors_format import (
     DTYPES,
@@ -42,7 +42,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    flat: Flat
+    flat: FlatTensor
     begin: int
     end: int
 
@@ -69,7 +69,7 @@ class SafetensorsPlan:
         for flat in sorted(self.tensors, key=lambda one: (-one.tensor.itemsize, one.name)):
             begin, end = end, end + flat.tensor.numel() * flat.tensor.itemsize
             self._slots.append(_TensorSlot(flat, begin, end))
-        self._header = self._made_header(only)
+        self._header = self._make_header(only)
         self.nbytes = len(self._header) + end
 
     @property
@@ -128,7 +128,7 @@ class SafetensorsPlan:
                 _write_at(fd, bytes_of(laid_out.data_ptr(), slot.end - slot.begin), base + slot.begin)
         advance(self._contents.nbytes(entry))
 
-    def _made_header(self, only: str | None) -> bytes:
+    def _make_header(self, only: str | None) -> bytes:
         manifest = self._contents.manifest
         names = {flat.path: flat.name for flat in self.tensors}
         values = {
@@ -158,7 +158,7 @@ class SafetensorsPlan:
         return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _refuse_dtypes(tensors: Sequence[Flat]) -> None:
+def _refuse_dtypes(tensors: Sequence[FlatTensor]) -> None:
     wrong = [f"{flat.path} ({flat.tensor.dtype})" for flat in tensors if flat.tensor.dtype not in _NAMES]
     if METADATA in {flat.name for flat in tensors}:
         wrong.append(f"the name {METADATA}, which is taken")
@@ -178,7 +178,7 @@ def _write_at(fd: int, data: memoryview, offset: int) -> None:
 
 def write_safetensors(
     store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool
-) -> Exported:
+) -> ExportResult:
     """Write the file at `path`, whole or not at all; for `holdfast export`.
 
     `only`: A name at the top of the state: export only the tree under it. DamageError: bytes are damaged; names the
@@ -186,5 +186,5 @@ def write_safetensors(
     """
     plan = SafetensorsPlan(Contents(store, manifest, only=only), only=only)
     with progress_bar(path.name, plan.read_bytes, hidden=quiet) as advance:
-        write_whole(path, plan.nbytes, lambda fd: plan.write(fd, advance))
-    return Exported(plan.nbytes, len(plan.tensors), plan.tied)
+        write_atomically(path, plan.nbytes, lambda fd: plan.write(fd, advance))
+    return ExportResult(plan.nbytes, len(plan.tensors), plan.tied)

@@ -78,8 +78,8 @@ def compare(a: ComparedFile, b: ComparedFile, *, only: str | None, quiet: bool) 
     tensors: list[tuple[str, Any, Any]] = []
     values: list[tuple[str, Any, Any]] = []
     for pair in pairs:
-        both_are = isinstance(pair[1], torch.Tensor) and isinstance(pair[2], torch.Tensor)
-        (tensors if both_are else values).append(pair)
+        are_tensors = isinstance(pair[1], torch.Tensor) and isinstance(pair[2], torch.Tensor)
+        (tensors if are_tensors else values).append(pair)
     found: list[TensorDifference] = []
     unread = 0
     with progress_bar("tensors", sum(first.numel() for _, first, _ in tensors), hidden=quiet) as advance:

@@ -47,11 +47,11 @@ class Permutation:
         values = np.arange(first, first + count, dtype=_U64)
         walking = np.arange(count)
         while len(walking):
-            values[walking] = self._enciphered(values[walking])
+            values[walking] = self._encipher(values[walking])
             walking = walking[values[walking] >= self._length]
         return values.tolist()
 
-    def _enciphered(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _encipher(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         size, other = _U64(self._rows), _U64(self._columns)
         left, right = values // other, values % other
         for key in self._keys:

@@ -22,7 +22,7 @@ import torch
 from holdfast import supervised as diary
 from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
-from trainer_side.data.skipped_samples import SkippedSamples, StepCount, StepSize
+from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter, StepSize
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import apart
@@ -95,8 +95,8 @@ class ResumableSampler(DataPlace):
         self._length, self._seed, self._rank, self._ranks = length, seed, rank, ranks
         self._shuffle, self._drop_last, self._on_change = shuffle, drop_last, on_change
         self._position = self._mark = _Position(0, 0)
-        self._skipped, self._count = SkippedSamples(), StepCount()
-        self._loads = 0
+        self._skipped, self._count = SkippedSamples(), StepSizeCounter()
+        self._load_count = 0
         self._read_ahead = self._followed = False
 
     @property
@@ -178,8 +178,8 @@ class ResumableSampler(DataPlace):
         """
         self._position, self._skipped = self._found(saved)
         self._mark = self._position
-        self._count = StepCount(StepSize.of_state(saved.get("step")), step=None)
-        self._loads += 1
+        self._count = StepSizeCounter(StepSize.of_state(saved.get("step")), step=None)
+        self._load_count += 1
         self._read_ahead = self._followed = False
 
     def mark_place(self) -> None:
@@ -212,7 +212,7 @@ class ResumableSampler(DataPlace):
             position, _ = self._next(samples, position)
             begins.append(self._place(position))
         self._skipped = SkippedSamples([*self._skipped.spans, (begins[0], begins[1])])
-        self._loads += 1  # makes iterators that have read ahead raise
+        self._load_count += 1  # makes iterators that have read ahead raise
 
     def _following(self, loader: Iterable[_Batch], batch_size: int) -> Iterator[_Batch]:
         self._followed = True
@@ -379,10 +379,10 @@ class _BatchReader(Iterator[_Indices]):
 
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, epochs: bool) -> None:
         self._sampler, self._batch_size, self._epochs = sampler, batch_size, epochs
-        self._position, self._loads = sampler._position, sampler._loads
+        self._position, self._load_count = sampler._position, sampler._load_count
 
     def __next__(self) -> _Indices:
-        if self._loads != self._sampler._loads:
+        if self._load_count != self._sampler._load_count:
             raise StateError(
                 "sampler: a checkpoint was loaded after the iteration over this loader had begun; begin to iterate "
                 "after restore()"

@@ -25,7 +25,7 @@ class StepSize(NamedTuple):
         return None if saved is None else cls(*saved)
 
 
-class StepCount:
+class StepSizeCounter:
     """Infers the size of a training step from the batches taken between two steps. One thread."""
 
     def __init__(self, size: StepSize | None = None, *, step: int | None = -1) -> None:

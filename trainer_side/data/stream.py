@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from holdfast.errors import StateError
-from trainer_side.data.skipped_samples import SkippedSamples, StepCount, StepSize
+from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter, StepSize
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.rng import apart
@@ -56,7 +56,7 @@ class ResumableStream(DataPlace):
         self._iterator: Iterator[Any] | None = None
         self._passes = 0
         self._read = 0  # since the state was loaded; `_skipped` counts from there
-        self._skipped, self._count = SkippedSamples(), StepCount()
+        self._skipped, self._count = SkippedSamples(), StepSizeCounter()
 
     @property
     def passes(self) -> int:
@@ -102,7 +102,7 @@ class ResumableStream(DataPlace):
         self._source.load_state_dict(saved["source"])
         self._passes, self._iterator, self._read = int(saved["passes"]), None, 0
         self._skipped = SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
-        self._count = StepCount(StepSize.of_state(saved.get("step")), step=None)
+        self._count = StepSizeCounter(StepSize.of_state(saved.get("step")), step=None)
 
     def stepped(self, step: int) -> None:
         """As `ResumableSampler.stepped`."""

@@ -27,7 +27,7 @@ from typing_extensions import override
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import RngAgain, missing, numbered, refuse_taken
+from trainer_side.frameworks.missing import ReloadableRngState, missing, numbered, reject_taken_names
 from trainer_side.opaque import opaque_methods
 from trainer_side.ranks.distributed import init_torch_distributed
 from trainer_side.ranks.joined import join_world
@@ -160,7 +160,7 @@ class HoldfastCallback(Checkpoint):
     ) -> None:
         self._every, self._more, self._config = every, dict(state or {}), config
         self.checkpointer: Checkpointer | None = None
-        self._random = RngAgain()
+        self._random = ReloadableRngState()
         self._looked_at = -1
         self._notice_handler: Any = None
 
@@ -183,7 +183,7 @@ class HoldfastCallback(Checkpoint):
                 f"Trainer.fit(ckpt_path={trainer.ckpt_path!r}) and HoldfastCallback both restore; leave one of them out"
             )
         own, rng = _state(trainer, pl_module, self), {"rng": PerRank(self._random)}
-        refuse_taken({**own, **rng}, self._more)
+        reject_taken_names({**own, **rng}, self._more)
         before = signal.getsignal(signal.SIGTERM)
         self.checkpointer = Checkpointer({**own, **self._more, **rng}, config=self._config, every=self._every)
         handler = signal.getsignal(signal.SIGTERM)
@@ -214,7 +214,7 @@ class HoldfastCallback(Checkpoint):
         """Save if a checkpoint is due."""
         if trainer.global_step == self._looked_at or self.checkpointer is None:
             return  # gradients are being accumulated, and checkpoints do not contain them
-        if _something_follows(trainer):
+        if _has_work_after_batch(trainer):
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._step(trainer.global_step, self.checkpointer, batch=batch, loss=loss)
@@ -249,7 +249,7 @@ class HoldfastCallback(Checkpoint):
             self.checkpointer = None
 
 
-def _stay_where_lightning_saves_nothing() -> None:
+def _accept_disabled_checkpointing() -> None:
     """Make `Trainer(enable_checkpointing=False)` accept this callback.
 
     Lightning then refuses every `Checkpoint`. The callback must be a `Checkpoint`: otherwise Lightning adds its own
@@ -265,10 +265,10 @@ def _stay_where_lightning_saves_nothing() -> None:
     _CallbackConnector._configure_checkpoint_callbacks = without_ours  # type: ignore[assignment,method-assign]
 
 
-_stay_where_lightning_saves_nothing()
+_accept_disabled_checkpointing()
 
 
-def _something_follows(trainer: Trainer) -> bool:
+def _has_work_after_batch(trainer: Trainer) -> bool:
     """Whether Lightning does work after this batch that it would not repeat after a restore."""
     loop = trainer.fit_loop.epoch_loop
     fetcher = trainer.fit_loop._data_fetcher

@@ -33,7 +33,7 @@ def numbered(kind: str, values: Iterable[Any]) -> dict[str, Any]:
     )
 
 
-def refuse_taken(own: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+def reject_taken_names(own: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if `HoldfastCallback(state=…)` has a name that the callback itself uses."""
     if twice := own.keys() & more.keys():
         raise ConfigError(
@@ -41,7 +41,7 @@ def refuse_taken(own: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         )
 
 
-class RngAgain(RngState):
+class ReloadableRngState(RngState):
     """An `RngState` that can load the same saved state a second time."""
 
     def __init__(self) -> None:

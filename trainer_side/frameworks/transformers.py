@@ -28,7 +28,7 @@ from typing_extensions import override
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import RngAgain, missing, refuse_taken
+from trainer_side.frameworks.missing import ReloadableRngState, missing, reject_taken_names
 from trainer_side.opaque import opaque_methods
 from trainer_side.state.per_rank import PerRank
 
@@ -67,7 +67,7 @@ class HoldfastCallback(TrainerCallback):
     ) -> None:
         self._every, self._more, self._config = every, dict(state or {}), config
         self.checkpointer: Checkpointer | None = None
-        self._random = RngAgain()
+        self._random = ReloadableRngState()
         self._scheduler = _Scheduler()
         self._groups: list[dict[str, Any]] = []
         self._looked_at = -1
@@ -86,7 +86,7 @@ class HoldfastCallback(TrainerCallback):
             ConfigError: Trainer shards the model by DeepSpeed, FSDP1 or XLA, `train` would make another model
                 (`model_init`), or the callback itself uses a name in `state`.
         """
-        _refuse_unsupported(trainer)
+        _reject_unsupported(trainer)
         optimizer = trainer.create_optimizer()  # train() keeps it
         if trainer.is_fsdp_enabled:
             _shard(trainer, optimizer)
@@ -101,7 +101,7 @@ class HoldfastCallback(TrainerCallback):
             **({} if scaler is None else {"scaler": scaler}),
             "rng": PerRank(self._random),
         }
-        refuse_taken(own, self._more)
+        reject_taken_names(own, self._more)
         self.checkpointer = Checkpointer({**own, **self._more}, config=self._config, every=self._every)
         self._last_batch.of(trainer)
         self._looked_at = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))
@@ -162,7 +162,7 @@ class HoldfastCallback(TrainerCallback):
             )
 
 
-def _refuse_unsupported(trainer: Trainer) -> None:
+def _reject_unsupported(trainer: Trainer) -> None:
     what, advice = "", "use FSDP2 (fsdp=True, fsdp_config={'version': 2}) or plain data parallelism"
     if trainer.is_deepspeed_enabled:
         what = "shards the model by DeepSpeed"

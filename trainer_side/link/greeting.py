@@ -22,7 +22,7 @@ _LEAVE_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 10.0  # first log line about the wait after this long
 
 
-class Greeted(NamedTuple):
+class GreetedStager(NamedTuple):
     """A stager that has admitted this rank: its port, its WELCOME, and its name in the log."""
 
     port: StagerPort
@@ -37,7 +37,7 @@ def greet(
     seconds_max: float,
     pause_seconds: float = _PAUSE_SECONDS,
     given_up: Callable[[], bool] = lambda: False,
-) -> Greeted:
+) -> GreetedStager:
     """Send HELLO, and wait for the stager's WELCOME. If that fails, leave the port.
 
     No other thread may use the port meanwhile. `given_up`: Whether the answer is no longer wanted.
@@ -59,17 +59,17 @@ def greet(
     except HoldfastError:
         port.leave(_LEAVE_SECONDS_MAX)
         raise
-    return Greeted(port, welcome)
+    return GreetedStager(port, welcome)
 
 
 def _await_welcome(
     port: StagerPort, seconds_max: float, pause_seconds: float, given_up: Callable[[], bool]
 ) -> Welcome:
     begun = time.monotonic()
-    deadline, is_said = begun + seconds_max, False
+    deadline, is_logged = begun + seconds_max, False
     while time.monotonic() < deadline and not given_up():
-        if not is_said and time.monotonic() - begun > _QUIET_SECONDS:
-            is_said = True
+        if not is_logged and time.monotonic() - begun > _QUIET_SECONDS:
+            is_logged = True
             _log.warning(
                 "waiting for the stager until %s: it has not answered yet",
                 time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - time.monotonic())),

@@ -18,7 +18,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.state_messages import Agreement
-from trainer_side.link.greeting import Greeted
+from trainer_side.link.greeting import GreetedStager
 from trainer_side.link.job_state import JobState
 from trainer_side.link.open_requests import OpenRequests
 from trainer_side.link.outbox import Outbox, StagerSilence
@@ -37,7 +37,7 @@ class StagerSession:
     def __init__(
         self,
         config: TrainerConfig,
-        greeted: Greeted,
+        greeted: GreetedStager,
         job: JobState,
         events: EventLog,
         *,

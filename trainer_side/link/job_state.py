@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError
-from holdfast.wire.failure_count import NONE_SEEN, FailureCount
+from holdfast.wire.failure_count import NO_FAILURES, FailureCount
 
 
-class TimesLost(NamedTuple):
+class StagerLosses(NamedTuple):
     """How often the stager was lost, and for how many seconds in total, including a current loss."""
 
     losses: int = 0
@@ -31,7 +31,7 @@ class JobState:
         store_url: str,
         chunk_bytes: int,
         attempt: int | None,
-        seen: FailureCount = NONE_SEEN,
+        seen: FailureCount = NO_FAILURES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank, self.ranks, self.store_url, self.chunk_bytes = rank, ranks, store_url, chunk_bytes
@@ -44,7 +44,7 @@ class JobState:
         self.group: JobState | None = None  # of all stagers, if there are several
         self.seen, self._clock = seen, clock
         self._last_problem: HoldfastError | None = None
-        self._lost_before, self._lost_at = TimesLost(), 0.0
+        self._lost_before, self._lost_at = StagerLosses(), 0.0
 
     @property
     def stagers(self) -> int:
@@ -67,18 +67,18 @@ class JobState:
         return self.problem
 
     @property
-    def times_lost(self) -> TimesLost:
+    def stager_losses(self) -> StagerLosses:
         if self.problem is None:
             return self._lost_before
         losses, seconds = self._lost_before
-        return TimesLost(losses + 1, seconds + self._clock() - self._lost_at)
+        return StagerLosses(losses + 1, seconds + self._clock() - self._lost_at)
 
-    def has_outgrown(self, new_reserve_bytes: int) -> None:
+    def grow_pickle_reserve(self, new_reserve_bytes: int) -> None:
         self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, new_reserve_bytes)
         if self.group is not None:
-            self.group.has_outgrown(new_reserve_bytes)
+            self.group.grow_pickle_reserve(new_reserve_bytes)
 
-    def has_lost(self, error: HoldfastError) -> bool:
+    def is_last_loss(self, error: HoldfastError) -> bool:
         """Whether `error` is the last loss of the stager, even if the stager is back."""
         return error is self._last_problem
 
@@ -86,11 +86,11 @@ class JobState:
         self._lost_at = self._clock()
         self.problem = self._last_problem = error
 
-    def join_again(self, attempt: int) -> None:
+    def rejoin(self, attempt: int) -> None:
         """Note the WELCOME of a stager as `attempt`; `problem` stays until the link uses that stager."""
         self.attempt, self.attempts = attempt, (*self.attempts, attempt)
         self.staged_step = self.durable_step  # newer staged steps may be gone with the lost stager's machine
 
-    def recover(self) -> None:
+    def mark_recovered(self) -> None:
         """Note that the link uses the stager again."""
-        self._lost_before, self.problem = self.times_lost, None
+        self._lost_before, self.problem = self.stager_losses, None

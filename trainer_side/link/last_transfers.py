@@ -23,12 +23,12 @@ class LastTransfers:
     def wait(self, wait_for: TransferState, seconds_max: float) -> None:
         """Wait until each is durable (or staged), or has failed, at most `seconds_max` in all. Log late ones."""
         deadline = self._clock() + seconds_max
-        is_said = self._job.rank != 0  # all ranks wait, and rank 0 says so
+        is_logged = self._job.rank != 0  # all ranks wait, and rank 0 says so
         for transfer in self._transfers:
             event = transfer.ended if wait_for is TransferState.DURABLE else transfer.settled
             quiet_seconds = min(_QUIET_SECONDS, max(0.0, deadline - self._clock()))
-            if not is_said and not event.wait(quiet_seconds) and self._job.problem is None:
-                is_said = True
+            if not is_logged and not event.wait(quiet_seconds) and self._job.problem is None:
+                is_logged = True
                 _log.warning(
                     "waiting until %s for step %d, which is %s, to be %s; if it is the store, the stager says why",
                     time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - self._clock())),

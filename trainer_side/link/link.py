@@ -25,14 +25,14 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
 from holdfast.process import at_exit
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.background_thread import BackgroundThread, ThreadDied, thread_died
-from trainer_side.link.greeting import Greeted
+from trainer_side.link.greeting import GreetedStager
 from trainer_side.link.held_shares import HeldShares
 from trainer_side.link.inbox import ShareInbox, StagerSession
 from trainer_side.link.job_state import JobState
@@ -57,14 +57,14 @@ class Link:
     `again`: How to reach a lost stager again; None: it stays lost.
 
     Attributes:
-        on_lost, on_back: Called in the link's thread, right after `job` notes that the stager is lost, or back.
+        on_lost, on_recovered: Called in the link's thread, right after `job` notes that the stager is lost, or back.
         name: The stager's name in the log.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
-        greeted: Greeted,
+        greeted: GreetedStager,
         inbox: ShareInbox,
         events: EventLog,
         *,
@@ -84,16 +84,16 @@ class Link:
             clock=clock,
         )
         tiers = ", ".join(config.tiers)
-        self._kept_there = f"checkpoints are kept in {tiers} alone" if tiers else ""
+        self._fallback_text = f"checkpoints are kept in {tiers} alone" if tiers else ""
         self.on_lost: Callable[[HoldfastError], None] = lambda _: None
-        self.on_back: Callable[[], None] = lambda: None
+        self.on_recovered: Callable[[], None] = lambda: None
         self.name = greeted.name
         self._plan: SendPlan | None = None
         self._newest_step = -1
         self._accepted: list[Transfer] = []  # by the training thread, for close()
         self._commands: deque[Callable[[], None]] = deque()
         self._session = self._open(greeted)
-        self._backoff = PollBackoff(self._session.outbox, clock, greeted.port.crowding)
+        self._backoff = PollBackoff(self._session.outbox, clock, greeted.port.processes_per_core)
         self._rejoining: Rejoining | None = None
         if again is not None:
             self._rejoining = Rejoining(
@@ -101,17 +101,17 @@ class Link:
                 self.job,
                 start_seconds_max=config.start_seconds_max,
                 last_step=lambda: inbox.last_step,
-                kept_there=self._kept_there,
+                fallback_text=self._fallback_text,
             )
         self._held = HeldShares(clock)
         self._untold: list[StagerMessage] = []  # while the stager is lost
         self._leaving = self._is_dead = False
         self._closed = False
-        self._not_at_exit: Callable[[], None] = lambda: None
+        self._cancel_at_exit: Callable[[], None] = lambda: None
         self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, died=self._died)
         self._thread.start()
 
-    def _open(self, greeted: Greeted) -> StagerSession:
+    def _open(self, greeted: GreetedStager) -> StagerSession:
         return StagerSession(
             self._config, greeted, self.job, self._events, command=self._command, clock=self._clock
         )
@@ -122,7 +122,7 @@ class Link:
         return self._session.requests.agree(proposal, seconds_max)
 
     def fetch(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         return self._session.requests.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
 
@@ -142,7 +142,7 @@ class Link:
         if problem is not None:
             self._newest_step = max(self._newest_step, step)
             # The link thread may have reached the stager, and read the newest step, since `problem` was read here.
-            self._command_if_alive(lambda: self._decline_passed(step))
+            self._enqueue_if_alive(lambda: self._decline_missed(step))
         elif step <= self._newest_step:
             # Every rank applies this rule, so all ranks skip the step.
             refusal = DeclineCause.NOT_NEW.because(
@@ -169,7 +169,7 @@ class Link:
             message = self._decline_message(step, reason.text, needed_pickle_bytes)
             self._session.outbox.decline(step, message, reason.of_rank(self.job.rank))
 
-        self._command_if_alive(tell)
+        self._enqueue_if_alive(tell)
 
     def _decline_message(self, step: int, why: str, needed_pickle_bytes: int = 0) -> bytes:
         return wire.encode(
@@ -180,7 +180,7 @@ class Link:
             body=why.encode()[:2000],
         )
 
-    def _decline_passed(self, step: int) -> None:
+    def _decline_missed(self, step: int) -> None:
         self._session.port.send(self._decline_message(step, "this rank had lost the stager"))
 
     def tell(self, message: StagerMessage) -> None:
@@ -204,7 +204,7 @@ class Link:
         # Also in a second close() after an exception: until the thread ends, the port is the thread's alone.
         self.leave()
         self._thread.join(2 * _LEAVE_SECONDS_MAX)
-        self._not_at_exit()
+        self._cancel_at_exit()
         if self._thread.is_alive():
             _log.error(
                 "rank %d waited %g s until its last messages to the stager were sent; the process ends without them",
@@ -234,9 +234,9 @@ class Link:
     def close_at_exit(self) -> None:
         """Close the link at exit: a script without `close` must not leave the stager waiting for this rank."""
         close = partial(self.close, wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
-        self._not_at_exit = at_exit(close)
+        self._cancel_at_exit = at_exit(close)
 
-    def _command_if_alive(self, command: Callable[[], None]) -> None:
+    def _enqueue_if_alive(self, command: Callable[[], None]) -> None:
         """Queue `command` for the link's thread, which drops it if the stager is lost by then."""
         if self.job.problem is None:
             self._command(lambda: command() if self.job.problem is None else None)
@@ -245,7 +245,7 @@ class Link:
         self._commands.append(command)
         self._backoff.wake()
         if self._is_dead:
-            self._obey()
+            self._run_commands()
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -254,13 +254,13 @@ class Link:
             try:
                 busy = self._turn()
             except ThreadDied as error:  # of a thread of the port
-                self._break(error)
+                self._abort(error)
                 busy = True
             except HoldfastError as error:
                 self._lose(error)
                 busy = True
             except Exception as error:  # noqa: BLE001 - a bug here must not leave the stager waiting for this rank
-                self._break(thread_died(error, rank=self.job.rank, name=self._thread.name, task=_TASK))
+                self._abort(thread_died(error, rank=self.job.rank, name=self._thread.name, task=_TASK))
                 busy = True
             if busy:
                 self._backoff.busy()
@@ -276,9 +276,9 @@ class Link:
 
     def _turn(self) -> bool:
         """Poll everything once; return whether anything had happened."""
-        busy = self._obey()
+        busy = self._run_commands()
         if self.job.problem is not None:  # the session is not used any more
-            return self._look_for_stager() or busy
+            return self._poll_rejoining() or busy
         messages = self._session.port.poll()
         self._session.silence.note(bool(messages))
         for message in messages:
@@ -286,7 +286,7 @@ class Link:
         busy |= self._session.outbox.pump()
         return busy or bool(messages)
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Run the queued commands; return whether there were any."""
         busy = False
         while self._commands:
@@ -298,7 +298,7 @@ class Link:
             command()
         return busy
 
-    def _break(self, error: ThreadDied) -> None:
+    def _abort(self, error: ThreadDied) -> None:
         """Leave the stager after a bug in this thread; the stager tells the other ranks."""
         if self.job.problem is None:
             with contextlib.suppress(Exception):  # the port itself may be what is broken
@@ -309,11 +309,11 @@ class Link:
         """Give up after an exception has ended the thread."""
         self._is_dead = True
         try:
-            self._break(error)
+            self._abort(error)
         finally:
             self.job.problem = self.job.problem or error
             self._held.give_up(error)
-            self._obey()
+            self._run_commands()
 
     def _begin(self, active: Outgoing) -> None:
         if self.job.problem is None:
@@ -338,10 +338,10 @@ class Link:
         what = f"{self.name} is lost"
         if isinstance(error, ThreadDied):
             what = f"the link to {self.name} is broken"
-        if self._kept_there and comes_again:
-            means = f"nothing goes to it until it is reached again; training goes on, and {self._kept_there}"
-        elif self._kept_there:
-            means = f"nothing more of this job goes to it; training goes on, and {self._kept_there}"
+        if self._fallback_text and comes_again:
+            means = f"nothing goes to it until it is reached again; training goes on, and {self._fallback_text}"
+        elif self._fallback_text:
+            means = f"nothing more of this job goes to it; training goes on, and {self._fallback_text}"
         elif comes_again:
             means = "no checkpoints are taken until it is reached again; training goes on"
         else:
@@ -353,11 +353,11 @@ class Link:
         self.on_lost(error)
         self._inbox.end()
         # With tiers a held step would keep its memory, perhaps a slot, from the next steps, which the tiers can take.
-        held = self._session.outbox.lose(error, comes_again=comes_again and not self._kept_there)
+        held = self._session.outbox.lose(error, comes_again=comes_again and not self._fallback_text)
         self._held.hold(held, error)
         self._session.requests.end(error)
 
-    def _look_for_stager(self) -> bool:
+    def _poll_rejoining(self) -> bool:
         """Open a session once the stager is reached again; return whether it is."""
         self._held.look()
         try:
@@ -372,7 +372,7 @@ class Link:
         before, welcome = self._session.welcome, found.greeted.welcome
         if not welcome.ring or (welcome.attempt, welcome.ring) != (before.attempt, before.ring):
             self._held.give_up(PeerLost(f"{self.name} was lost, and with it the ring or the attempt"))
-        self.job.join_again(welcome.attempt)
+        self.job.rejoin(welcome.attempt)
         self._session = self._open(found.greeted)
         self._backoff.outbox = self._session.outbox
         reach(Point.REJOINED)
@@ -389,18 +389,18 @@ class Link:
         )
         passed = self._newest_step  # the training thread offers the next one as soon as `problem` is cleared
         # After log and event: a thread that sees the link alive finds both.
-        self.job.recover()
+        self.job.mark_recovered()
         # In the order of their steps. Ranks reconnect one by one: end at once a step of the others that this rank has
         # passed without a stager.
         newest = self.job.durable_step
         for newest, again in self._held.take():
             if again is None:
-                self._decline_passed(newest)
+                self._decline_missed(newest)
             else:
                 self._session.outbox.begin(again)
         if passed > newest:
-            self._decline_passed(passed)
-        self.on_back()
+            self._decline_missed(passed)
+        self.on_recovered()
         untold, self._untold = self._untold, []
         for message in untold:
             if message.keep_until_unix > time.time():

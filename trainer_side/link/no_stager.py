@@ -7,7 +7,7 @@ from holdfast.errors import ConfigError
 from holdfast.faultpoint import identify
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.telemetry.causes import Reason
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.link.job_state import JobState
@@ -54,7 +54,7 @@ class NoStager:
         """Do nothing: the council of the local tiers is told instead."""
 
     def fetch(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> None:
         """Return None: there is no ring."""
 

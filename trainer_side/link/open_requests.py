@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.state_messages import Agreement, Proposal
@@ -75,7 +75,7 @@ class OpenRequests:
             ) from None
 
     def fetch(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         """As `ToStager.fetch`. Several threads may ask at once."""
         answer: Future[Frame] = Future()

@@ -79,10 +79,10 @@ class Outbox:
         """Whether a payload is in flight that moves only while the transport is polled."""
         return any(active.streaming(self._port) for active in self._active.values())
 
-    def notice_stall(self, now: float) -> bool:
+    def check_stall(self, now: float) -> bool:
         """Check whether payloads move only while the transport is polled; True when this is new."""
         # A list, because each one must check.
-        stalled = [active.notice_stall(now) for active in self._active.values()]
+        stalled = [active.check_stall(now) for active in self._active.values()]
         return any(stalled)
 
     # -- actions of this rank ------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Outbox:
         moved = False
         for active in list(self._active.values()):
             moved |= active.pump(self._port, self._attempt)
-            self._forget_if_over(active)
+            self._remove_if_finished(active)
         return moved
 
     def lose(self, error: HoldfastError, *, comes_again: bool = False) -> list[Outgoing]:
@@ -128,13 +128,13 @@ class Outbox:
         self._lost = True
         held = []
         for active in list(self._active.values()):
-            active.forget_sending()
+            active.drop_in_flight()
             if comes_again and active.transfer.hold():
                 held.append(active)
             else:
                 self._end(active, TransferState.FAILED, Reason.of_error(error))
             active.release()
-            self._forget_if_over(active)
+            self._remove_if_finished(active)
         return held
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Outbox:
         body = wire.json_body(frame)
         reserve_bytes = body.get("new_pickle_reserve_bytes")
         if type(reserve_bytes) is int:
-            self._job.has_outgrown(reserve_bytes)
+            self._job.grow_pickle_reserve(reserve_bytes)
         active = self._active.get(frame.step)
         if active is None:
             self._verdicts[frame.step] = frame
@@ -179,7 +179,7 @@ class Outbox:
                 self._job.durable_step = max(self._job.durable_step, step)
                 active.transfer.reach(TransferState.DURABLE)
                 self._emit(active.transfer, {})
-                self._forget_if_over(active)
+                self._remove_if_finished(active)
             case Kind.DECLINED:
                 self._end(active, TransferState.DECLINED, Reason.of_body(body))
             case _:
@@ -198,7 +198,7 @@ class Outbox:
         if not active.sending:
             active.release()
         self._emit(transfer, {"reason": reason.text, "cause": reason.cause})
-        self._forget_if_over(active)
+        self._remove_if_finished(active)
 
     def _emit(self, transfer: Transfer, why: dict[str, str]) -> None:
         if not transfer.is_share:
@@ -208,6 +208,6 @@ class Outbox:
     def _return(self, step: int, chunk: int) -> None:
         self._port.send(wire.encode(Kind.RETURN, attempt=self._attempt, step=step, chunk=chunk))
 
-    def _forget_if_over(self, active: Outgoing) -> None:
+    def _remove_if_finished(self, active: Outgoing) -> None:
         if active.over:
             self._active.pop(active.transfer.step, None)

@@ -27,7 +27,7 @@ _FRAMES_IN_FLIGHT_MAX = 4
 _STALL_SECONDS = 0.1  # much longer than a busy stager takes to begin a payload
 # frames whose CRCs wait for credits: as many as come at once; more would only slow the copy
 _FRAMES_AHEAD_MAX = 4
-_FRAMES_LOOKED_AT_MAX = 16  # for a ready frame without a CRC; frames become ready in about this order
+_FRAMES_CHECKED_MAX = 16  # for a ready frame without a CRC; frames become ready in about this order
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SendPlan:
     def streams(self, chunk: int) -> bool:
         """Whether the transport splits this frame into fragments, which move only while it is polled."""
         pieces = len(self.pieces_of(chunk))
-        return wire.payload_messages(pieces) < pieces
+        return wire.payload_message_count(pieces) < pieces
 
     @classmethod
     def of(cls, layout: Layout, rank: int, chunks: range | None = None) -> SendPlan:
@@ -73,7 +73,7 @@ class Outgoing:
         self._crcs: dict[int, int] = {}  # of frames that are ready and not sent
         self._credits: dict[int, int] = {}  # chunk → slot
         self._sending: dict[int, int] = {}  # handle of a payload that the transport still reads → chunk
-        self._done_said = False
+        self._is_done_sent = False
         self._sent_frames = 0
         self._seen = (-1, 0.0)  # number of sent frames, and since when
         self._polls = False  # payloads move only while the transport is polled
@@ -88,7 +88,7 @@ class Outgoing:
         """Whether a payload is in flight that moves only while the transport is polled.
 
         On one machine the stager reads other payloads straight from this process's memory; if the system forbids that,
-        `notice_stall` finds out.
+        `check_stall` finds out.
         """
         if not self._sending or port.has_threads:
             return False
@@ -98,7 +98,7 @@ class Outgoing:
             or any(self.plan.streams(chunk) for chunk in self._sending.values())
         )
 
-    def notice_stall(self, now: float) -> bool:
+    def check_stall(self, now: float) -> bool:
         """Check whether sending has stalled so long that the transport needs polling; True when this is new."""
         if not self._sending or self._seen[0] != self._sent_frames:
             self._seen = (self._sent_frames, now)
@@ -143,11 +143,11 @@ class Outgoing:
                 self._send(port, attempt, chunk, self._credits.pop(chunk))
                 moved = True
             moved = moved or self._sum_next()
-            if not self._unsent and not self._done_said:
-                self._done_said = moved = True
+            if not self._unsent and not self._is_done_sent:
+                self._is_done_sent = moved = True
                 reach(Point.SLICE_SENT)
                 self._say_done(port, attempt)
-        if not self._sending and (self._done_said or transfer.state.final) and not transfer.released.is_set():
+        if not self._sending and (self._is_done_sent or transfer.state.final) and not transfer.released.is_set():
             moved = True
             if transfer.state in {TransferState.OFFERED, TransferState.SENDING}:
                 transfer.reach(TransferState.SENT)
@@ -159,7 +159,7 @@ class Outgoing:
         source = self._source
         if source is None or len(self._crcs) >= _FRAMES_AHEAD_MAX:  # None: all is sent
             return False
-        for place, chunk in enumerate(self._unsummed[:_FRAMES_LOOKED_AT_MAX]):
+        for place, chunk in enumerate(self._unsummed[:_FRAMES_CHECKED_MAX]):
             if source.is_ready(self.plan.frames[chunk][0]):
                 del self._unsummed[place]
                 self._crcs[chunk] = self._sum(source, chunk)
@@ -186,15 +186,15 @@ class Outgoing:
 
     def again(self) -> Outgoing | None:
         """Return a new object that sends the transfer once more; None if its step has ended."""
-        source = self.transfer.offer_again()
+        source = self.transfer.reoffer()
         return None if source is None else Outgoing(self.transfer, source, self.plan)
 
     def staged(self) -> None:
         """Note that the stager has all frames, even if they were sent to an earlier process of it."""
         self._unsent.clear()
-        self._done_said = True
+        self._is_done_sent = True
 
-    def forget_sending(self) -> None:
+    def drop_in_flight(self) -> None:
         """Forget payloads in flight, since their reader is gone."""
         self._sending.clear()
 

@@ -27,7 +27,7 @@ _SECONDS_MAX = 20e-3
 _PER_SECOND_WAITED = 0.02
 _STREAMING_SECONDS = 0.02  # payloads over a network, or in many pieces, move only while both sides poll
 _GROWTH = 1.3
-_CROWD = 2.0  # processes per core, above which the pauses grow
+_PROCESSES_PER_CORE_MAX = 2.0  # processes per core, above which the pauses grow
 
 
 class PollBackoff:
@@ -37,8 +37,8 @@ class PollBackoff:
     machine per core.
     """
 
-    def __init__(self, outbox: Outbox, clock: Callable[[], float], crowding: float) -> None:
-        self.outbox, self._clock, self._crowding = outbox, clock, max(1.0, crowding / _CROWD)
+    def __init__(self, outbox: Outbox, clock: Callable[[], float], processes_per_core: float) -> None:
+        self.outbox, self._clock, self._pause_factor = outbox, clock, max(1.0, processes_per_core / _PROCESSES_PER_CORE_MAX)
         self._wake = threading.Event()
         self._active_at = clock()
         self._seconds = _SECONDS_MIN
@@ -55,17 +55,17 @@ class PollBackoff:
     def rest(self, *, fetching: bool) -> None:
         """Pause. `fetching`: An answer to a fetch is pending."""
         now = self._clock()
-        if self.outbox.notice_stall(now):
+        if self.outbox.check_stall(now):
             self._active_at = now
         if self.outbox.streaming and now - self._active_at < _STREAMING_SECONDS:
-            time.sleep(0 if self._crowding == 1 else _SECONDS_MIN)
+            time.sleep(0 if self._pause_factor == 1 else _SECONDS_MIN)
             return
-        most_seconds = _SENDING_SECONDS_MAX if fetching else _IDLE_SECONDS_MAX
+        limit_seconds = _SENDING_SECONDS_MAX if fetching else _IDLE_SECONDS_MAX
         if self.outbox:
-            most_seconds = _STAGED_SECONDS_MAX if self.outbox.staged else _SENDING_SECONDS_MAX
+            limit_seconds = _STAGED_SECONDS_MAX if self.outbox.staged else _SENDING_SECONDS_MAX
         if not self.outbox.streaming:
-            most_seconds = max(most_seconds, (now - self._active_at) * _PER_SECOND_WAITED)
-        most_seconds = min(_SECONDS_MAX, most_seconds * self._crowding)
+            limit_seconds = max(limit_seconds, (now - self._active_at) * _PER_SECOND_WAITED)
+        limit_seconds = min(_SECONDS_MAX, limit_seconds * self._pause_factor)
         self._wake.wait(self._seconds)
         self._wake.clear()
-        self._seconds = min(most_seconds, self._seconds * _GROWTH)
+        self._seconds = min(limit_seconds, self._seconds * _GROWTH)

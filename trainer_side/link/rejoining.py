@@ -23,7 +23,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.wire.welcome import Welcome
 from trainer_side.background_thread import BackgroundThread, ThreadDied
-from trainer_side.link.greeting import Greeted, greet
+from trainer_side.link.greeting import GreetedStager, greet
 from trainer_side.link.job_state import JobState
 from trainer_side.ranks.ports import GenerationOver, StagerPort, StartReplaced
 
@@ -46,10 +46,10 @@ class Reconnect(NamedTuple):
     newest_attempt: Callable[[], int]
 
 
-class Reached(NamedTuple):
+class RejoinedStager(NamedTuple):
     """A stager that has admitted this rank again, and how long and how often the rank had tried."""
 
-    greeted: Greeted
+    greeted: GreetedStager
     seconds: float
     tries: int
 
@@ -60,7 +60,7 @@ class Rejoining:
     Args:
         start_seconds_max: Limit for the WELCOME of a stager that was reached.
         last_step: Returns the last step that training has done; -1: none. For warnings.
-        kept_there: Where checkpoints are kept meanwhile, as a sentence; empty: nowhere.
+        fallback_text: Where checkpoints are kept meanwhile, as a sentence; empty: nowhere.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Rejoining:
         *,
         start_seconds_max: float,
         last_step: Callable[[], int],
-        kept_there: str,
+        fallback_text: str,
     ) -> None:
         self._again, self._job, self._rank = again, job, job.rank
-        self._start_seconds_max, self._last_step, self._kept_there = start_seconds_max, last_step, kept_there
+        self._start_seconds_max, self._last_step, self._fallback_text = start_seconds_max, last_step, fallback_text
         self._generation = 0
-        self._found: queue.SimpleQueue[Reached | ThreadDied] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[RejoinedStager | ThreadDied] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._before: Welcome | None = None
         self._said = ""
@@ -89,7 +89,7 @@ class Rejoining:
             "holdfast-rejoin", self._search, rank=self._rank, task=task, died=self._found.put
         ).start()
 
-    def look(self) -> Reached | None:
+    def look(self) -> RejoinedStager | None:
         """Return the stager once it is found; never waits. ThreadDied: a bug has ended the search."""
         try:
             found = self._found.get_nowait()
@@ -102,7 +102,7 @@ class Rejoining:
     def end(self) -> None:
         """End the search; leave a stager that was found and not used."""
         self._ended.set()
-        self._leave_what_was_found()
+        self._discard_found()
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -128,9 +128,9 @@ class Rejoining:
             except HoldfastError as error:
                 self._say(error)
             else:
-                self._found.put(Reached(greeted, time.monotonic() - begun, tries))
+                self._found.put(RejoinedStager(greeted, time.monotonic() - begun, tries))
                 if self._ended.is_set():  # `look` is not called any more
-                    self._leave_what_was_found()
+                    self._discard_found()
                 return
             at_once = 0
             if self._rank == 0 and time.monotonic() - said_at >= _WARNING_SECONDS:
@@ -152,7 +152,7 @@ class Rejoining:
             return min(_PAUSE_SECONDS_MAX, _PAUSE_SECONDS_MAX_HELD)
         return _PAUSE_SECONDS_MAX
 
-    def _try(self) -> Greeted:
+    def _try(self) -> GreetedStager:
         port = self._again.connect(self._generation)
         try:
             return self._greet(port)
@@ -161,7 +161,7 @@ class Rejoining:
             port.leave(_LEAVE_SECONDS_MAX)
             raise
 
-    def _greet(self, port: StagerPort) -> Greeted:
+    def _greet(self, port: StagerPort) -> GreetedStager:
         greeted = greet(
             port,
             ranks=self._job.ranks,
@@ -192,8 +192,8 @@ class Rejoining:
 
     def _at_risk(self) -> str:
         """Say which training would be lost if the job ended now."""
-        if self._kept_there:
-            return self._kept_there
+        if self._fallback_text:
+            return self._fallback_text
         done, durable, staged = self._last_step(), self._job.durable_step, self._job.staged_step
         said = [f"training has done step {done}"] if done >= 0 else []
         said.append(
@@ -203,12 +203,12 @@ class Rejoining:
             said.append(f"step {staged} was staged on the lost stager")
         return f"{', '.join(said)}; what was trained since is lost if the job ends now"
 
-    def _leave_what_was_found(self) -> None:
+    def _discard_found(self) -> None:
         try:
             found = self._found.get_nowait()
         except queue.Empty:
             return
-        if isinstance(found, Reached):
+        if isinstance(found, RejoinedStager):
             found.greeted.port.leave(_LEAVE_SECONDS_MAX)
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from holdfast.ring.remains import Asked, HeldCheckpoint, read_held, tell_held
+from holdfast.ring.remains import FetchKind, HeldCheckpoint, decode_held, encode_held
 
 
 class _Fetch(Protocol):
     def __call__(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None: ...
 
 
@@ -25,35 +25,35 @@ class RingGroup:
 
     def __init__(self, fetches: Sequence[_Fetch]) -> None:
         self._fetches = list(fetches)
-        self._had: dict[tuple[int, int], int] = {}  # attempt, step → the ring that had its last fetched chunk
+        self._last_ring: dict[tuple[int, int], int] = {}  # attempt, step → the ring that had its last fetched chunk
 
     def fetch(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         """As `ToStager.fetch`. A lost stager raises, unless a ring asked before it has the bytes."""
         match asked:
-            case Asked.HELD:
+            case FetchKind.HELD:
                 return self._held()
-            case Asked.PLACE:
+            case FetchKind.PLACE:
                 return None
-            case Asked.PROOF:
+            case FetchKind.PROOF:
                 return self._fetches[0](asked, attempt=attempt, step=step)
             case _:
-                return self._in_turn(asked, attempt, step, chunk, body)
+                return self._fetch_in_turn(asked, attempt, step, chunk, body)
 
     def _held(self) -> bytes:
         found: dict[tuple[int, int], list[HeldCheckpoint]] = {}
         for fetch in self._fetches:
-            for held in read_held(fetch(Asked.HELD) or tell_held([])):
+            for held in decode_held(fetch(FetchKind.HELD) or encode_held([])):
                 found.setdefault((held.attempt, held.step), []).append(held)
-        return tell_held(_together(parts) for _, parts in sorted(found.items(), reverse=True))
+        return encode_held(_together(parts) for _, parts in sorted(found.items(), reverse=True))
 
-    def _in_turn(self, asked: Asked, attempt: int, step: int, chunk: int, body: bytes) -> bytes | None:
-        first = self._had.get((attempt, step), 0)
+    def _fetch_in_turn(self, asked: FetchKind, attempt: int, step: int, chunk: int, body: bytes) -> bytes | None:
+        first = self._last_ring.get((attempt, step), 0)
         for index in (first, *(other for other in range(len(self._fetches)) if other != first)):
             data = self._fetches[index](asked, attempt=attempt, step=step, chunk=chunk, body=body)
             if data is not None:
-                self._had[attempt, step] = index
+                self._last_ring[attempt, step] = index
                 return data
         return None
 

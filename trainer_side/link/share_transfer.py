@@ -55,18 +55,18 @@ class ShareTransfer(Transfer):
     def reach(self, state: TransferState, reason: Reason | None = None) -> None:
         super().reach(state, reason)
         self.was_sent = self.was_sent or state in (TransferState.SENT, TransferState.STAGED)
-        self._whole.share_changed()
+        self._whole.on_share_changed()
 
     def hold(self) -> bool:
-        with self._whole.open_still() as is_open:
+        with self._whole.frozen_open_state() as is_open:
             if not is_open or self.index == 0 or self.state.final:
                 return False
             self.state, self.in_doubt, self.held = TransferState.OFFERED, self.was_sent, True
             self.settled.clear()
             return True
 
-    def offer_again(self) -> SliceSource | None:
-        with self._whole.open_still() as is_open:
+    def reoffer(self) -> SliceSource | None:
+        with self._whole.frozen_open_state() as is_open:
             if not is_open or self.state.final:
                 return None
             self.held = False
@@ -75,7 +75,7 @@ class ShareTransfer(Transfer):
 
     def release(self) -> None:
         super().release()
-        self._whole.share_changed()
+        self._whole.on_share_changed()
 
     def last_words(self) -> dict[str, Any]:
         return self._whole.transfer.last_words() if self.index == 0 else super().last_words()
@@ -118,12 +118,12 @@ class WholeTransfer:
         return self.shares[0].state is TransferState.DURABLE
 
     @contextlib.contextmanager
-    def open_still(self) -> Iterator[bool]:
+    def frozen_open_state(self) -> Iterator[bool]:
         """Yield whether the whole is neither staged nor given up, so its memory is kept; fixed during the block."""
         with self._lock:
             yield not self.transfer.settled.is_set()
 
-    def share_changed(self) -> None:
+    def on_share_changed(self) -> None:
         """Update the whole, after a share has reached another state or released its memory."""
         with self._lock:
             transfer, before = self.transfer, self.transfer.state
@@ -133,10 +133,10 @@ class WholeTransfer:
             if transfer.settled.is_set() and all(share.released.is_set() for share in self.shares):
                 self.source = None  # keep no staging area that is not read any more
                 transfer.release()
-            # Under the lock, so that `give_up_held` returns after it.
+            # Under the lock, so that `fail_held` returns after it.
             self._tell(self, transfer.state if transfer.state is not before else None)
 
-    def give_up_held(self) -> None:
+    def fail_held(self) -> None:
         """Fail the shares that wait for a lost stager. Any thread.
 
         Returns once `changed` has been called for all states reached so far.

@@ -21,7 +21,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.shares import Shares
 from holdfast.process import at_exit
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.store import part_chunks_for
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
@@ -66,8 +66,8 @@ class GroupState(JobState):
     def lead_problem(self) -> HoldfastError | None:
         return self._links[0].job.problem
 
-    def has_lost(self, error: HoldfastError) -> bool:
-        return super().has_lost(error) or any(link.job.has_lost(error) for link in self._links)
+    def is_last_loss(self, error: HoldfastError) -> bool:
+        return super().is_last_loss(error) or any(link.job.is_last_loss(error) for link in self._links)
 
 
 class StagerGroup:
@@ -92,9 +92,9 @@ class StagerGroup:
         self._accepted: list[WholeTransfer] = []
         self._shares: tuple[Layout, Shares] | None = None
         self._closed = self._leaving = False
-        self._not_at_exit: Callable[[], None] = lambda: None
+        self._cancel_at_exit: Callable[[], None] = lambda: None
         for index, link in enumerate(links):
-            link.on_lost, link.on_back = partial(self._lost, index), self._back
+            link.on_lost, link.on_recovered = partial(self._lost, index), self._back
             if (problem := link.job.problem) is not None:  # before that
                 self._lost(index, problem)
 
@@ -121,7 +121,7 @@ class StagerGroup:
         whole = WholeTransfer(transfer, shares.count, self._changed, source)
         for share, link in zip(whole.shares, self._links, strict=False):
             link.send(share, source, layout, shares.chunks_of(share.index))
-        whole.share_changed()
+        whole.on_share_changed()
         self._accepted = [other for other in self._accepted if not other.transfer.ended.is_set()] + [whole]
         return transfer
 
@@ -138,7 +138,7 @@ class StagerGroup:
         self._lead.tell(message)
 
     def fetch(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         return self._rings.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
 
@@ -150,18 +150,18 @@ class StagerGroup:
             LastTransfers(self.job, transfers, self._clock).wait(wait_for, seconds_max)
             # A failed step is declined at the other stagers before this rank leaves.
             for whole in self._accepted:
-                whole.give_up_held()
+                whole.fail_held()
             self._leaving = True
         for link in self._links:  # all first, so that no link waits for the good-bye of another
             link.leave()
         for link in self._links:
             link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
-        self._not_at_exit()
+        self._cancel_at_exit()
 
     def close_at_exit(self) -> None:
         """Close the links at exit: a script without `close` must not leave the stagers waiting for this rank."""
         close = partial(self.close, wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
-        self._not_at_exit = at_exit(close)
+        self._cancel_at_exit = at_exit(close)
 
     def _shares_of(self, layout: Layout) -> Shares:
         if self._shares is None or self._shares[0] is not layout:
@@ -202,13 +202,13 @@ class StagerGroup:
             return
         for share in whole.shares:
             if not share.state.final:
-                told_others = Reason(reason.cause, f"{reason.text} ({name})")
-                self._links[share.index].decline(transfer.step, told_others)
+                forwarded = Reason(reason.cause, f"{reason.text} ({name})")
+                self._links[share.index].decline(transfer.step, forwarded)
 
     def _lost(self, index: int, error: HoldfastError) -> None:
         with self._lock:
             if self.job.problem is None:
-                # `agree` raises the lead's own error, too, and `has_lost` compares by identity.
+                # `agree` raises the lead's own error, too, and `is_last_loss` compares by identity.
                 is_own = index == 0 or isinstance(error, ThreadDied)
                 self.job.lose(error if is_own else type(error)(f"{self._links[index].name}: {error}"))
             elif isinstance(error, ThreadDied):
@@ -228,8 +228,8 @@ class StagerGroup:
             if self.job.problem is None or any(job.problem or job.attempt != attempt for job in jobs):
                 return
             if attempt != self.job.attempt:
-                self.job.join_again(attempt)
+                self.job.rejoin(attempt)
             else:
                 # Newer staged steps may be gone with the lost stager.
                 self.job.staged_step = self.job.durable_step
-            self.job.recover()
+            self.job.mark_recovered()

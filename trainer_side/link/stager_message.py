@@ -12,7 +12,7 @@ from holdfast.notices.notice import Notice
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import EARLIER_ATTEMPTS_MAX, Doubt
 from holdfast.wire.frames import Kind
-from holdfast.wire.pace import Wish
+from holdfast.wire.pace import PaceRequest
 from holdfast.wire.step_proof import ResumeProof, proof_frame
 
 
@@ -57,7 +57,7 @@ class StagerMessage(NamedTuple):
         return cls(encode, keep_until_unix=math.inf if notice.deadline_unix is None else notice.deadline_unix)
 
     @classmethod
-    def wish(cls, wish: Wish) -> StagerMessage:
+    def wish(cls, wish: PaceRequest) -> StagerMessage:
         """Ask for another interval; rank 0 only."""
         body = wire.to_json(wish.to_json())
         return cls(lambda attempts: wire.encode(Kind.WISH, attempt=attempts[-1], body=body))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.telemetry.causes import Reason
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.link.job_state import JobState
@@ -64,7 +64,7 @@ class ToStager(Protocol):
         ...
 
     def fetch(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         """Ask the stager's ring for bytes of an earlier checkpoint. Any thread.
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from holdfast.notices.messages import Announcement, StepAnswer, StepWord
-from holdfast.notices.notice import Notice, Terms
+from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
+from holdfast.notices.notice import Notice, SaveInstruction
 from trainer_side.notice.promised_steps import PromisedSteps
 
 _SMOOTHED = 0.25
@@ -23,7 +23,7 @@ class AgreedSteps:
 
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.promises: PromisedSteps[Terms] = PromisedSteps(wait_seconds_max)
+        self.promises: PromisedSteps[SaveInstruction] = PromisedSteps(wait_seconds_max)
         self._reached_at: float | None = None
         self.step_seconds: float | None = None  # smoothed duration of a step; None: not known yet
         self._factor, self._until_step = 1, -1
@@ -35,7 +35,7 @@ class AgreedSteps:
         with self.promises.lock:
             self.promises.last_step, self._reached_at = step, None
 
-    def reach(self, step: int) -> Terms | None:
+    def reach(self, step: int) -> SaveInstruction | None:
         """Note that training has done `step`; return the terms that are due now, if any. Training thread."""
         now = self._clock()
         with self.promises.lock:
@@ -60,10 +60,10 @@ class AgreedSteps:
 
     def heard(self, said: Announcement) -> StepAnswer | None:
         """Take a SAVE_AT; return the answer to a proposal. Link's or council's thread. ProtocolError: malformed."""
-        terms = Terms.from_json(said.body) if said.word is StepWord.APPOINTED else None
+        terms = SaveInstruction.from_json(said.body) if said.word is AnnouncementKind.APPOINTED else None
         with self.promises.lock:
             self.promises.heard(said, terms)
-            if said.word is not StepWord.PROPOSED:
+            if said.word is not AnnouncementKind.PROPOSED:
                 return None
             return StepAnswer(said.number, self.promises.last_step + 1, self.step_seconds)
 

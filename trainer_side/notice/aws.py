@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from holdfast.notices.notice import Notice, NoticeKind
-from trainer_side.notice.http import HttpAnswer, Server, json_object, unix_time
+from trainer_side.notice.http import HttpResponse, MetadataServer, json_object, unix_time
 from trainer_side.notice.source import SourceError
 
 _ENDPOINT = "http://169.254.169.254"
@@ -38,9 +38,9 @@ class Aws:
         token_seconds: int = 3600,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server = Server(environ.get(_ENDPOINT_VARIABLE) or _ENDPOINT, seconds_max=seconds_max)
+        self._server = MetadataServer(environ.get(_ENDPOINT_VARIABLE) or _ENDPOINT, seconds_max=seconds_max)
         self._token_seconds, self._clock = token_seconds, clock
-        self._token, self._token_ends = "", 0.0
+        self._token, self._token_expires_at = "", 0.0
 
     def look(self) -> list[Notice]:
         notices = []
@@ -82,7 +82,7 @@ class Aws:
             return False
 
     def _get(self, path: str) -> str | None:
-        if self._clock() >= self._token_ends:
+        if self._clock() >= self._token_expires_at:
             self._renew()
         answer = self._ask(path)
         if answer.status == 401:
@@ -94,7 +94,7 @@ class Aws:
             raise SourceError(f"{self._server.url}{path}: answered {answer.status}, expected 200 or 404")
         return answer.body
 
-    def _ask(self, path: str) -> HttpAnswer:
+    def _ask(self, path: str) -> HttpResponse:
         return self._server.ask(path, headers={"X-aws-ec2-metadata-token": self._token})
 
     def _renew(self) -> None:
@@ -114,4 +114,4 @@ class Aws:
                 "the hop limit of the metadata service must be 2"
             )
         early = min(15.0, self._token_seconds / 2)
-        self._token, self._token_ends = token, asked_at + self._token_seconds - early
+        self._token, self._token_expires_at = token, asked_at + self._token_seconds - early

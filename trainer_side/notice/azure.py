@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from holdfast.notices.notice import Notice, NoticeKind
-from trainer_side.notice.http import Server, json_object, unix_time
+from trainer_side.notice.http import MetadataServer, json_object, unix_time
 from trainer_side.notice.source import SourceError
 
 _URL = "http://169.254.169.254"
@@ -29,7 +29,7 @@ class Azure:
     def __init__(
         self, environ: Mapping[str, str], *, seconds_max: float = 2.0, clock: Callable[[], float] = time.time
     ) -> None:
-        self._server = Server(environ.get(_URL_VARIABLE) or _URL, seconds_max=seconds_max)
+        self._server = MetadataServer(environ.get(_URL_VARIABLE) or _URL, seconds_max=seconds_max)
         self._clock = clock
         self._machine: str | None = None
         self._started: dict[str, float] = {}  # event → when it was first seen to have started

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from holdfast.notices.notice import Notice, NoticeKind
-from trainer_side.notice.http import Server
+from trainer_side.notice.http import MetadataServer
 from trainer_side.notice.source import SourceError
 
 _HOST = "169.254.169.254"
@@ -29,7 +29,7 @@ class Gcp:
     def __init__(
         self, environ: Mapping[str, str], *, seconds_max: float = 2.0, clock: Callable[[], float] = time.time
     ) -> None:
-        self._server = Server(f"http://{environ.get(_HOST_VARIABLE) or _HOST}", seconds_max=seconds_max)
+        self._server = MetadataServer(f"http://{environ.get(_HOST_VARIABLE) or _HOST}", seconds_max=seconds_max)
         self._clock = clock
         self._seen_at: float | None = None
 

@@ -24,12 +24,12 @@ _BODY_BYTES_MAX = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpResponse:
     status: int
     body: str
 
 
-class Server:
+class MetadataServer:
     """A metadata server at `http://host[:port][/path]`. SourceError: the URL is malformed.
 
     A request may take `seconds_max`, from its first byte to its last.
@@ -47,7 +47,7 @@ class Server:
         self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
         self._seconds_max = seconds_max
 
-    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpAnswer:
+    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpResponse:
         """Request `path`. SourceError: refused, late, cut off, a redirect, a server error, or too large an answer."""
         what = f"{method} {self.url}{path}"
         is_late = f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
@@ -78,7 +78,7 @@ class Server:
             raise SourceError(f"{what}: answered with a redirect ({response.status}), which is not followed")
         if response.status >= 500 or response.status == 429:
             raise SourceError(f"{what}: answered {response.status}")
-        return HttpAnswer(response.status, body.decode("utf-8", errors="replace"))
+        return HttpResponse(response.status, body.decode("utf-8", errors="replace"))
 
 
 def _cut(connection: http.client.HTTPConnection, late: threading.Event) -> None:

@@ -31,7 +31,7 @@ _NO_DESCRIPTOR = -1
 _CLOSE_SECONDS_MAX = 5.0
 
 
-def ranks_of_torchrun(process: int, ranks: int) -> list[int]:
+def find_sibling_ranks(process: int, ranks: int) -> list[int]:
     """Find the processes of the other ranks of the torchrun that has started `process`, or of wrappers around them.
 
     `ranks`: How many ranks torchrun has on this machine.

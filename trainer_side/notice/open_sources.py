@@ -14,10 +14,10 @@ from queue import SimpleQueue
 
 from holdfast.config import TrainerConfig
 from holdfast.notices.notice import Notice
-from trainer_side.notice.lost_siblings import LostSiblings, ranks_of_torchrun
+from trainer_side.notice.lost_siblings import LostSiblings, find_sibling_ranks
 from trainer_side.notice.signals import Signal
 from trainer_side.notice.source import NoticeSource, SourceError
-from trainer_side.notice.watch import NoticeWatch, asks_for_machine
+from trainer_side.notice.watch import NoticeWatch, is_first_on_machine
 
 _log = logging.getLogger("holdfast.trainer.watch")
 
@@ -26,7 +26,7 @@ _ANSWER_SECONDS_MAX = 2.0
 _DETECT_SECONDS_MAX = 1.0
 
 
-class Watching:
+class ActiveWatch:
     """A watch and its signals. Main thread. Without `siblings`, other ranks are unknown."""
 
     def __init__(self, watch: NoticeWatch, signals: Sequence[Signal], siblings: LostSiblings | None) -> None:
@@ -51,7 +51,7 @@ def open_watch(
     *,
     rank: int,
     environ: Mapping[str, str] | None = None,
-) -> Watching | None:
+) -> ActiveWatch | None:
     """Start to watch the sources that `config.watch` names; return None if it names nothing. Main thread."""
     if not config.watch:
         return None
@@ -77,7 +77,7 @@ def open_watch(
                     rank,
                     name,
                 )
-    clouds = [name for name in config.watch if name not in _SIGNALS] if asks_for_machine(environ) else []
+    clouds = [name for name in config.watch if name not in _SIGNALS] if is_first_on_machine(environ) else []
     watch = NoticeWatch(
         lambda: find_servers(clouds, environ, rank=rank),
         on_notice,
@@ -89,7 +89,7 @@ def open_watch(
     watch.start()
     if siblings is not None:
         siblings.start(lambda: any(source.ends_by_default for source in signals if source.name == "sigterm"))
-    return Watching(watch, signals, siblings)
+    return ActiveWatch(watch, signals, siblings)
 
 
 def _is_void(name: str, siblings: LostSiblings | None) -> Callable[[], bool]:
@@ -101,7 +101,7 @@ def _siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or "TORCHELASTIC_RUN_ID" not in environ or not said.isdecimal():
         return None
-    others = ranks_of_torchrun(os.getpid(), int(said))
+    others = find_sibling_ranks(os.getpid(), int(said))
     return LostSiblings(others, rank=rank) if others else None
 
 

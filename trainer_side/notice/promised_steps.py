@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Generic, NamedTuple, TypeVar
 
-from holdfast.notices.messages import Announcement, StepWord
+from holdfast.notices.messages import Announcement, AnnouncementKind
 
 Agreed = TypeVar("Agreed")
 
@@ -53,12 +53,12 @@ class PromisedSteps(Generic[Agreed]):
         Returns False if the appointed step was not promised any more: this rank may have passed it.
         """
         self.lock.notify_all()
-        if said.word is StepWord.PROPOSED:
+        if said.word is AnnouncementKind.PROPOSED:
             passed = said.step <= self.last_step
             self._promise = None if passed else _Promise(said.step, said.number)
-        elif said.word is StepWord.LOOSE:
+        elif said.word is AnnouncementKind.LOOSE:
             self._promise = None
-        elif said.word is StepWord.CALLED_OFF:
+        elif said.word is AnnouncementKind.CALLED_OFF:
             if self._promise is not None and self._promise.number == said.number:
                 self._promise = None
         elif self._promise != (said.step, said.number) or agreed is None:

@@ -4,7 +4,7 @@
                    └─ SourceError ──► logged once, until the source answers again
 
 No failure of a source reaches the training: each poll is bounded, and an error is one log line. One rank of a machine
-polls the metadata servers (`asks_for_machine`); each process watches its own signals.
+polls the metadata servers (`is_first_on_machine`); each process watches its own signals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL
 _CLOSE_SECONDS_MAX = 5.0
 
 
-def asks_for_machine(environ: Mapping[str, str]) -> bool:
+def is_first_on_machine(environ: Mapping[str, str]) -> bool:
     """Whether this is the first process of the job on its machine, according to the launcher; True if unknown."""
     for name in _LOCAL_RANK_VARIABLES:
         if name in environ:

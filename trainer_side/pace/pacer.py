@@ -24,8 +24,8 @@ from holdfast.policy.governor import Governor
 from holdfast.policy.hazard import Hazard
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.failure_count import FailureCount
-from holdfast.wire.pace import Wish
-from trainer_side.opaque import only_shapes, opaque
+from holdfast.wire.pace import PaceRequest
+from trainer_side.opaque import is_fake_mode, opaque
 from trainer_side.pace.schedule import Schedule, SchedulePhase
 from trainer_side.pace.step_profile import StepProfile
 
@@ -45,7 +45,7 @@ class Pacer:
     def __init__(
         self,
         schedule: Schedule,
-        wish: Callable[[Wish], None] | None,
+        wish: Callable[[PaceRequest], None] | None,
         config: TrainerConfig,
         events: EventLog,
         optimizers: Sequence[Optimizer],
@@ -96,7 +96,7 @@ class Pacer:
     def close(self) -> None:
         self._updates.remove()
 
-    def _consider(self, wish: Callable[[Wish], None]) -> None:
+    def _consider(self, wish: Callable[[PaceRequest], None]) -> None:
         """Take in the events; reconsider the interval if they tell something about checkpoints."""
         looks, self._looks = self._looks, 0
         while self._heard:
@@ -114,14 +114,14 @@ class Pacer:
         self._governor.hazard = hazard = self._hazard()
         change = self._governor.consider(self._profile.cost(), self._schedule.every if paced else None)
         if change is not None:
-            wish(Wish(change.advice.every, self._due_step, f"{change.line()}; {hazard.line}"))
+            wish(PaceRequest(change.advice.every, self._due_step, f"{change.line()}; {hazard.line}"))
 
     def _hazard(self) -> Hazard:
         config = self._config
         if config.mtbf_hours is not None:
-            return Hazard.of_mtbf(config.mtbf_hours, config.dollars_per_hour)
+            return Hazard.from_mtbf(config.mtbf_hours, config.dollars_per_hour)
         since = 0.0 if self._saved_at is None else self._clock() - self._saved_at
-        return Hazard.of_seen(self._seen.plus(since, failed=False), config.dollars_per_hour)
+        return Hazard.from_observed(self._seen.plus(since, failed=False), config.dollars_per_hour)
 
     def _take(self, event: str, fields: Mapping[str, Any], step: int) -> None:
         profile = self._profile
@@ -171,7 +171,7 @@ class UpdateTimes:
 
     @opaque
     def _before(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if not only_shapes():
+        if not is_fake_mode():
             self._begun[id(optimizer)] = time.perf_counter()
 
     @opaque

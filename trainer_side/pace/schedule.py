@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Any
 
 from holdfast.config import TrainerConfig
-from holdfast.notices.messages import Announcement, StepAnswer, StepWord
+from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
 from holdfast.wire.pace import EVERY_MAX, Pace
 from trainer_side.notice.promised_steps import PromisedSteps
 from trainer_side.whole_number import STEP_MAX, whole_number
@@ -85,16 +85,16 @@ class Schedule:
 
     def heard(self, said: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
         """Take a SAVE_EVERY; return the answer, if any. ProtocolError: it is malformed. Link's thread."""
-        pace = Pace.from_json(said.body) if said.word is StepWord.APPOINTED else None
+        pace = Pace.from_json(said.body) if said.word is AnnouncementKind.APPOINTED else None
         with self.promises.lock:
             here = StepAnswer(said.number, self.promises.last_step + 1, step_seconds)
             if not self._auto:
                 mine = {"refusal": 'it saves at its own steps, not by every="auto"'}
-                return replace(here, body=mine) if said.word is StepWord.PROPOSED else None
+                return replace(here, body=mine) if said.word is AnnouncementKind.PROPOSED else None
             kept = self.promises.heard(said, pace)
-            if said.word is StepWord.LOOSE:
+            if said.word is AnnouncementKind.LOOSE:
                 self._loosen()
-            if said.word is StepWord.PROPOSED:
+            if said.word is AnnouncementKind.PROPOSED:
                 return here
             late = {"refusal": f"no agreement came at step {said.step}; the rank trains on"}
             return None if kept else replace(here, body=late)

@@ -21,7 +21,7 @@ from trainer_side.state import accelerator
 from trainer_side.state.data_place import DataPlace
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
-from trainer_side.state.value_crc import LaterNumber, ValueCrc, tensor_crc
+from trainer_side.state.value_crc import DeferredNumber, ValueCrc, tensor_crc
 
 
 class StepInput(NamedTuple):
@@ -32,13 +32,13 @@ class StepInput(NamedTuple):
     grad_norm: Any = None
 
 
-class TakenDigest:
+class PendingDigest:
     """The digest of one step, parts of which may still be in transfer from a device."""
 
-    def __init__(self, digest: StepDigest, given: StepInput, rates: Mapping[str, list[LaterNumber]]) -> None:
+    def __init__(self, digest: StepDigest, given: StepInput, rates: Mapping[str, list[DeferredNumber]]) -> None:
         self._digest, self._rates = digest, rates
         self._batch = None if given.batch is None else ValueCrc(given.batch)
-        self._loss, self._grad_norm = LaterNumber(given.loss), LaterNumber(given.grad_norm)
+        self._loss, self._grad_norm = DeferredNumber(given.loss), DeferredNumber(given.grad_norm)
 
     @property
     def ready(self) -> bool:
@@ -80,7 +80,7 @@ class DigestTaker:
             place.mark_place()
         self._marked = None if self._saves_generators else generator_crcs()
 
-    def take(self, step: int, given: StepInput, *, is_marked: bool | None = None) -> TakenDigest:
+    def take(self, step: int, given: StepInput, *, is_marked: bool | None = None) -> PendingDigest:
         """Take the digest of the step that ends now.
 
         Args:
@@ -99,7 +99,7 @@ class DigestTaker:
                 if is_marked is False:
                     data[name].pop("from", None)
         rates = {name: _rates(optimizer) for name, optimizer in self._optimizers.items()}
-        return TakenDigest(StepDigest(step, data, generators=generators), given, rates)
+        return PendingDigest(StepDigest(step, data, generators=generators), given, rates)
 
 
 def generator_crcs() -> dict[str, int]:
@@ -127,8 +127,8 @@ def _state_crc(twister: Mapping[str, Any]) -> int:
     )
 
 
-def _rates(optimizer: Any) -> list[LaterNumber]:
-    return [LaterNumber(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+def _rates(optimizer: Any) -> list[DeferredNumber]:
+    return [DeferredNumber(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 def _apart(rates: list[float | None]) -> tuple[float, ...]:

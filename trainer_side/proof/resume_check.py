@@ -19,7 +19,7 @@ from holdfast.checkpoints.publish import names_of
 from holdfast.errors import PeerLost, ResumeDiffers, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.proof_record import Digest, ProofRecord, proof_name
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.store import open_store
 from holdfast.supervised import tell
 from holdfast.telemetry.events import EventLog
@@ -27,7 +27,7 @@ from holdfast.wire.step_proof import ProofVerdict, ResumeProof
 from trainer_side.link.stager_message import StagerMessage
 from trainer_side.link.to_stager import ToStager
 from trainer_side.proof.comparison import Comparison, compare, not_proven, resume_proof
-from trainer_side.proof.digest_taker import DigestTaker, StepInput, TakenDigest
+from trainer_side.proof.digest_taker import DigestTaker, StepInput, PendingDigest
 from trainer_side.proof.step_digest import StepDigest
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, gather
@@ -70,7 +70,7 @@ class ResumeCheck:
         self._unlike = ""
         self._marked: CheckpointId | None = None  # saved by `step()`, or before it
         self._recorded_step = -1
-        self._taken: tuple[CheckpointId, Order, TakenDigest] | None = None
+        self._taken: tuple[CheckpointId, Order, PendingDigest] | None = None
 
     def restored(self, key: CheckpointId, kept: Sequence[KeptProof] = (), *, unlike: str = "") -> None:
         """Compare the next step with the one after this checkpoint.
@@ -132,7 +132,7 @@ class ResumeCheck:
         if self._taken is not None:
             self._send(*self._taken, waits=True)
 
-    def _send(self, key: CheckpointId, kept: Order, taken: TakenDigest, *, waits: bool = False) -> None:
+    def _send(self, key: CheckpointId, kept: Order, taken: PendingDigest, *, waits: bool = False) -> None:
         if waits or taken.ready:
             self._taken = None
             digest = taken.digest().to_json()
@@ -206,7 +206,7 @@ class ResumeCheck:
         return f"nothing is recorded of the step after {key}: {why}"
 
     def _in_ring(self, key: CheckpointId) -> ProofRecord | None:
-        answer = self._link.fetch(Asked.PROOF, attempt=key.attempt, step=key.step)
+        answer = self._link.fetch(FetchKind.PROOF, attempt=key.attempt, step=key.step)
         return None if answer is None else ProofRecord.from_bytes(answer)
 
     def _in_store(self, key: CheckpointId) -> ProofRecord | None:

@@ -34,14 +34,14 @@ _WHOLE_BYTES_MIN = 128 << 10  # pieces of this size are sent from their own memo
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 50e-6, 2e-3
 _EAGER_POLLS = 200  # polls that only yield, before a wait begins to sleep: a round trip takes a few polls
 _NEVER = timedelta(days=365)  # gloo's own timeout of a call: this file keeps the deadlines
-_CUT_TAG = 0
-_CUT_SECONDS_MAX = 2.0
+_CLOSE_TAG = 0
+_CLOSE_SECONDS_MAX = 2.0
 _SLACK_SECONDS = 1.0
 
 Pieces = Sequence[tuple[int, int]]
 
 
-class _Moving(NamedTuple):
+class _InFlight(NamedTuple):
     """A message in flight: its memory, and the pieces to copy it to when it has arrived."""
 
     work: Work
@@ -66,10 +66,10 @@ class C10dPeers:
                 f"(gloo: {_first_line(error)}); if a rank's address is one that others do not reach, name its "
                 "network interface in GLOO_SOCKET_IFNAME"
             ) from error
-        self._shared: list[_Moving] = []
+        self._shared: list[_InFlight] = []
         # Messages between two ranks: gloo cannot poll these, only wait.
-        self._passed: list[_Moving] = []
-        self._sent, self._received = [_CUT_TAG] * ranks, [_CUT_TAG] * ranks
+        self._passed: list[_InFlight] = []
+        self._sent, self._received = [_CLOSE_TAG] * ranks, [_CLOSE_TAG] * ranks
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
         what = f"a broadcast of rank {root}"
@@ -90,7 +90,7 @@ class C10dPeers:
 
     def share(self, pieces: Pieces, root: int) -> None:
         for memory, scattered in _messages(pieces, reads=self.rank == root):
-            self._shared.append(_Moving(self._broadcast(memory, root), memory, scattered))
+            self._shared.append(_InFlight(self._broadcast(memory, root), memory, scattered))
 
     def send(self, pieces: Pieces, rank: int) -> None:
         for memory, _ in _messages(pieces, reads=True):
@@ -113,7 +113,7 @@ class C10dPeers:
             work = call([memory], rank, counts[rank])
         except RuntimeError as error:
             raise self._lost(f"a message between rank {self.rank} and rank {rank}", error) from error
-        self._passed.append(_Moving(work, memory, scattered))
+        self._passed.append(_InFlight(work, memory, scattered))
 
     def _broadcast(self, memory: torch.Tensor, root: int) -> Work:
         options = BroadcastOptions()
@@ -126,7 +126,7 @@ class C10dPeers:
         under_way = []
         for moving in self._shared:
             if moving.work.is_completed():
-                self._raise_lost(moving.work, "a shared piece of the restore")
+                self._raise_if_lost(moving.work, "a shared piece of the restore")
                 _scatter(moving)
             else:
                 under_way.append(moving)
@@ -174,9 +174,9 @@ class C10dPeers:
                 raise self._late(what, seconds_max)
             time.sleep(pause_seconds)
             pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
-        self._raise_lost(work, what)
+        self._raise_if_lost(work, what)
 
-    def _raise_lost(self, completed: Work, what: str) -> None:
+    def _raise_if_lost(self, completed: Work, what: str) -> None:
         try:
             completed.wait()
         except RuntimeError as error:
@@ -199,9 +199,9 @@ class C10dPeers:
         """
         neighbour = (self.rank + 1) % self.ranks
         with contextlib.suppress(RuntimeError):
-            never = self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], neighbour, _CUT_TAG)
+            never = self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], neighbour, _CLOSE_TAG)
             never.wait(timedelta(milliseconds=1))
-        deadline = time.monotonic() + _CUT_SECONDS_MAX
+        deadline = time.monotonic() + _CLOSE_SECONDS_MAX
         while not all(moving.work.is_completed() for moving in self._shared) and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS_MAX)
 
@@ -231,7 +231,7 @@ def _memory(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _scatter(moving: _Moving) -> None:
+def _scatter(moving: _InFlight) -> None:
     place = moving.memory.data_ptr()
     for address, nbytes in moving.scattered:
         ctypes.memmove(address, place, nbytes)

@@ -125,11 +125,11 @@ class StoreMailbox:
     ) -> None:
         self._store, self._place, self._clock = store, place, clock
         self.rank, self.ranks = rank, ranks
-        self._idle_seconds, self._next_look = 0.0, -1.0
+        self._idle_seconds, self._next_poll_at = 0.0, -1.0
 
     def send(self, rank: int, message: bytes) -> None:
         """As `RanksPort.send`. PeerLost: the store is lost."""
-        self._idle_seconds, self._next_look = 0.0, -1.0  # an answer may come soon
+        self._idle_seconds, self._next_poll_at = 0.0, -1.0  # an answer may come soon
         line = f"{self.rank} {base64.b64encode(message).decode()}\n"
         with store_errors(self._place, f"rank {self.rank} sending to rank {rank}"):
             append(self._store, str(rank), line)
@@ -137,16 +137,16 @@ class StoreMailbox:
     def poll(self) -> list[tuple[int, bytes]]:
         """As `RanksPort.poll`. PeerLost: the store is lost."""
         now = self._clock()
-        if now < self._next_look:
+        if now < self._next_poll_at:
             return []
         with store_errors(self._place, f"rank {self.rank} looking for messages"):
             text = take(self._store, str(self.rank))
         if text:
-            self._idle_seconds, self._next_look = 0.0, -1.0
+            self._idle_seconds, self._next_poll_at = 0.0, -1.0
         else:
             grown = max(_IDLE_SECONDS_MIN, self._idle_seconds * _IDLE_GROWTH)
             self._idle_seconds = min(_IDLE_SECONDS_MAX, grown)
-            self._next_look = now + self._idle_seconds
+            self._next_poll_at = now + self._idle_seconds
         found = []
         for line in text.splitlines():
             rank, _, message = line.partition(" ")

@@ -26,7 +26,7 @@ from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.shares import WRITERS_MAX, ShareNumber
 from holdfast.net.handshake import Start
 from holdfast.net.key import read_key
-from holdfast.process import at_exit, tie
+from holdfast.process import at_exit, set_parent_death_signal
 from trainer_side.ranks.c10d_peers import C10dPeers
 from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, take
 from trainer_side.ranks.deadlines import within
@@ -38,7 +38,7 @@ from trainer_side.ranks.started_stager import (
     StartedStager,
     connected,
     living_share,
-    roots_by_share,
+    starting_ranks,
 )
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
@@ -71,7 +71,7 @@ class C10dWorld:
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            tie()  # end with torchrun's agent: a worker that outlives it would disturb the next start
+            set_parent_death_signal()  # end with torchrun's agent: a worker that outlives it would disturb the next start
         self.rank, self.ranks = _own_place()
         self.stagers = len(config.stagers)
         self._is_own = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint((config.stager, config.on_stager_lost))
@@ -82,7 +82,7 @@ class C10dWorld:
         seconds_max = config.start_seconds_max
         try:  # a store whose process is stopped has no deadline of its own
             self._job, met = within(
-                lambda: _open_and_meet(self.rank, self.ranks, seconds_max, own_stager=self._is_own),
+                lambda: _open_and_rendezvous(self.rank, self.ranks, seconds_max, own_stager=self._is_own),
                 seconds_max + _SLACK_SECONDS,
                 name="holdfast-meeting",
             )
@@ -92,7 +92,7 @@ class C10dWorld:
                 "process that serves it (torchrun's agent or rank 0) is stopped"
             ) from None
         incarnation, self.launch, hosts = met
-        self.incarnation, self._under = bytes.fromhex(incarnation), f"holdfast/{incarnation}"
+        self.incarnation, self._key_prefix = bytes.fromhex(incarnation), f"holdfast/{incarnation}"
         self.one_machine = len(set(hosts)) == 1
         self._roots = [0]  # ranks that start the job's own stagers: by node, from `port` on by share
         if config.stager == OWN_PER_NODE:
@@ -123,7 +123,7 @@ class C10dWorld:
         if not self._ports and self.stagers > 1 and self._is_own:
             mine = living_share(config).encode()
             said = [self.peers().broadcast(mine if root == self.rank else None, root) for root in self._roots]
-            self._roots = roots_by_share(self._roots, [text.decode() for text in said])
+            self._roots = starting_ranks(self._roots, [text.decode() for text in said])
         return self._ports.get(0) or self._reach(0, 0, 0)
 
     def member(self, index: int, attempt: int, generation: int = 0) -> TcpStagerPort:
@@ -143,7 +143,7 @@ class C10dWorld:
                 self.peers(),
                 self._start(generation),
                 one_machine=self.one_machine,
-                announcements=_Announced(self.store("stager"), self._job.place) if index == 0 else None,
+                announcements=_StoreAnnouncements(self.store("stager"), self._job.place) if index == 0 else None,
                 own=OwnShare(self._roots[index], ShareNumber(index, self.stagers), lead_attempt),
             )
         else:
@@ -186,7 +186,7 @@ class C10dWorld:
 
     def store(self, name: str) -> Store:
         """Open a connection to the store, with a key prefix of its own. PeerLost: the store is lost."""
-        return PrefixStore(f"{self._under}/{name}", self._job.connect(self._config.start_seconds_max))
+        return PrefixStore(f"{self._key_prefix}/{name}", self._job.connect(self._config.start_seconds_max))
 
     def meeting(self) -> Store:
         return self.store("torch.distributed")
@@ -200,14 +200,14 @@ class C10dWorld:
             port.leave(_LEAVE_SECONDS_MAX)
         if self._job.outlives_ranks or self.ranks == 1:
             return
-        key, deadline = f"{self._under}/left", time.monotonic() + _LINGER_SECONDS_MAX
+        key, deadline = f"{self._key_prefix}/left", time.monotonic() + _LINGER_SECONDS_MAX
         with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may have left before
             append(self._job.store, key, "x")  # does not wait for an answer
             if self.rank == 0:
                 _await(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
 
 
-class _Announced:
+class _StoreAnnouncements:
     """`Announcements` through the store. One thread at a time."""
 
     def __init__(self, store: Store, place: str) -> None:
@@ -227,7 +227,7 @@ def _own_place() -> tuple[int, int]:
     if torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        _refuse_tasks_of_srun()
+        _reject_srun_tasks()
         return 0, 1
     said = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not all(text.isdecimal() for text in said) or not int(said[0]) < int(said[1]):
@@ -238,7 +238,7 @@ def _own_place() -> tuple[int, int]:
     return int(said[0]), int(said[1])
 
 
-def _refuse_tasks_of_srun() -> None:
+def _reject_srun_tasks() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdecimal() and int(tasks) > 1:
         raise ConfigError(
@@ -248,7 +248,7 @@ def _refuse_tasks_of_srun() -> None:
         )
 
 
-class _Met(NamedTuple):
+class _Rendezvous(NamedTuple):
     incarnation: str
     launch: str
     hosts: list[str]  # of each rank
@@ -269,13 +269,13 @@ def _launch(place: str, *, own_stager: bool = False) -> str:
     return f"{platform.node()}:{place}" if place.startswith(_LOOPBACK) else place
 
 
-def _open_and_meet(rank: int, ranks: int, seconds_max: float, *, own_stager: bool) -> tuple[JobStore, _Met]:
+def _open_and_rendezvous(rank: int, ranks: int, seconds_max: float, *, own_stager: bool) -> tuple[JobStore, _Rendezvous]:
     job = open_job_store(rank, ranks, seconds_max)
     with store_errors(job.place, "the ranks meeting in it"):
         return job, _meet(job, rank, ranks, seconds_max, own_stager=own_stager)
 
 
-def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stager: bool = False) -> _Met:
+def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stager: bool = False) -> _Rendezvous:
     deadline = time.monotonic() + seconds_max
     meeting = PrefixStore("holdfast/meeting", job.store)
     if rank == 0:
@@ -305,10 +305,10 @@ def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stage
         raise PeerLost(
             f"rank {rank} waited {seconds_max:g} s for all {ranks} ranks; rank 0's log names those that did not come"
         )
-    return _Met(incarnation, *json.loads(all_here))
+    return _Rendezvous(incarnation, *json.loads(all_here))
 
 
-def _receive(meeting: Store, launch: str, ranks: int, seconds_max: float, deadline: float) -> _Met:
+def _receive(meeting: Store, launch: str, ranks: int, seconds_max: float, deadline: float) -> _Rendezvous:
     incarnation = secrets.token_hex(_INCARNATION_BYTES)
     hosts = {0: platform.node()}
 
@@ -329,7 +329,7 @@ def _receive(meeting: Store, launch: str, ranks: int, seconds_max: float, deadli
         )
     in_order = [hosts[rank] for rank in range(ranks)]
     meeting.set(f"{incarnation}/all", json.dumps([launch, in_order]))
-    return _Met(incarnation, launch, in_order)
+    return _Rendezvous(incarnation, launch, in_order)
 
 
 def _await(look: Callable[[], _T], deadline: float) -> _T:

@@ -19,13 +19,13 @@ from holdfast.net.handshake import (
     Hello,
     Start,
     Status,
-    WantsTls,
+    TlsRequired,
     answer_challenge,
     read_admission,
 )
-from holdfast.net.lifelines import find_dead_peers
+from holdfast.net.lifelines import enable_keepalive
 from holdfast.net.tls import AnySocket, RankTls
-from holdfast.stager_key import key_found
+from holdfast.stager_key import read_stager_key
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
 _log = logging.getLogger("holdfast.trainer.tcp")
@@ -91,7 +91,7 @@ class Connector:
         """
         begun = time.monotonic()
         deadline = begun + seconds_max
-        pause_seconds, is_said, why = _PAUSE_SECONDS_MIN, False, ""
+        pause_seconds, is_logged, why = _PAUSE_SECONDS_MIN, False, ""
         while True:
             try:
                 return self._try(channel, received, resuming, deadline)
@@ -107,8 +107,8 @@ class Connector:
                     f"the stager at {self.address} could not be reached within {seconds_max:g} s: {why}; look whether "
                     "`holdfast stager --listen` runs there, and whether HOLDFAST_STAGER names it"
                 )
-            if not is_said and now - begun > _QUIET_SECONDS:
-                is_said = True
+            if not is_logged and now - begun > _QUIET_SECONDS:
+                is_logged = True
                 until = time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - now))
                 _log.warning("waiting for the stager at %s until %s: %s", self.address, until, why)
             time.sleep(pause_seconds)
@@ -128,7 +128,7 @@ class Connector:
     def _meet(
         self, sock: AnySocket, channel: int, received: int, resuming: bool, deadline: float
     ) -> OpenedConnection:
-        find_dead_peers(sock, messages=channel == MESSAGES_CHANNEL)
+        enable_keepalive(sock, messages=channel == MESSAGES_CHANNEL)
         nonce = os.urandom(NONCE_BYTES)
         hello = Hello(
             self.rank,
@@ -143,10 +143,10 @@ class Connector:
         )
         data = hello.to_bytes()
         sock.sendall(data)
-        key = key_found(self.address) if self._key is None else self._key
+        key = read_stager_key(self.address) if self._key is None else self._key
         try:
             proof = answer_challenge(key, data, _exactly(sock, CHALLENGE_BYTES, deadline), received)
-        except WantsTls:
+        except TlsRequired:
             raise ConfigError(
                 f"the stager at {self.address} takes connections with TLS alone, and this rank has no tls_ca; name the "
                 "file with the certificate to trust in HOLDFAST_TLS_CA"

@@ -66,9 +66,9 @@ class BoundedThreads(Generic[_T, _R]):
         for item in items:
             self.futures.append(Future())
             self._pending.put((item, self.futures[-1]))
-        self.relieve(min(threads, len(self.futures)))
+        self.add_threads(min(threads, len(self.futures)))
 
-    def relieve(self, threads: int) -> None:
+    def add_threads(self, threads: int) -> None:
         """Start this many more threads, to replace hanging ones."""
         for _ in range(threads):
             name = f"holdfast-{self._name}-{self._started}"

@@ -20,7 +20,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.ports import World
-from trainer_side.ranks.uncaught import end_by_exit_codes
+from trainer_side.ranks.uncaught import install_exit_code_hook
 
 
 def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
         ConfigError: The environment does not name this rank or the meeting point, `stager` is set under mpirun, or
             `backend` is `nccl` and this rank has no CUDA device.
     """
-    end_by_exit_codes()
+    install_exit_code_hook()
     world = join_world(TrainerConfig())
     own_device = torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank
     if backend == "nccl" and not own_device:
@@ -54,17 +54,17 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.ranks), LOCAL_RANK=str(world.local_rank))
     store = world.meeting()
     if store is None:
-        _agree_where_to_meet(world)
+        _agree_on_master_address(world)
     else:
         store.set_timeout(default_pg_timeout)
     if backend == "nccl":
         torch.cuda.set_device(world.local_rank)
     torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.ranks)
-    end_by_exit_codes()  # again: torch.distributed has wrapped the hook in its own
+    install_exit_code_hook()  # again: torch.distributed has wrapped the hook in its own
     return world.rank, world.ranks
 
 
-def _agree_where_to_meet(world: World) -> None:
+def _agree_on_master_address(world: World) -> None:
     # Rank 0 keeps the port bound until just before the store listens on it, so that no other process takes it.
     with socket.socket() as probe:
         address = b""

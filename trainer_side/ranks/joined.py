@@ -38,7 +38,7 @@ def join_world(config: TrainerConfig) -> World:
     global _world  # noqa: PLW0603 - a process is in one job
     if _world is None:
         _world = _join(config)
-    _refuse_other_ranks(_world.ranks)
+    _check_world_size(_world.ranks)
     return _world
 
 
@@ -86,7 +86,7 @@ def _join(config: TrainerConfig) -> World:
             "(HOLDFAST_STAGER=own)"
         )
     if config.stager == OWN_STAGER:
-        joined.want_own_stager(config)
+        joined.request_own_stager(config)
     return joined
 
 
@@ -99,7 +99,7 @@ def _mpi_world() -> type[MpiWorld] | None:
     return MpiWorld
 
 
-def _refuse_other_ranks(ranks: int) -> None:
+def _check_world_size(ranks: int) -> None:
     """Refuse a `torch.distributed` of another size than the job: ranks would save as if they were alone."""
     theirs = torch.distributed.get_world_size() if torch.distributed.is_initialized() else ranks
     if theirs != ranks:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast.errors import PeerLost, ProtocolError
-from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, data_tag, encode, payload_messages
+from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, data_tag, encode, payload_message_count
 from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS_MIN, lost_peer
 
 _log = logging.getLogger("holdfast.trainer.mpi")
@@ -46,7 +46,7 @@ class MpiStagerPort:
         return local is not None and local == os.environ.get("OMPI_COMM_WORLD_SIZE")
 
     @property
-    def crowding(self) -> float:
+    def processes_per_core(self) -> float:
         """Processes of the job per core of this machine; 0 if mpirun does not tell."""
         # All cores, not those that this rank is bound to: the processes share all of them.
         return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")) / (os.cpu_count() or 1)
@@ -61,7 +61,7 @@ class MpiStagerPort:
         requests: list[MPI.Request] = []
         begin = 0
         try:
-            for nbytes in pieces if payload_messages(len(pieces)) > 1 else (len(payload),):
+            for nbytes in pieces if payload_message_count(len(pieces)) > 1 else (len(payload),):
                 part = payload[begin : begin + nbytes]
                 requests.append(self._comm.Isend([part, MPI.BYTE], self._stager, data_tag(slot)))
                 begin += nbytes

@@ -20,7 +20,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.image.shares import WRITERS_MAX
 from holdfast.net.handshake import INCARNATION_BYTES, Start
-from holdfast.process import FINALIZE_SECONDS_MAX, at_exit, end_within
+from holdfast.process import FINALIZE_SECONDS_MAX, at_exit, call_or_exit
 from holdfast.wire.frames import Role
 from trainer_side.ranks.mpi import MPI, wait
 from trainer_side.ranks.mpi_council_port import MpiCouncilPort
@@ -68,7 +68,7 @@ def _finalize() -> None:
         if failed:
             return
     code = getattr(sys.last_value, "exit_code", 1) if failed else 0
-    end_within(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize", code=code)
+    call_or_exit(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize", code=code)
 
 
 at_exit(_finalize)  # first registered, last called
@@ -110,7 +110,7 @@ class MpiWorld:
         self.rank, self.ranks = self._trainers.rank, self._trainers.size
         # By their shares, which are in the order of the stagers' world ranks.
         self._ports: list[MpiStagerPort | TcpStagerPort] = [MpiStagerPort(control, rank) for rank in stagers]
-        self._wants_own: TrainerConfig | None = None
+        self._own_stager_config: TrainerConfig | None = None
         self._own: StartedStager | None = None
         node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = node.rank
@@ -140,22 +140,22 @@ class MpiWorld:
         for port in self._ports:
             port.leave(_LEAVE_SECONDS_MAX)
 
-    def want_own_stager(self, config: TrainerConfig) -> None:
+    def request_own_stager(self, config: TrainerConfig) -> None:
         """Have rank 0 start a stager when the ranks first call `port`. ConfigError: mpirun has started one as well."""
         if self.stagers:
             raise ConfigError(
                 "trainer setting stager: own, and the mpirun line has a stager as well; unset it (HOLDFAST_STAGER), or "
                 "take the stager out of the mpirun line"
             )
-        self._wants_own, self.stagers = config, 1
+        self._own_stager_config, self.stagers = config, 1
 
     def port(self) -> MpiStagerPort | TcpStagerPort:
         """As `World.port`; collective if the job starts its own stager. HoldfastError: as `StartedStager`."""
-        if not self._ports and self._wants_own is not None:
+        if not self._ports and self._own_stager_config is not None:
             peers = self.peers()
             incarnation = peers.broadcast(os.urandom(INCARNATION_BYTES) if self.rank == 0 else None)
             start = Start(incarnation.hex(), incarnation)
-            self._own = StartedStager(self._wants_own, peers, start, one_machine=self.one_machine)
+            self._own = StartedStager(self._own_stager_config, peers, start, one_machine=self.one_machine)
             self._ports.append(self._own.port)
         if not self._ports:
             raise no_stager(self)

@@ -31,7 +31,7 @@ _QUIET_SECONDS_MAX = 5.0
 _BYTES_PER_CALL_MAX = 4 << 20
 _TASK = "sends payloads to the stager"
 # More than one TLS record, so that no decrypted bytes stay behind unseen by poll.
-_BYTES_HEARD_MAX = 32 * 1024
+_BYTES_READ_MAX = 32 * 1024
 
 
 class PayloadSender:
@@ -59,7 +59,7 @@ class PayloadSender:
         self._under_way: OrderedDict[int, tuple[PayloadHeader, memoryview]] = OrderedDict()
         self.load = 0  # bytes that have no receipt yet
         self._closed = False
-        self._renewed = False
+        self._reconnect_requested = False
         self._quiet = threading.Event()  # set while the thread reads no payload's memory
         self._quiet.set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -78,7 +78,7 @@ class PayloadSender:
 
     def renew(self) -> None:
         """Reconnect: the message connection was cut, so this one may be dead, too, without an error."""
-        self._renewed = True
+        self._reconnect_requested = True
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -118,11 +118,11 @@ class PayloadSender:
 
     @property
     def is_over(self) -> bool:
-        return self._closed or self._renewed
+        return self._closed or self._reconnect_requested
 
     def begin(self) -> int:
         """Note that a connection begins; return the descriptor that wakes its poll."""
-        self._renewed = False
+        self._reconnect_requested = False
         return self._wake
 
     def next(self) -> tuple[PayloadHeader, memoryview] | None:
@@ -196,7 +196,7 @@ class _Connection:
 
     def _hear(self) -> None:
         try:
-            data = self._sock.recv(_BYTES_HEARD_MAX)
+            data = self._sock.recv(_BYTES_READ_MAX)
         except BlockingIOError:
             return
         if not data:

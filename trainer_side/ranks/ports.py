@@ -45,7 +45,7 @@ class StagerPort(Protocol):
         ...
 
     @property
-    def crowding(self) -> float:
+    def processes_per_core(self) -> float:
         """Processes of the job per core of this machine; 0 if unknown."""
         ...
 

@@ -29,7 +29,7 @@ from holdfast.log_files import last_lines, log_path
 from holdfast.net.address import Address, parse_address
 from holdfast.net.handshake import Start
 from holdfast.net.key import new_key, read_key
-from holdfast.own_stager import OwnStagerPlace, heard, living_own_stager
+from holdfast.own_stager import OwnStagerEndpoint, heard, find_own_stager
 from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, raise_agreed
@@ -40,11 +40,11 @@ _log = logging.getLogger("holdfast.trainer")
 _ANY = "0.0.0.0"  # noqa: S104 - only peers with the key are served
 _ANY_ADDRESS = frozenset({_ANY, "::"})
 _LOOPBACK = "127.0.0.1"
-_SOMEWHERE = ("192.0.2.1", 9)  # in a documentation network (RFC 5737); no packet is sent
+_PROBE_ADDRESS = ("192.0.2.1", 9)  # in a documentation network (RFC 5737); no packet is sent
 _LINE_BYTES_MAX = 1 << 16
 _LOOK_SECONDS = 0.2  # while a stager of an earlier start ends
 # A launcher's variables would make it a rank; those of `holdfast run` are about another stager.
-_NOT_ITS_OWN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_VARIABLE, "HOLDFAST_KEY_FILE")
+_HIDDEN_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_VARIABLE, "HOLDFAST_KEY_FILE")
 
 
 class OwnShare(NamedTuple):
@@ -61,7 +61,7 @@ class OwnShare(NamedTuple):
     lead_attempt: int = 0
 
 
-_ONLY = OwnShare()
+_ONLY_SHARE = OwnShare()
 
 
 def living_share(config: TrainerConfig) -> str:
@@ -69,12 +69,12 @@ def living_share(config: TrainerConfig) -> str:
     with contextlib.suppress(HoldfastError):  # `StagerStarter` raises the same error, on all ranks
         if config.store is not None:
             stager = StagerConfig.from_sources(store=config.store)
-            found = living_own_stager(config.store, stager.runtime_dir)
+            found = find_own_stager(config.store, stager.runtime_dir)
             return "" if found is None else found.share
     return ""
 
 
-def roots_by_share(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
+def starting_ranks(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
     """Return the rank that starts the stager of each share.
 
     A living stager keeps its share, because its ring has this share of the newest checkpoints.
@@ -100,7 +100,7 @@ class StagerStarter:
         ConfigError: A setting of the stager is wrong, or other machines could not reach its address.
     """
 
-    def __init__(self, config: TrainerConfig, *, one_machine: bool, own: OwnShare = _ONLY) -> None:
+    def __init__(self, config: TrainerConfig, *, one_machine: bool, own: OwnShare = _ONLY_SHARE) -> None:
         rank = self._rank = f"rank {own.root}"
         if config.store is None:
             said = OWN_PER_NODE if config.stager == OWN_PER_NODE else OWN_STAGER
@@ -133,7 +133,7 @@ class StagerStarter:
         self._key = given or new_key()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def living(self) -> OwnStagerPlace | None:
+    def living(self) -> OwnStagerEndpoint | None:
         """Return the living stager that this start of the job, or an earlier one, has started on this machine.
 
         If that stager has another share, because the earlier start had other nodes, wait for its end. PeerLost: it does
@@ -143,7 +143,7 @@ class StagerStarter:
             self._process.poll()  # reaps a dead stager
         deadline, is_logged = time.monotonic() + self._seconds_max, False
         while True:
-            found = living_own_stager(self._store, self._runtime_dir)
+            found = find_own_stager(self._store, self._runtime_dir)
             if found is None or found.share == str(self._share):
                 return found
             what = f"the stager at {found.address}, which has share {found.share}"
@@ -161,7 +161,7 @@ class StagerStarter:
                 )
             time.sleep(_LOOK_SECONDS)
 
-    def start(self) -> OwnStagerPlace:
+    def start(self) -> OwnStagerEndpoint:
         """Start the stager, at its last address if it had one, and wait until it listens, at most `start_seconds_max`.
 
         Raises:
@@ -200,7 +200,7 @@ class StagerStarter:
         _log.info("started a stager of this job at %s, its log is %s", place.address, log)
         return place
 
-    def take(self, place: OwnStagerPlace) -> None:
+    def take(self, place: OwnStagerEndpoint) -> None:
         """Adopt the key and port of a living stager: if it dies, it is restarted there."""
         self._key = place.key
         self._listen = self._listen._replace(port=parse_address(place.address).port)
@@ -220,7 +220,7 @@ class StagerStarter:
         return line
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_ITS_OWN)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)}
         return {**kept, "HOLDFAST_KEY": self._key}
 
 
@@ -258,14 +258,14 @@ class StartedStager:
         *,
         one_machine: bool,
         announcements: Announcements | None = None,
-        own: OwnShare = _ONLY,
+        own: OwnShare = _ONLY_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._rank, self._ranks, self._start = config, peers.rank, peers.ranks, start
         self._announcements, self._own, self._clock = announcements, own, clock
         named = config.stager if config.stager not in (OWN_STAGER, OWN_PER_NODE) else None
-        self._named = None if named is None else OwnStagerPlace(named, "")
-        self._place = self._named or OwnStagerPlace("", "")
+        self._named = None if named is None else OwnStagerEndpoint(named, "")
+        self._place = self._named or OwnStagerEndpoint("", "")
         self._lost_at: float | None = None  # the named one
         self._process: StagerStarter | None = None
         port: TcpStagerPort | None = None
@@ -277,7 +277,7 @@ class StartedStager:
             except HoldfastError as failed:
                 error = failed
         raise_agreed(peers, error)
-        self._place = OwnStagerPlace.from_bytes(
+        self._place = OwnStagerEndpoint.from_bytes(
             peers.broadcast(self._place.to_bytes() if peers.rank == own.root else None, own.root)
         )
         if port is None:
@@ -303,11 +303,11 @@ class StartedStager:
         if self._process is None:
             said = b"" if self._announcements is None else self._announcements.heard()
             if said:
-                self._place = OwnStagerPlace.from_bytes(said)
+                self._place = OwnStagerEndpoint.from_bytes(said)
         elif self._named is None:
-            self._ensure(self._process)
+            self._restart_if_dead(self._process)
         elif self._process.living() is None:
-            self._go_to(self._named)
+            self._switch_to(self._named)
         try:
             self.port = self._connect(generation, seconds_max)
         except PeerLost:
@@ -318,7 +318,7 @@ class StartedStager:
                 self._named.address,
                 self._config.own_after_seconds,
             )
-            self._go_to(self._process.start())
+            self._switch_to(self._process.start())
             self.port = self._connect(generation, seconds_max)
         else:
             if self._place == self._named:
@@ -331,12 +331,12 @@ class StartedStager:
             self._lost_at = self._clock() - self._config.reconnect_seconds_max
         return self._clock() - self._lost_at >= self._config.own_after_seconds
 
-    def _ensure(self, process: StagerStarter) -> None:
+    def _restart_if_dead(self, process: StagerStarter) -> None:
         if process.living() is None:
             _log.warning("the stager that rank %d has started has died; it is started again", self._rank)
             process.start()
 
-    def _go_to(self, place: OwnStagerPlace) -> None:
+    def _switch_to(self, place: OwnStagerEndpoint) -> None:
         if place != self._place:
             self._place = place
             if self._announcements is not None:
@@ -421,7 +421,7 @@ def _own_host(*, is_master: bool) -> str:
     if told and is_master:
         return told
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((told, _SOMEWHERE[1]) if told else _SOMEWHERE)
+        probe.connect((told, _PROBE_ADDRESS[1]) if told else _PROBE_ADDRESS)
         return str(probe.getsockname()[0])
     return socket.gethostname()
 

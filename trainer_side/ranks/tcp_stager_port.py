@@ -46,7 +46,7 @@ class TcpStagerPort:
     ) -> None:
         self._connector, self._reconnect_seconds_max = connector, reconnect_seconds_max
         self.one_machine = connector.address.is_loopback
-        self.crowding = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) / (os.cpu_count() or 1)
+        self.processes_per_core = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) / (os.cpu_count() or 1)
         self._line = MessageLine()
         self._sock: AnySocket | None = opened.sock
         self._reopened: queue.SimpleQueue[OpenedConnection | HoldfastError] = queue.SimpleQueue()
@@ -63,7 +63,7 @@ class TcpStagerPort:
                 connector,
                 channel,
                 over=self._over.add,
-                died=self._sender_died,
+                died=self._on_sender_died,
                 stall_seconds=reconnect_seconds_max,
             )
             for channel in range(1, 1 + min(connections, CHANNELS_MAX - 1))
@@ -119,7 +119,7 @@ class TcpStagerPort:
     def poll(self) -> list[bytes]:
         self._check()
         if self._sock is None:
-            self._look_for_connection()
+            self._resume_if_reopened()
         messages: list[bytes] = []
         for _ in range(_READS_PER_POLL_MAX):
             if self._sock is None:
@@ -188,7 +188,7 @@ class TcpStagerPort:
                 if isinstance(found, OpenedConnection):
                     found.sock.close()
 
-    def _look_for_connection(self) -> None:
+    def _resume_if_reopened(self) -> None:
         try:
             found = self._reopened.get_nowait()
         except queue.Empty:
@@ -246,7 +246,7 @@ class TcpStagerPort:
             _log.debug("left without a good-bye: %s", error)
         self._fail(PeerLost("this rank has left the stager"))
 
-    def _sender_died(self, error: ThreadDied) -> None:
+    def _on_sender_died(self, error: ThreadDied) -> None:
         """Keep the error for the next call of the link's thread. Called in the sender's thread."""
         self._died = error
 

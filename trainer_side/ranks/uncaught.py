@@ -32,12 +32,12 @@ _LISTEN_SECONDS = 2.0  # an agreed refusal is raised on all ranks almost at once
 _PAUSE_SECONDS = 5e-3
 # A rank other than 0 tells only this many: thousands of ranks would send each other millions of messages.
 _NEXT_RANKS = 16
-_OF_A_RANK = re.compile(r"^(rank \d+: )+")
+_RANK_PREFIX = re.compile(r"^(rank \d+: )+")
 _PACKAGES = frozenset({"trainer_side", "holdfast"})
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-def end_by_exit_codes() -> None:
+def install_exit_code_hook() -> None:
     """Install the hook for uncaught `HoldfastError`s. May be called again."""
     previous: _Hook = sys.excepthook
     process = os.getpid()  # a forked child has no connection of its own to the other ranks
@@ -61,24 +61,24 @@ def end_by_exit_codes() -> None:
 def _say(error: HoldfastError, trace: TracebackType | None) -> None:
     world = joined_world()  # None before the ranks have met
     port = None if world is None else world.uncaught()
-    if (port is None or _speaks_in_time(port, error)) and sys.__stderr__ is not None:
+    if (port is None or _must_print_in_time(port, error)) and sys.__stderr__ is not None:
         # Not sys.stderr: torch.distributed replaces it while its own hook runs around this one.
         rank = own_rank() if port is None else port.rank
         sys.__stderr__.write(last_words(error, rank=rank, place=_place(trace)))
         sys.__stderr__.flush()
 
 
-def _speaks_in_time(port: RanksPort, error: HoldfastError) -> bool:
+def _must_print_in_time(port: RanksPort, error: HoldfastError) -> bool:
     """`speaks`, or True after a timeout: the messages may go through a process that is stopped."""
     try:
-        return within(lambda: speaks(port, error), 2 * _LISTEN_SECONDS, name="holdfast-last-words")
+        return within(lambda: must_print(port, error), 2 * _LISTEN_SECONDS, name="holdfast-last-words")
     except TimeoutError:
         return True
 
 
-def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTEN_SECONDS) -> bool:
+def must_print(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTEN_SECONDS) -> bool:
     """Whether this rank must print the error: no rank below has sent the same one within `seconds_max`."""
-    mine = [error.code, _OF_A_RANK.sub("", str(error))]
+    mine = [error.code, _RANK_PREFIX.sub("", str(error))]
     message = json.dumps(mine).encode()
     above = range(port.rank + 1, port.ranks)
     try:

@@ -23,7 +23,7 @@ from trainer_side.restore.device_sections import WIDEST_BYTES, DeviceSections, S
 from trainer_side.restore.exchange import Exchange
 from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
-from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, ReadWindow, Sum
+from trainer_side.restore.targets import ChunkWindows, EntryPart, EntrySink, EntryTarget, ReadWindow, Sum
 
 _BATCH = 2  # units in flight at once
 _AHEAD = _BATCH + 2  # units that this rank has read but not yet sent
@@ -71,18 +71,18 @@ class Broadcast(Exchange):
         self,
         image: ImageMap,
         windows: ChunkWindows,
-        targets: Mapping[int, EntryTaker],
+        targets: Mapping[int, EntrySink],
         own: Iterable[Unit],
         crossing: DeviceSections | None,
     ) -> None:
         super().__init__(_AHEAD)
-        self._windows, self._targets, self._crossing = windows, targets, crossing
+        self._windows, self._targets, self._device_sections = windows, targets, crossing
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
         self._place_bytes = -(-self._chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
-        self._turns: dict[_Key, int] = {}
+        self._send_indexes: dict[_Key, int] = {}
         if any(not isinstance(target, EntryTarget) for target in targets.values()):
             passed = (unit for unit in own if any(map(self.passes, windows.parts(unit.extents))))
-            self._turns = {_key(unit): turn for turn, unit in enumerate(passed)}
+            self._send_indexes = {_key(unit): turn for turn, unit in enumerate(passed)}
         self._packed: dict[_Key, _Packed] = {}  # of units that are being read or sent
         self._ahead: dict[int, ReadWindow] = {}
         self._coming: dict[int, ReadWindow] = {}
@@ -94,7 +94,7 @@ class Broadcast(Exchange):
         return not isinstance(self._targets[part.entry], EntryTarget)
 
     def _turn(self, unit: Unit) -> int | None:
-        return self._turns.get(_key(unit))
+        return self._send_indexes.get(_key(unit))
 
     def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
         if self.passes(part):
@@ -126,7 +126,7 @@ class Broadcast(Exchange):
         for place, unit in enumerate(self._batch):
             with self._changed:
                 packed = self._packed.pop(_key(unit))
-            if _key(unit) in self._turns:
+            if _key(unit) in self._send_indexes:
                 given += 1
                 continue
             window, first = self._coming[place], place * self._place_bytes
@@ -137,8 +137,8 @@ class Broadcast(Exchange):
                 target.put(part.inside, window.address + begin, view)
                 crossing += target.parts(part.inside, first + begin, part.nbytes)
         self._batch.clear()
-        if self._section is not None and self._crossing is not None:
-            self._crossing.send(self._section, crossing)
+        if self._section is not None and self._device_sections is not None:
+            self._device_sections.send(self._section, crossing)
             self._section = None  # the other window receives next, while this one is transferred
             self._coming.clear()
         self._left(given)
@@ -157,10 +157,10 @@ class Broadcast(Exchange):
 
     def _fresh(self, place: int) -> ReadWindow:
         """Return memory to receive the unit at `place` of a batch."""
-        if self._crossing is None:
+        if self._device_sections is None:
             return ReadWindow.of_size(self._chunk_bytes)
         if self._section is None:
-            self._section = self._crossing.window(_BATCH * self._place_bytes)
+            self._section = self._device_sections.window(_BATCH * self._place_bytes)
         begin = place * self._place_bytes
         return ReadWindow(
             self._section.address + begin, self._section.memory[begin : begin + self._chunk_bytes]

@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holdfast.errors import ConfigError
-from holdfast.image.best_rule import BestMode, BestRule, is_metric_name, no_best, rule_of
+from holdfast.image.best_rule import BestMode, BestRule, is_metric_name, no_best_error, rule_of
 from holdfast.image.checkpoint_id import CheckpointId
-from holdfast.image.replicas import drifted_groups, groups_of
+from holdfast.image.replicas import describe_drifted_groups, group_by_digest
 from trainer_side.whole_number import shown
 
 STORE = -1  # as the number of a slice: the portable file
@@ -74,21 +74,21 @@ class StoreCandidate(NamedTuple):
     digest: str
     fault: str  # why it cannot be used; empty if it can
     drift: str = ""  # how its replicas differed, or why it may be torn
-    unopened: bool = False  # the store lists the manifest but does not return it
+    is_unreadable: bool = False  # the store lists the manifest but does not return it
     metrics: Mapping[str, float] | None = None  # from the script
     best_metric: str = ""  # with `best_mode`: the writer's rule for the best checkpoint, if any
     best_mode: str = ""
 
 
 @dataclass(frozen=True)
-class Passed:
+class SkippedCheckpoint:
     """A checkpoint that is not a candidate, and why."""
 
     attempt: int
     step: int
     reason: str
     lost: bool  # it existed once; False: perhaps it was never finished
-    unopened: bool = False  # the store lists its manifest but does not return it: it may be whole
+    is_unreadable: bool = False  # the store lists its manifest but does not return it: it may be whole
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Candidate:
 
 def candidates(
     holders: Iterable[Holder], stored: Sequence[StoreCandidate], places: Sequence[RankPlace] = ()
-) -> list[Candidate | Passed]:
+) -> list[Candidate | SkippedCheckpoint]:
     """Return all checkpoints, newest first, each as a candidate or with the reason why it is not. `places`: by rank.
 
     A checkpoint in both tiers and store is listed twice: first from the nearest place, then from the store alone.
@@ -128,8 +128,8 @@ def candidates(
     groups: dict[SliceKey, dict[int, list[Holder]]] = {}
     for holder in holders:
         groups.setdefault(holder.key, {}).setdefault(holder.slice_rank, []).append(holder)
-    _join_ring(groups, stored)
-    ranked: list[tuple[tuple[int, ...], Candidate | Passed]] = []
+    _merge_ring_slices(groups, stored)
+    ranked: list[tuple[tuple[int, ...], Candidate | SkippedCheckpoint]] = []
     for key, by_rank in sorted(groups.items()):
         found = {
             rank: tuple(sorted(by_rank[rank], key=lambda one: (one.nearness, one.rank, one.number)))
@@ -143,13 +143,13 @@ def candidates(
             farthest = max(some[0].nearness for some in found.values())
             ranked.append(((int(bool(drift)), *newest_first, 0, -len(found), farthest), candidate))
         else:
-            was_whole = any(holder.complete for some in found.values() for holder in some)
-            passed = Passed(key.attempt, key.step, _gap(key, found, places, was_whole), lost=was_whole)
+            was_complete = any(holder.complete for some in found.values() for holder in some)
+            passed = SkippedCheckpoint(key.attempt, key.step, _describe_gap(key, found, places, was_complete), lost=was_complete)
             ranked.append(((0, *newest_first, 3, 0), passed))
     for one in stored:
         newest_first = (-one.attempt, -one.step)
         if one.fault:
-            passed = Passed(one.attempt, one.step, one.fault, lost=True, unopened=one.unopened)
+            passed = SkippedCheckpoint(one.attempt, one.step, one.fault, lost=True, is_unreadable=one.is_unreadable)
             ranked.append(((0, *newest_first, 2, 0), passed))
         else:
             alone = Candidate(one.attempt, one.step, one.number, drift=one.drift)
@@ -157,21 +157,21 @@ def candidates(
     return [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def pass_over(
-    listed: Sequence[Candidate | Passed], set_aside: Collection[CheckpointId]
-) -> Sequence[Candidate | Passed]:
+def skip_set_aside(
+    listed: Sequence[Candidate | SkippedCheckpoint], set_aside: Collection[CheckpointId]
+) -> Sequence[Candidate | SkippedCheckpoint]:
     """Return the list with each checkpoint that is set aside replaced by one `Passed`, wherever it is stored."""
     if not set_aside:
         return listed
-    left: list[Candidate | Passed] = []
+    left: list[Candidate | SkippedCheckpoint] = []
     named: set[CheckpointId] = set()
     for item in listed:
-        if isinstance(item, Passed) or not item.checkpoint.is_set_aside(set_aside):
+        if isinstance(item, SkippedCheckpoint) or not item.checkpoint.is_set_aside(set_aside):
             left.append(item)
         elif item.checkpoint not in named:
             named.add(item.checkpoint)
             reason = f"{item.name} is set aside by the setting restore_set_aside"
-            left.append(Passed(item.attempt, item.step, reason, lost=True))
+            left.append(SkippedCheckpoint(item.attempt, item.step, reason, lost=True))
     return left
 
 
@@ -179,10 +179,10 @@ def _drift(key: SliceKey, found: Mapping[int, tuple[Holder, ...]], stored: Seque
     said = next((one.drift for one in stored if one.drift and _is_same(one, key)), "")
     said = said or next((one.drift for some in found.values() for one in some if one.drift), "")
     digests = {rank: some[0].replicas for rank, some in found.items()}
-    return said or drifted_groups(groups_of(digests), key.step)
+    return said or describe_drifted_groups(group_by_digest(digests), key.step)
 
 
-def _join_ring(groups: dict[SliceKey, dict[int, list[Holder]]], stored: Sequence[StoreCandidate]) -> None:
+def _merge_ring_slices(groups: dict[SliceKey, dict[int, list[Holder]]], stored: Sequence[StoreCandidate]) -> None:
     """Merge the ring's slices into those of tiers, if the store's manifest shows that both are one checkpoint."""
     for key in [key for key in groups if key.job == RING]:
         tiers = [other for other in groups if other[:4] == key[:4] and other.job != RING]
@@ -199,8 +199,8 @@ def _is_same(one: StoreCandidate, key: SliceKey) -> bool:
     return (one.attempt, one.step, one.ranks, one.digest) == (key.attempt, key.step, key.ranks, key.digest)
 
 
-def _gap(
-    key: SliceKey, found: Mapping[int, tuple[Holder, ...]], places: Sequence[RankPlace], was_whole: bool
+def _describe_gap(
+    key: SliceKey, found: Mapping[int, tuple[Holder, ...]], places: Sequence[RankPlace], was_complete: bool
 ) -> str:
     missing = [rank for rank in range(min(key.ranks, len(found) + 4)) if rank not in found][:3]
     named = ", ".join(map(str, missing))
@@ -210,7 +210,7 @@ def _gap(
         f"step {key.step} (attempt {key.attempt}): the local tiers have {len(found)} of its {key.ranks} slices; those "
         f"of ranks {named}{more} are missing, and the store does not have this step"
     )
-    if not (was_whole and places):
+    if not (was_complete and places):
         return said
     having = {holder.rank for some in found.values() for holder in some}
     lacking = [rank for rank in range(len(places)) if rank not in having]
@@ -237,7 +237,7 @@ class WantedBest(NamedTuple):
     mode: BestMode | None = None
 
 
-def wanted_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
+def parse_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
     """Check the arguments of `restore()`; return None without `best`. ConfigError: wrong, or not allowed together."""
     if mode not in (None, "min", "max"):
         raise ConfigError(f'restore(): mode: expected "min" or "max", got {shown(mode)}')
@@ -255,8 +255,8 @@ def wanted_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
 
 
 def best_first(
-    listed: Sequence[Candidate | Passed], stored: Sequence[StoreCandidate], wanted: WantedBest, where: str
-) -> Sequence[Candidate | Passed]:
+    listed: Sequence[Candidate | SkippedCheckpoint], stored: Sequence[StoreCandidate], wanted: WantedBest, where: str
+) -> Sequence[Candidate | SkippedCheckpoint]:
     """Return the items of `listed` that have the metric, best first. Places of one checkpoint keep their order.
 
     `listed`: All checkpoints, newest first. `stored`: The manifests of the store; slices without one have no metric.
@@ -267,7 +267,7 @@ def best_first(
     rule = rule_of(wanted.metric, wanted.mode, recorded)
     usable = [one for one in listed if isinstance(one, Candidate) and one.checkpoint in metrics]
     if rule is None or all(rule.metric not in metrics[one.checkpoint] for one in usable):
-        raise no_best(where, wanted.metric, [metrics[one.checkpoint] for one in usable])
+        raise no_best_error(where, wanted.metric, [metrics[one.checkpoint] for one in usable])
     found = [
         (rule.key(said, order, has_caveat=isinstance(one, Candidate) and bool(one.drift)), number)
         for number, one in enumerate(listed)

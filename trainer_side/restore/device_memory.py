@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.restore.device_sections import DeviceSections, Locked
-from trainer_side.restore.split_parts import Placed
+from trainer_side.restore.device_sections import DeviceSections, PinnedAllocator
+from trainer_side.restore.split_parts import PlacedParts
 from trainer_side.restore.structure import Structure, once
 from trainer_side.restore.targets import RegionTarget, bytes_in
 from trainer_side.restore.uncast import elsewhere
@@ -34,14 +34,14 @@ _SPARE_SHARE = 10  # a tenth of the device's memory stays free
 _NO_BYTES = np.empty(0, np.uint8)
 
 
-class _Wish(NamedTuple):
+class _DeviceRequest(NamedTuple):
     """The tensors that this rank wants to read into its device."""
 
     device: torch.device | None
     whole: dict[int, list[Named]]  # entry → the tensors in it; the entry is read whole
     regions: dict[int, list[int]]  # entry → numbers of this rank's regions of it
 
-    def nbytes(self, structure: Structure, placed: Placed) -> int:
+    def nbytes(self, structure: Structure, placed: PlacedParts) -> int:
         parts = [
             placed.regions[entry].regions[number] for entry, some in self.regions.items() for number in some
         ]
@@ -50,12 +50,12 @@ class _Wish(NamedTuple):
         )
 
 
-def take_to_device(
+def allocate_on_device(
     structure: Structure,
-    placed: Placed,
+    placed: PlacedParts,
     state: Mapping[str, Any],
     live: Mapping[str, Any],
-    locked: Locked,
+    locked: PinnedAllocator,
     peers: Peers,
     on_host: Collection[int] = (),
 ) -> DeviceSections | None:
@@ -68,9 +68,9 @@ def take_to_device(
     room.
     """
     wish = _wish(structure, placed, dict(_destinations(state, live, structure.tree, on_host)))
-    is_nothing = not wish.whole and not wish.regions
+    is_empty = not wish.whole and not wish.regions
     has_room = wish.device is None or _has_room(wish.device, wish.nbytes(structure, placed))
-    if peers.all_agree(is_nothing or not has_room):
+    if peers.all_agree(is_empty or not has_room):
         return None
     offered = [json.loads(said) for said in gather(peers, json.dumps(sorted(wish.whole)).encode())]
     everywhere = set(wish.whole).intersection(*offered)
@@ -103,7 +103,7 @@ def take_to_device(
     return DeviceSections(wish.device, locked)
 
 
-def _wish(structure: Structure, placed: Placed, wanted: Mapping[str, _Destination]) -> _Wish:
+def _wish(structure: Structure, placed: PlacedParts, wanted: Mapping[str, _Destination]) -> _DeviceRequest:
     groups: dict[int, list[Named]] = {}
     tensors = structure.tensors
     clear = once(path for path, _ in tensors)
@@ -130,7 +130,7 @@ def _wish(structure: Structure, placed: Placed, wanted: Mapping[str, _Destinatio
                     regions.setdefault(entry, []).append(number)
                     devices.add(region.copies[1].device)
     # With several devices, everything goes through host memory.
-    return _Wish(devices.pop(), whole, regions) if len(devices) == 1 else _Wish(None, {}, {})
+    return _DeviceRequest(devices.pop(), whole, regions) if len(devices) == 1 else _DeviceRequest(None, {}, {})
 
 
 def _keeps_bits(read: torch.Tensor, local: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch
 
 from trainer_side.state.accelerator import StreamEvent, module_of, record
 
-Locked = Callable[[int], torch.Tensor]  # page-locked host memory of this size, for DMA
+PinnedAllocator = Callable[[int], torch.Tensor]  # page-locked host memory of this size, for DMA
 
 _SECTION_BYTES_MAX = 16 << 20  # larger chunks cross in several sections
 _SECTIONS_BYTES_MAX = 192 << 20  # of all readers
@@ -71,7 +71,7 @@ class DeviceSections:
     `device`: A CUDA device. The memory of the parts was allocated on its current stream before.
     """
 
-    def __init__(self, device: torch.device, locked: Locked) -> None:
+    def __init__(self, device: torch.device, locked: PinnedAllocator) -> None:
         self._device, self._module, self._locked = device, module_of(device), locked
         self._begin = record(device)
         self._stream = self._new_stream()  # of all sections that are distributed on the device
@@ -109,7 +109,7 @@ class DeviceSections:
                 return
             with self._queue, self._module.stream(self._stream):
                 begin = min(part.begin for part in parts) // WIDEST_BYTES * WIDEST_BYTES
-                self._deal(
+                self._distribute(
                     self._on_device(window.section[begin : max(part.end for part in parts)]), begin, parts
                 )
                 window.crossed = record(self._device)
@@ -140,7 +140,7 @@ class DeviceSections:
         self._scratch[:nbytes].copy_(section, non_blocking=True)
         return self._scratch
 
-    def _deal(self, section: torch.Tensor, first: int, parts: Sequence[SectionPart]) -> None:
+    def _distribute(self, section: torch.Tensor, first: int, parts: Sequence[SectionPart]) -> None:
         """Copy the parts from a section on the device that begins with byte `first` of its window."""
         wide = {width: section.view(dtype) for width, dtype in _WIDTHS.items()}
         small: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

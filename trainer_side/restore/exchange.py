@@ -23,7 +23,7 @@ from trainer_side.ranks.deadlines import start
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
-from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, Sum
+from trainer_side.restore.targets import ChunkWindows, EntryPart, EntrySink, EntryTarget, Sum
 
 _WAIT_SECONDS = 0.1
 
@@ -82,7 +82,7 @@ class Exchange(ABC):
 def check_received(
     manifest: Manifest,
     units: Sequence[Unit],
-    targets: Mapping[int, EntryTaker],
+    targets: Mapping[int, EntrySink],
     sums: Mapping[int, Sum],
     peers: Peers,
     *,
@@ -120,7 +120,7 @@ def check_received(
 def tell(
     image: ImageMap,
     units: Sequence[Unit],
-    entries: Mapping[int, EntryTaker],
+    entries: Mapping[int, EntrySink],
     sums: Mapping[int, Sum],
     peers: Peers,
 ) -> dict[int, tuple[EntryPart, Sum]]:
@@ -149,10 +149,10 @@ def tell(
     return told
 
 
-def check_told(
+def check_sums(
     image: ImageMap,
     told: Mapping[int, tuple[EntryPart, Sum]],
-    targets: Mapping[int, EntryTaker],
+    targets: Mapping[int, EntrySink],
     sums: Mapping[int, Sum],
     *,
     received: Mapping[int, Sum],
@@ -200,6 +200,6 @@ def check_entries(
     return None
 
 
-def _sum(target: EntryTaker, part: EntryPart) -> Sum:
+def _sum(target: EntrySink, part: EntryPart) -> Sum:
     assert isinstance(target, EntryTarget), "what went through a window was summed there"
     return Sum.of(target.memory[part.inside : part.inside + part.nbytes])

@@ -71,7 +71,7 @@ def reorder_schedulers(
                 )
 
 
-def see_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+def check_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Refuse a list of dictionaries of several kinds in another order, such as the schedulers of a SequentialLR.
 
     StateError: the same kinds, by their keys, were saved in another order; names the first.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.checkpoints.branches import Branches, Rewind
-from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
+from holdfast.checkpoints.catalog import CatalogItem, CatalogListing
 from holdfast.checkpoints.lease import newest_attempt as newest_of_store
 from holdfast.checkpoints.manifest_order import ListedManifest
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError, StoreMissing
@@ -33,20 +33,20 @@ from trainer_side.restore.choice import (
     RING,
     Candidate,
     Holder,
-    Passed,
+    SkippedCheckpoint,
     RankPlace,
     SliceKey,
     StoreCandidate,
     candidates,
-    pass_over,
+    skip_set_aside,
 )
-from trainer_side.tiers.tier import Keeps, Kept, Nearness, Tier
-from trainer_side.tiers.tier_inventory import ask_kept
+from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Nearness, Tier
+from trainer_side.tiers.tier_inventory import list_kept
 
 _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")
 _DIGEST_CHARACTERS_MAX = 64
-_DAMAGE_TOLD_MAX = 100  # of one tier
+_DAMAGE_REPORTED_MAX = 100  # of one tier
 _AHEAD_MAX = 64  # manifests that are read and kept at once
 _SECONDS_MAX = 60.0  # default limit for a tier or the store
 _NEARNESS = {
@@ -62,7 +62,7 @@ _NEARNESS = {
 class TierListing:
     """The slices that all ranks have found."""
 
-    own: list[tuple[Keeps, Kept]] = field(default_factory=list)  # of this rank, by `Holder.number`
+    own: list[tuple[SliceKeeper, SealedSlice]] = field(default_factory=list)  # of this rank, by `Holder.number`
     holders: list[Holder] = field(default_factory=list)
     # Why tiers of any rank could not be listed, and damage in them.
     lost: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class TierListing:
         return layout
 
 
-def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
+def find(tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
     """List the slices in every tier of every rank, in at most `seconds_max` per tier. Collective.
 
     Tiers that fail or hang, and slices whose layout is not that of their seal, are left out and named in `lost`: other
@@ -102,11 +102,11 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
     lost: list[tuple[str, bool]] = []  # reason, and whether a whole checkpoint may be missed
     for tier in tiers:
         try:
-            kept = ask_kept(tier, seconds_max)
+            kept = list_kept(tier, seconds_max)
         except (HoldfastError, OSError) as error:
             lost.append((f"rank {peers.rank}: {tier.name} cannot list its slices: {error}", True))
             continue
-        damage = tier.damage()[:_DAMAGE_TOLD_MAX]
+        damage = tier.damage()[:_DAMAGE_REPORTED_MAX]
         lost += [(f"rank {peers.rank}: {tier.name}: {reason}", True) for reason in damage]
         for one in kept:
             try:
@@ -132,7 +132,7 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
     return found
 
 
-def _row(tier: Keeps, kept: Kept) -> list[object]:
+def _row(tier: SliceKeeper, kept: SealedSlice) -> list[object]:
     seal, record = kept.seal, kept.seal.save_record
     key = SliceKey(seal.attempt, seal.step, seal.ranks, seal.layout_digest, record.job or "")
     replicas = (record.replicas_digest or "")[:_DIGEST_CHARACTERS_MAX]
@@ -155,7 +155,7 @@ class StoreListing:
         self.branches: Branches | None = None
         self.left = 0  # number of listed checkpoints that belong to older branches
         self._store, self._seconds_max = store, seconds_max
-        self._look: CatalogLook | None = None  # on rank 0
+        self._look: CatalogListing | None = None  # on rank 0
         self._names: list[tuple[int, ListedManifest]] = []  # unread manifests, numbered
         self._items: dict[int, CatalogItem] = {}  # manifests of the last read, by number
         self._ahead = 1
@@ -176,25 +176,25 @@ class StoreListing:
         every rank. `seconds_max`: Limit of the restore; each access to the store may take half of it. Returns the
         listing, and the error if the store does not answer. Any other failure on rank 0 is raised.
         """
-        shelf = cls(store, seconds_max / 2, step)
+        store_listing = cls(store, seconds_max / 2, step)
 
         def begin(store: Store) -> list[StoreCandidate]:
-            shelf._look = look = CatalogLook(store, step)
+            store_listing._look = look = CatalogListing(store, step)
             if step is None and look.old_slices:
                 _log.warning("%s", look.old_slices)
-            shelf.branches, current = look.branches, look.current
-            names = current if current or step is None else CatalogLook(store).current
-            shelf.newest = names[0].order if names else None
-            shelf.left = len(look.names) - len(current)
-            shelf._names = [
+            store_listing.branches, current = look.branches, look.current
+            names = current if current or step is None else CatalogListing(store).current
+            store_listing.newest = names[0].order if names else None
+            store_listing.left = len(look.names) - len(current)
+            store_listing._names = [
                 (number, listed)
                 for number, listed in enumerate(look.names)
-                if shelf.branches is None or shelf.branches.is_current(listed.order)
+                if store_listing.branches is None or store_listing.branches.is_current(listed.order)
             ]
-            numbers = [number for number, listed in shelf._names if listed.order in also]
-            return shelf._read([*shelf._first(1), *numbers])
+            numbers = [number for number, listed in store_listing._names if listed.order in also]
+            return store_listing._read([*store_listing._first(1), *numbers])
 
-        return shelf, shelf._read_on_rank_0(peers, begin)
+        return store_listing, store_listing._read_on_rank_0(peers, begin)
 
     def more(self, peers: Peers) -> None:
         """Read the next manifests, twice as many each time. Collective; raises as `look`, and `StoreError`."""
@@ -252,7 +252,7 @@ class StoreListing:
         silent: HoldfastError | None = None
         if peers.rank == 0:
             try:
-                rows = [] if self._store is None else _in_time(read, self._store, self._seconds_max)
+                rows = [] if self._store is None else _query_store(read, self._store, self._seconds_max)
                 unread = self._names[0][1].order if self._names else None
                 rewinds = (
                     [one.model_dump(mode="json") for one in self.branches.rewinds] if self.branches else []
@@ -276,7 +276,7 @@ class StoreListing:
 
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
-        return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault, unopened=item.unopened)
+        return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault, is_unreadable=item.is_unreadable)
     said, rule = item.manifest, item.manifest.best
     best = () if rule is None else (rule.metric, rule.mode)
     return StoreCandidate(
@@ -288,7 +288,7 @@ def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     )
 
 
-def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
+def _query_store(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
     try:
         return within(lambda: ask(store), seconds_max, name="holdfast-store-ask")
     except TimeoutError:
@@ -317,7 +317,7 @@ def newest_attempt(
     said, error = 0, None
     if peers.rank == 0 and store is not None:
         try:
-            said = _in_time(newest_of_store, store, seconds_max)
+            said = _query_store(newest_of_store, store, seconds_max)
         except StoreMissing:
             said = 0
         except StoreError as refused:
@@ -332,7 +332,7 @@ def newest_attempt(
     return max(newest, int(peers.broadcast(b"%d" % said if peers.rank == 0 else None)))
 
 
-class InTurn:
+class CandidateListing:
     """All checkpoints, newest first, each as a candidate or with the reason why it is not.
 
     Iterating is collective, and raises as `StoreListing.more`. Checkpoints of older branches are left out; if there are
@@ -344,49 +344,49 @@ class InTurn:
     def __init__(
         self,
         holders: Sequence[Holder],
-        shelf: StoreListing,
+        store_listing: StoreListing,
         peers: Peers,
         set_aside: Collection[CheckpointId] = (),
         places: Sequence[RankPlace] = (),
     ) -> None:
         self._places = places
-        self._holders, self._shelf, self._peers, self._set_aside = holders, shelf, peers, set_aside
-        self._older: list[Candidate | Passed] = []
-        if shelf.branches is not None:
-            self._holders = [one for one in holders if shelf.branches.is_current(CheckpointId(*one.key[:2]))]
-            if shelf.left or len(self._holders) < len(holders):
-                fork = shelf.branches.rewinds[-1].fork
+        self._holders, self._store_listing, self._peers, self._set_aside = holders, store_listing, peers, set_aside
+        self._older: list[Candidate | SkippedCheckpoint] = []
+        if store_listing.branches is not None:
+            self._holders = [one for one in holders if store_listing.branches.is_current(CheckpointId(*one.key[:2]))]
+            if store_listing.left or len(self._holders) < len(holders):
+                fork = store_listing.branches.rewinds[-1].fork
                 reason = (
                     f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
                     "`holdfast rewind --to` goes back to one of them"
                 )
-                self._older = [Passed(fork.attempt, fork.step, reason, lost=shelf.step is None)]
+                self._older = [SkippedCheckpoint(fork.attempt, fork.step, reason, lost=store_listing.step is None)]
 
-    def __iter__(self) -> Iterator[Candidate | Passed]:
+    def __iter__(self) -> Iterator[Candidate | SkippedCheckpoint]:
         number = 0
         while True:
             listed = self.known()
-            while number < len(listed) and self._is_settled(listed[number]):
+            while number < len(listed) and self._is_position_final(listed[number]):
                 yield listed[number]
                 number += 1
-            if self._shelf.unread is None:
+            if self._store_listing.unread is None:
                 return
             # Candidates read from now on sort after those already yielded: they are older, and no drifted one was
             # yielded yet.
-            self._shelf.more(self._peers)
+            self._store_listing.more(self._peers)
 
-    def known(self) -> Sequence[Candidate | Passed]:
+    def known(self) -> Sequence[Candidate | SkippedCheckpoint]:
         """Return the candidates known so far, in order; unread ones may belong between them. Not collective."""
-        listed = pass_over(candidates(self._holders, self._shelf.stored, self._places), self._set_aside)
-        return listed if self._shelf.unread is not None else [*listed, *self._older]
+        listed = skip_set_aside(candidates(self._holders, self._store_listing.stored, self._places), self._set_aside)
+        return listed if self._store_listing.unread is not None else [*listed, *self._older]
 
     def first(self) -> Candidate | None:
         """Return the first candidate, once all newer checkpoints are known. Collective."""
         return next((one for one in self if isinstance(one, Candidate)), None)
 
-    def _is_settled(self, one: Candidate | Passed) -> bool:
+    def _is_position_final(self, one: Candidate | SkippedCheckpoint) -> bool:
         """Whether no unread checkpoint can come before this one."""
-        unread = self._shelf.unread
+        unread = self._store_listing.unread
         if unread is None:
             return True
         is_drifted = isinstance(one, Candidate) and bool(one.drift)

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers, see_kinds
+from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers, check_kinds
 from trainer_side.restore.torch_loading import WRAPPERS
-from trainer_side.state.optimizer_places import at, is_form, numbers_of, parameters_of, sizes
+from trainer_side.state.optimizer_places import at, is_optimizer_dict, numbers_of, parameters_of, sizes
 from trainer_side.state.position_names import Position, Positions, positions, tensor_lists
 from trainer_side.state.tree import tensor_paths
 
@@ -72,22 +72,22 @@ def join_by_name(
     orders: dict[int, GroupOrder] = {}
     for path, optimizer in optimizers.items():
         saved = at(tree, path)
-        if not is_form(saved):
+        if not is_optimizer_dict(saved):
             continue
         there = _saved_positions(saved, names.get(path))
         own, counts = here[path], sizes(saved["param_groups"])
         if sorted(map(len, own)) != sorted(counts) or list(map(len, there)) != counts:
             continue
-        join = _Join(path, side_of_script(own), side_of_file(there), names)
+        join = _ParameterMatcher(path, side_of_script(own), side_of_file(there), names)
         order = join.order()
         parameters = parameters_of(optimizer)
-        join.see_shapes(order, parameters, saved, shapes)
-        join.see_twice(order, parameters, saved)
-        join.say_unnamed(parameters)
+        join.check_shapes(order, parameters, saved, shapes)
+        join.check_duplicates(order, parameters, saved)
+        join.warn_unnamed(parameters)
         groups = join.groups(order, len(own))
         moved = order != sorted(order) or groups != sorted(groups)
         if moved or any(isinstance(key, str) for key in numbers_of(saved)):
-            _arrange(saved, at(live, path), order, groups)
+            _renumber(saved, at(live, path), order, groups)
             orders[id(optimizer)] = GroupOrder(path, groups)
         if moved:
             _log.warning(
@@ -97,14 +97,14 @@ def join_by_name(
     for path in sorted((here.keys() - optimizers.keys()) & names.keys()):
         saved, own, there = at(tree, path), here[path], [list(group) for group in names[path]]
         if isinstance(saved, list) and len(saved) == sum(map(len, own)) == sum(map(len, there)):
-            join = _Join(path, side_of_script(own), side_of_file(there), names)
+            join = _ParameterMatcher(path, side_of_script(own), side_of_file(there), names)
             saved[:] = [saved[number] for number in join.order()]
-    _see_lists(state, live, tree)
+    _check_lists(state, live, tree)
     reorder_schedulers(state, live, tree, orders)
-    see_kinds(live, tree)
+    check_kinds(live, tree)
 
 
-def _see_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+def _check_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
     """Refuse a list of tensors that has the saved shapes in another order."""
     for name, value in state.items():
         for path, tensors in tensor_lists(name, value, live.get(name)):
@@ -149,30 +149,30 @@ def _names_of(found: Positions) -> Iterator[str]:
                 yield from position.names
 
 
-def _unwrapped(name: str) -> str:
+def _without_wrappers(name: str) -> str:
     return "/".join(
         ".".join(part for part in one.split(".") if part not in WRAPPERS) for one in name.split("/")
     )
 
 
 def _bare(names: Any) -> frozenset[str]:
-    return frozenset(map(_unwrapped, names))
+    return frozenset(map(_without_wrappers, names))
 
 
 def _inside(name: str) -> str:
     """The name within its object of the state."""
-    return _unwrapped(name.partition("/")[2] or name)
+    return _without_wrappers(name.partition("/")[2] or name)
 
 
-def _in_module(name: str) -> str:
+def _name_in_module(name: str) -> str:
     """The name within its module, as torch's own functions use it."""
-    return _unwrapped(name.rpartition("/")[2])
+    return _without_wrappers(name.rpartition("/")[2])
 
 
-_RENAMED = (_inside, _in_module)
+_RENAMED = (_inside, _name_in_module)
 
 
-class _Join:
+class _ParameterMatcher:
     """Matches the parameters of one optimizer in the script with those in the checkpoint.
 
     `path`: Path of its dictionary in the tree. `names`: Names in all optimizers of the checkpoint, for messages.
@@ -185,12 +185,12 @@ class _Join:
     def order(self) -> list[int]:
         """Return each parameter's number in the checkpoint. StateError: one has no counterpart."""
         found: dict[int, int] = {}
-        for level in (str, _unwrapped, _inside, _in_module):
+        for level in (str, _without_wrappers, _inside, _name_in_module):
             self._match(level, found)
         taken = set(found.values())
         rest_here = [number for number in range(len(self._here.flat)) if number not in found]
         rest_there = [number for number in range(len(self._there.flat)) if number not in taken]
-        self._see_strangers(rest_here, rest_there)
+        self._check_unmatched(rest_here, rest_there)
         found.update(zip(rest_here, rest_there, strict=True))
         self._by_order = rest_here
         return [found[number] for number in range(len(found))]
@@ -223,7 +223,7 @@ class _Join:
             or not (objects_here and objects_there)
         )
 
-    def _see_strangers(self, rest_here: Sequence[int], rest_there: Sequence[int]) -> None:
+    def _check_unmatched(self, rest_here: Sequence[int], rest_there: Sequence[int]) -> None:
         """Refuse unmatched parameters if both sides have names, and one of these names is known to the other side."""
         named_here = [number for number in rest_here if self._here.flat[number].names]
         named_there = [number for number in rest_there if self._there.flat[number].names]
@@ -276,7 +276,7 @@ class _Join:
         here, there = self._here.group_of, self._there.group_of
         return (here[one] == here[other]) != (there[order[one]] == there[order[other]])
 
-    def see_shapes(
+    def check_shapes(
         self,
         order: Sequence[int],
         parameters: Sequence[torch.Tensor],
@@ -308,7 +308,7 @@ class _Join:
                     "parameters were in another order, and no names say which is which; nothing was loaded"
                 )
 
-    def say_unnamed(self, parameters: Sequence[torch.Tensor]) -> None:
+    def warn_unnamed(self, parameters: Sequence[torch.Tensor]) -> None:
         """Warn of parameters of equal shape without names, whose order cannot be checked."""
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for number in self._by_order:
@@ -325,7 +325,7 @@ class _Join:
                 self._say(self._here, alike[1]),
             )
 
-    def see_twice(
+    def check_duplicates(
         self, order: Sequence[int], parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]
     ) -> None:
         """Check that a parameter that the optimizer has twice has only one saved state; else StateError."""
@@ -368,7 +368,7 @@ def _moment_shape(moments: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _arrange(
+def _renumber(
     saved: dict[str, Any], live: Mapping[str, Any], order: Sequence[int], groups: Sequence[int]
 ) -> None:
     """Renumber the saved state as the script's optimizer numbers its parameters."""

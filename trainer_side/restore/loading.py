@@ -1,7 +1,7 @@
 """Loads a restored tree into the live objects of the state.
 
     check       names and shapes, before the first byte is read       live_trees   tensors that may be read over
-    open_own    this rank's PerRank values: opened, matched by name and checked, after all bytes are read
+    open_per_rank    this rank's PerRank values: opened, matched by name and checked, after all bytes are read
     load        objects ─► tensors ─► PerRank values ─► RNG states
 
 The content of a `PerRank` blob is unknown before it is read. If one may be refused, nothing is read in place.
@@ -22,18 +22,18 @@ from torch.optim import Optimizer
 
 from holdfast.errors import StateError
 from trainer_side.restore.joining_by_name import join_by_name
-from trainer_side.restore.mismatch import misfit
+from trainer_side.restore.mismatch import describe_mismatch
 from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
-from trainer_side.restore.torch_loading import is_loaded_by_torch, read_in_place, rewrap
+from trainer_side.restore.torch_loading import is_loaded_by_torch, in_place_tensors, rewrap
 from trainer_side.restore.uncast import uncast, uncasting
 from trainer_side.state.optimizer_places import located, optimizers_of
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.per_rank_blob import beside_of, decode
+from trainer_side.state.per_rank_blob import read_trailer, decode
 from trainer_side.state.position_names import Positions, from_record, tensor_lists
 from trainer_side.state.rng import RngState
 from trainer_side.state.split_tensor import local_of, writable
-from trainer_side.state.tree import refusal, telling, tensor_paths, unmarked, with_inner
+from trainer_side.state.tree import refusal, record_param_groups, tensor_paths, unwrap_per_rank, with_inner_optimizers
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def same_group_lists(optimizer: Optimizer) -> Iterator[None]:
 
     Optimizers that override `load_state_dict` are left alone: only they know who refers to their groups.
     """
-    together = with_inner([optimizer])
+    together = with_inner_optimizers([optimizer])
     if any(type(one).load_state_dict is not Optimizer.load_state_dict for one in together):
         yield
         return
@@ -228,7 +228,7 @@ def check(
             f"{', '.join(map(repr, mute))}: state_dict() is there, but load_state_dict() is missing; add it, so that "
             "the object can be restored"
         )
-    others = [misfit(name, value, tree[name], ranks=ranks) for name, value in state.items() if name in tree]
+    others = [describe_mismatch(name, value, tree[name], ranks=ranks) for name, value in state.items() if name in tree]
     if any(others):
         raise StateError(
             f"step {step}: {_few([other for other in others if other])}; pass the objects that were saved, or "
@@ -258,7 +258,7 @@ def _differences(
     Compared are tensors that torch loads without custom code (other objects may accept another shape), and split
     tensors in plain values and `Split`s, which are filled in place.
     """
-    fixed = read_in_place(state, live, tree)
+    fixed = in_place_tensors(state, live, tree)
     own = {path for path, _ in tensor_paths({name: live[name] for name in live if name not in fixed})}
     here, there = tensor_paths(fixed), tensor_paths(tree)
     clear_there = once(path for path, _ in there)
@@ -287,7 +287,7 @@ def may_refuse(state: Mapping[str, Any]) -> bool:
     return any(isinstance(one, torch.nn.Module) or optimizers_of({"": one}) for one in own)
 
 
-def open_own(
+def open_per_rank(
     state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, Any], names: Positions, *, rank: int
 ) -> None:
     """Replace the blobs of all ranks in the tree by this rank's values. Training thread, before `load`.
@@ -296,7 +296,7 @@ def open_own(
     `live_trees`. `tree`: The saved tree with this rank's bytes; modified. `names`: Parameter names in the file.
     DamageError: a value in the file is not a blob. StateError: a value, or a parameter in it, does not fit.
     """
-    inner = unmarked(state)
+    inner = unwrap_per_rank(state)
     for name, value in state.items():
         if not isinstance(value, PerRank) or name not in tree:
             continue
@@ -312,15 +312,15 @@ def open_own(
             continue
         what = f"{name} of rank {rank}"
         tree[name] = decode(blobs[rank], name=what)
-        own = {**names, **from_record(beside_of(blobs[rank]), source=what)}
+        own = {**names, **from_record(read_trailer(blobs[rank]), source=what)}
         held = inner[name]
         if isinstance(held, torch.nn.Module):
             rewrap({name: held}, {name: held.state_dict()}, tree)
         if isinstance(held, torch.nn.Module | torch.optim.Optimizer):
-            wrong = misfit(name, held, tree[name], ranks=len(blobs))
+            wrong = describe_mismatch(name, held, tree[name], ranks=len(blobs))
             if wrong:
                 raise StateError(f"{wrong}; nothing was loaded")
-        with telling(optimizers_of({name: held})) as given:
+        with record_param_groups(optimizers_of({name: held})) as given:
             here = value.snapshot()
         optimizers = located({name: here}, {name: held}, given)
         if optimizers or any(tensor_lists(name, held, here)):
@@ -338,7 +338,7 @@ def load(
     """Load every name of `state` that the tree has, and remove it from the tree. Training thread.
 
     The removal frees the memory of each object's part once the object is loaded. `live`: Result of `live_trees`.
-    `tree`: The saved tree, after `open_own`. `in_place`: Names whose live tensors were read into. `on_host`: Tensors of
+    `tree`: The saved tree, after `open_per_rank`. `in_place`: Names whose live tensors were read into. `on_host`: Tensors of
     the tree that optimizers keep in host memory (`uncast.offloaded`), by `id()`.
 
     Returns the plain values. Lists and dictionaries are filled in place; numbers, texts and tuples cannot be, and those
@@ -361,7 +361,7 @@ def load(
             else:
                 values[name] = value if refill(value, saved) else saved
         except StateError as refused:
-            raise StateError(f"{refused}; {_how_far(names, turn, in_place)}") from refused
+            raise StateError(f"{refused}; {_describe_progress(names, turn, in_place)}") from refused
     stale = [
         name for name, value in values.items() if value is not state[name] and differs(state[name], value)
     ]
@@ -384,7 +384,7 @@ def _turn(value: Any) -> int:
     return 2 if isinstance(value, PerRank) else int(not _loadable(value))
 
 
-def _how_far(names: list[str], refused: int, in_place: Collection[str]) -> str:
+def _describe_progress(names: list[str], refused: int, in_place: Collection[str]) -> str:
     """Say which names this rank had loaded or changed before the name numbered `refused` was refused."""
     rest = names[refused + 1 :]
     parts = [
@@ -400,7 +400,7 @@ def _load_per_rank(name: str, value: PerRank, saved: Any) -> None:
     if _loadable(value.value):
         _load_object(name, value.value, saved, {})
         return
-    with _refusal_named(name, value.value):
+    with _name_refusals(name, value.value):
         value.load(saved)
 
 
@@ -408,7 +408,7 @@ def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collecti
     by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, Optimizer)
     undone = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
-    with _refusal_named(name, value), undone:
+    with _name_refusals(name, value), undone:
         optimizers = optimizers_of({name: value})
         casts: AbstractContextManager[list[Optimizer]] = nullcontext([])
         if optimizers:
@@ -420,7 +420,7 @@ def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collecti
 
 
 @contextmanager
-def _refusal_named(name: str, value: Any) -> Iterator[None]:
+def _name_refusals(name: str, value: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the user's code may raise anything

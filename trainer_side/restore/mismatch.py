@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from trainer_side.restore.torch_loading import Loading, loading_of, other_wrappers, places_of
-from trainer_side.state.optimizer_places import is_form
+from trainer_side.restore.torch_loading import Loading, loading_of, describe_other_wrappers, tensors_by_key
+from trainer_side.state.optimizer_places import is_optimizer_dict
 from trainer_side.state.per_rank import PerRank
 
 # Schedulers write these into the groups of the optimizer that they drive.
@@ -27,21 +27,21 @@ _NAMED = 4
 _SIZES = 8  # up to this many groups, the message has the size of each
 
 
-def misfit(name: str, value: Any, saved: Any, *, ranks: int) -> str:
+def describe_mismatch(name: str, value: Any, saved: Any, *, ranks: int) -> str:
     """Return why the saved value cannot be loaded into `value`, and the remedy; empty if it can."""
     if isinstance(value, PerRank):
-        return _other_ranks(name, value, saved, ranks)
+        return _ranks_mismatch(name, value, saved, ranks)
     loading = loading_of(value)
     if loading is Loading.OWN:
         return ""
     if isinstance(value, torch.nn.Module):
         if not isinstance(saved, Mapping):
             return _other_kind(name, f"a {type(value).__name__}", saved)
-        return _other_names(name, value, saved, is_adapted=loading is Loading.ADAPTED)
+        return _names_mismatch(name, value, saved, is_adapted=loading is Loading.ADAPTED)
     if isinstance(value, torch.optim.Optimizer):
-        if not is_form(saved):
+        if not is_optimizer_dict(saved):
             return _other_kind(name, f"the optimizer {type(value).__name__}", saved)
-        return _other_optimizer(name, value, saved["param_groups"]) or _other_groups(name, value, saved)
+        return _optimizer_mismatch(name, value, saved["param_groups"]) or _groups_mismatch(name, value, saved)
     return "" if isinstance(saved, torch.Tensor) else _other_kind(name, "a tensor", saved)
 
 
@@ -49,8 +49,8 @@ def _other_kind(name: str, here: str, saved: Any) -> str:
     return f"{name}: it is {here} here, and the checkpoint has a {type(saved).__name__} of another kind under that name"
 
 
-def _other_names(name: str, module: torch.nn.Module, saved: Mapping[Any, Any], *, is_adapted: bool) -> str:
-    here = places_of(module)
+def _names_mismatch(name: str, module: torch.nn.Module, saved: Mapping[Any, Any], *, is_adapted: bool) -> str:
+    here = tensors_by_key(module)
     missing = [key for key in here if key not in saved]
     unexpected = [str(key) for key in saved if key not in here]
     if is_adapted:
@@ -62,7 +62,7 @@ def _other_names(name: str, module: torch.nn.Module, saved: Mapping[Any, Any], *
             said.append(f"only the model has {_few(missing)}")
         if unexpected:
             said.append(f"only the checkpoint has {_few(unexpected)}")
-        wrappers = other_wrappers([*map(str, saved)], here)
+        wrappers = describe_other_wrappers([*map(str, saved)], here)
         if wrappers:
             said.append(
                 f"{wrappers}: wrap the model as it was when it was saved, or take the wrapper off both"
@@ -77,7 +77,7 @@ def _other_names(name: str, module: torch.nn.Module, saved: Mapping[Any, Any], *
     return f"{name}: no tensors in the checkpoint: {_few(odd)}" if odd else ""
 
 
-def _other_optimizer(name: str, value: torch.optim.Optimizer, groups: Any) -> str:
+def _optimizer_mismatch(name: str, value: torch.optim.Optimizer, groups: Any) -> str:
     """Refuse if both sides have settings that the other lacks: extra ones on one side may be from another torch."""
     known = {key for group in value.param_groups for key in group}
     there = {key for group in groups for key in group} - _OF_SCHEDULERS
@@ -90,7 +90,7 @@ def _other_optimizer(name: str, value: torch.optim.Optimizer, groups: Any) -> st
     )
 
 
-def _other_groups(name: str, value: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+def _groups_mismatch(name: str, value: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
     here = [len(group["params"]) for group in value.param_groups]
     there = [len(group["params"]) for group in saved["param_groups"]]
     if here == there:
@@ -112,7 +112,7 @@ def _other_groups(name: str, value: torch.optim.Optimizer, saved: Mapping[str, A
     return f"{name}: this {kind} has {_sizes(here)}, the checkpoint has {_sizes(there)}{first}; {advice}"
 
 
-def _other_ranks(name: str, value: PerRank, saved: Any, ranks: int) -> str:
+def _ranks_mismatch(name: str, value: PerRank, saved: Any, ranks: int) -> str:
     if not isinstance(saved, list) or not all(isinstance(blob, torch.Tensor) for blob in saved):
         return (
             f"{name}: is PerRank in the state, but was not when it was saved; a file from elsewhere is imported "

@@ -23,7 +23,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.joining_by_name import LIKE_PARAMETERS
-from trainer_side.state.optimizer_places import is_form, numbers_of, parameter_names
+from trainer_side.state.optimizer_places import is_optimizer_dict, numbers_of, parameter_names
 from trainer_side.state.position_names import Position, Positions
 
 _Groups = Sequence[Sequence[Sequence[str]]]  # of an optimizer: group, parameter, its names
@@ -183,7 +183,7 @@ def _by_order(
     for number, numbers in enumerate(groups):
         of_rank = [[_file_place(at, names, order) for names in own[number]] for own in every]
         places = sorted({place for own in of_rank for place in own})
-        in_order = all(_in_order(own[number], found) for own, found in zip(every, of_rank, strict=True))
+        in_order = all(_is_in_file_order(own[number], found) for own, found in zip(every, of_rank, strict=True))
         if len(places) != len(numbers) or not in_order:
             raise StateError(
                 f"{at}: group {number} has {len(numbers)} parameters in the checkpoint and {len(places)} on all ranks, "
@@ -206,7 +206,7 @@ def _by_order(
     return keys_of
 
 
-def _in_order(parameters: Sequence[Sequence[str]], places: Sequence[_FilePlace]) -> bool:
+def _is_in_file_order(parameters: Sequence[Sequence[str]], places: Sequence[_FilePlace]) -> bool:
     """Whether a rank's parameters are in the order of the file, except those tied to a parameter of another stage."""
     found = [place for names, place in zip(parameters, places, strict=True) if place.first in names]
     return len(set(places)) == len(places) and found == sorted(found)
@@ -259,7 +259,7 @@ def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in state.items()
-        if isinstance(value, torch.optim.Optimizer) and is_form(tree.get(name))
+        if isinstance(value, torch.optim.Optimizer) and is_optimizer_dict(tree.get(name))
     ]
 
 

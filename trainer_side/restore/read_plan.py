@@ -29,11 +29,11 @@ from holdfast.store.base import Store
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import NEARNESS_OF_STORE, STORE, Candidate
-from trainer_side.restore.split_parts import Placed
+from trainer_side.restore.split_parts import PlacedParts
 from trainer_side.restore.structure import Structure, ends_of
-from trainer_side.restore.targets import EntryTaker, EntryTarget, ScatterTarget, settle, whole_entry
+from trainer_side.restore.targets import EntrySink, EntryTarget, ScatterTarget, settle, whole_entry
 from trainer_side.tiers.first_touch import cores_of_rank
-from trainer_side.tiers.tier import Keeps, Kept, Nearness
+from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Nearness
 
 _SMALL_BYTES = 64 << 10
 
@@ -43,14 +43,14 @@ class ReadPlan:
     """The targets of this rank. All ranks have the same shared entries and the same own entries."""
 
     # Entries that every rank needs whole; an `EntryTarget` if they go to host memory.
-    shared: dict[int, EntryTaker] = field(default_factory=dict)
+    shared: dict[int, EntrySink] = field(default_factory=dict)
     own: dict[int, ScatterTarget] = field(default_factory=dict)
     unshared: frozenset[int] = frozenset()  # entries that are own, or that no rank needs
     # Shared entries in host memory from which this rank also copies parts.
     mixed: dict[int, ScatterTarget] = field(default_factory=dict)
 
     @property
-    def targets(self) -> Mapping[int, EntryTaker]:
+    def targets(self) -> Mapping[int, EntrySink]:
         return {**self.shared, **self.own}
 
     def settle(self) -> None:
@@ -63,8 +63,8 @@ class ReadPlan:
             settle([*self.own.values(), *self.mixed.values()])
 
 
-def agree_on_plan(structure: Structure, placed: Placed, peers: Peers) -> ReadPlan:
-    """Agree on the ranks that need each entry. Collective. `structure`: after `take_to_device`."""
+def agree_on_plan(structure: Structure, placed: PlacedParts, peers: Peers) -> ReadPlan:
+    """Agree on the ranks that need each entry. Collective. `structure`: after `allocate_on_device`."""
     free: list[set[int]] = []
     wanted: set[int] = set()
     if not peers.all_agree(not placed.free and not placed.regions):
@@ -76,7 +76,7 @@ def agree_on_plan(structure: Structure, placed: Placed, peers: Peers) -> ReadPla
     unshared = frozenset[int]().union(*free)
     wanted.update(index for index in unshared if any(index not in there for there in free))
     storages = structure.storages
-    shared: dict[int, EntryTaker] = {
+    shared: dict[int, EntrySink] = {
         index: EntryTarget.of(storage)
         if storage.device.type == "cpu"
         else ScatterTarget.whole(index, storage)
@@ -141,7 +141,7 @@ def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[in
     for chunk in range(layout.chunks):
         for rank in layout.senders(chunk):
             extents = layout.pieces(chunk, rank)
-            if within is None or any(_do_overlap(extent, wish) for extent in extents for wish in within):
+            if within is None or any(_overlap(extent, wish) for extent in extents for wish in within):
                 nbytes = sum(extent.nbytes for extent in extents)
                 pieces[count] = FramePiece(rank, frames[rank], chunk, extents, nbytes)
             frames[rank] += 1
@@ -149,7 +149,7 @@ def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[in
     return pieces
 
 
-def _do_overlap(one: Extent, other: Extent) -> bool:
+def _overlap(one: Extent, other: Extent) -> bool:
     return max(one.offset, other.offset) < min(one.end, other.end)
 
 
@@ -296,7 +296,7 @@ class KeptSlice:
 
     request_bytes = _TIER_REQUEST_BYTES
 
-    def __init__(self, tier: Keeps, kept: Kept) -> None:
+    def __init__(self, tier: SliceKeeper, kept: SealedSlice) -> None:
         self._tier, self._kept = tier, kept
         self._frames = frames_of(kept.layout, kept.seal.rank)
         seal = kept.seal
@@ -336,7 +336,7 @@ _REQUESTS = 4  # in flight to a disk or a store
 _CORES_MAX = 16
 
 
-def readers_of(origins: Iterable[Origin]) -> int:
+def reader_count(origins: Iterable[Origin]) -> int:
     """Return the number of requests that a rank keeps in flight to these origins."""
     return cores_to_use() if all(origin.in_memory for origin in origins) else _REQUESTS
 

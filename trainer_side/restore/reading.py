@@ -38,10 +38,10 @@ from trainer_side.restore.broadcast import Broadcast
 from trainer_side.restore.choice import STORE
 from trainer_side.restore.device_sections import DeviceSections, SectionPart, SectionWindow, section_bytes
 from trainer_side.restore.exchange import Exchange
-from trainer_side.restore.read_plan import Origin, Unit, readers_of
+from trainer_side.restore.read_plan import Origin, Unit, reader_count
 from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.structure import ImageMap
-from trainer_side.restore.targets import ChunkWindows, EntryTaker, ReadRun, ReadWindow, Sum
+from trainer_side.restore.targets import ChunkWindows, EntrySink, ReadRun, ReadWindow, Sum
 
 _log = logging.getLogger("holdfast.restore")
 # Broadcasts in flight. Waiting for them also drives them, while the readers keep reading.
@@ -62,7 +62,7 @@ class Failure(NamedTuple):
 
 
 @dataclass
-class Use:
+class SourceUsage:
     """Bytes read from one tier, or from the store."""
 
     nbytes: int = 0
@@ -82,7 +82,7 @@ class Reading:
     sums: dict[int, Sum] = field(default_factory=dict)
     # CRC of each part from another rank that came through a window, and is no longer in one piece.
     received: dict[int, Sum] = field(default_factory=dict)
-    uses: dict[str, Use] = field(default_factory=dict)
+    uses: dict[str, SourceUsage] = field(default_factory=dict)
 
     def add(self, other: Reading) -> None:
         """Add the counts of another result, without its error and failures."""
@@ -92,12 +92,12 @@ class Reading:
         for phase, seconds in other.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
         for tier, use in other.uses.items():
-            before = self.uses.setdefault(tier, Use())
+            before = self.uses.setdefault(tier, SourceUsage())
             before.nbytes += use.nbytes
             before.seconds += use.seconds
 
 
-class Means(NamedTuple):
+class ReadOptions(NamedTuple):
     """How a rank reads."""
 
     threads: int | None  # requests in flight from this rank; None: as many as suit the origins
@@ -119,9 +119,9 @@ def read(
     image: ImageMap,
     units: Sequence[Unit] | Scatter,
     origins: Mapping[int, Origin],
-    targets: Mapping[int, EntryTaker],
+    targets: Mapping[int, EntrySink],
     peers: Peers,
-    means: Means,
+    means: ReadOptions,
 ) -> Reading:
     """Fill the targets of every rank from the units. Collective; training thread.
 
@@ -146,7 +146,7 @@ def read(
     begun = time.monotonic()
     deadline = begun + seconds_max
     used = [origins[number] for number in {unit.number for unit in own}]
-    readings = pool.start(own, threads or readers_of(used))
+    readings = pool.start(own, threads or reader_count(used))
     own_done, shared = begun, 0
     for unit in turns(units, peers.ranks):
         if unit.reader == peers.rank:
@@ -230,13 +230,13 @@ class ReaderPool:
         self,
         image: ImageMap,
         origins: Mapping[int, Origin],
-        targets: Mapping[int, EntryTaker],
+        targets: Mapping[int, EntrySink],
         windows: ChunkWindows,
         exchange: Exchange | None,
         seconds_max: float,
         crossing: DeviceSections | None = None,
     ) -> None:
-        self._crossing = crossing
+        self._device_sections = crossing
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
         self._windows, self._exchange = windows, exchange
         self._largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
@@ -256,7 +256,7 @@ class ReaderPool:
 
     def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
         """Start to read this rank's units, in order."""
-        if self._crossing is not None:
+        if self._device_sections is not None:
             sections = max(self._largest, section_bytes(threads)) // self._request_bytes * self._request_bytes
             self._section_bytes = min(sections, self._unit_bytes)
         self._readers = BoundedThreads(self.read, own, threads, "read")
@@ -283,7 +283,7 @@ class ReaderPool:
                 del self._requests[thread]
                 self._lost.add(one.unit)
             lost = self._broken[unit.number] if unit in self._lost else None
-        self._readers.relieve(len(stuck))
+        self._readers.add_threads(len(stuck))
         return lost
 
     def _give_up(self, unit: Unit) -> None:
@@ -310,8 +310,8 @@ class ReaderPool:
         origin = self._origins[unit.number]
         return f"{origin.what}: {origin.lying(unit).what}"
 
-    def uses(self) -> dict[str, Use]:
-        return {tier: Use(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
+    def uses(self) -> dict[str, SourceUsage]:
+        return {tier: SourceUsage(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
 
     def read(self, unit: Unit) -> None:
         """Read one unit into its targets; retry once if its CRC differs, as a transfer may have flipped a bit.
@@ -400,13 +400,13 @@ class ReaderPool:
         return found
 
     def _cross(self, section: _Section) -> None:
-        if self._crossing is not None and isinstance(section.window, SectionWindow):
-            self._crossing.send(section.window, section.parts)
+        if self._device_sections is not None and isinstance(section.window, SectionWindow):
+            self._device_sections.send(section.window, section.parts)
 
     def _window(self) -> ReadWindow | SectionWindow:
         """Return this thread's window; with a device, the next of its page-locked windows."""
-        if self._crossing is not None:
-            return self._crossing.window(self._section_bytes)
+        if self._device_sections is not None:
+            return self._device_sections.window(self._section_bytes)
         window: ReadWindow | None = getattr(self._local, "window", None)
         if window is None:
             window = self._local.window = ReadWindow.of_size(self._request_bytes)

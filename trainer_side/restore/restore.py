@@ -22,8 +22,8 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.choice import Candidate, Passed, best_first
-from trainer_side.restore.inventory import InTurn, StoreListing, find
+from trainer_side.restore.choice import Candidate, SkippedCheckpoint, best_first
+from trainer_side.restore.inventory import CandidateListing, StoreListing, find
 from trainer_side.restore.restore_attempt import RestoreAttempt, Restored, RestoreJob, RestoreOptions
 from trainer_side.restore.ring_slices import Fetch, look
 from trainer_side.tiers.tier import Tier
@@ -65,49 +65,49 @@ def restore(
     # List the ring before the store, so that a step that becomes durable in between is in one of the two lists.
     held = None if peers.all_agree(fetch is None) else look(fetch, peers)
     seconds_max, step = options.seconds_max, options.step
-    shelf, silent = StoreListing.look(
+    store_listing, silent = StoreListing.look(
         store, peers, step=step, also=held.keys if held else (), seconds_max=seconds_max
     )
-    ring = held.known(shelf.stored, peers) if held else None
+    ring = held.known(store_listing.stored, peers) if held else None
     found = find([*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE)
-    near = ring is not None and ring.near_all
-    job = RestoreJob(state, store, peers, events, found, shelf, options, near)
+    near = ring is not None and ring.near_on_all_ranks
+    job = RestoreJob(state, store, peers, events, found, store_listing, options, near)
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     wanted = [one for one in found.holders if step in (None, one.key.step)]
-    listed = InTurn(wanted, shelf, peers, options.set_aside, found.places)
+    listed = CandidateListing(wanted, store_listing, peers, options.set_aside, found.places)
     if silent is not None and options.best is not None:
         raise silent  # only manifests have metrics
     if silent is not None:
-        _go_without(job, silent, listed.first(), without_store=options.without_store)
+        _proceed_without_store(job, silent, listed.first(), without_store=options.without_store)
     if step is not None:
         known = [CheckpointId(one.key.attempt, one.key.step) for one in found.holders]
-        known += [] if shelf.newest is None else [shelf.newest]
+        known += [] if store_listing.newest is None else [store_listing.newest]
         _see_step([*listed], step, max(known, default=None), job.where)
     if options.best is not None:
-        in_turn = iter(best_first([*listed], shelf.stored, options.best, job.where))
+        in_turn = iter(best_first([*listed], store_listing.stored, options.best, job.where))
     else:
         if (first := listed.first()) is not None:
-            job.tell(_drifted_before(listed.known(), first), "an older checkpoint is preferred")
+            job.tell(_drift_of_newer(listed.known(), first), "an older checkpoint is preferred")
         in_turn = iter(listed)
     seconds = {"catalog": time.monotonic() - begun}
     return _first_good(job, in_turn, seconds, can_skip=options.can_skip)
 
 
 def _first_good(
-    job: RestoreJob, in_turn: Iterator[Candidate | Passed], seconds: dict[str, float], *, can_skip: bool
+    job: RestoreJob, in_turn: Iterator[Candidate | SkippedCheckpoint], seconds: dict[str, float], *, can_skip: bool
 ) -> Restored | None:
     skipped: list[str] = []
     told, lost, damaged = 0, False, False
     for candidate in in_turn:
-        if isinstance(candidate, Passed):
+        if isinstance(candidate, SkippedCheckpoint):
             skipped.append(candidate.reason)
             lost = lost or candidate.lost
-            damaged = damaged or (candidate.lost and not candidate.unopened)
+            damaged = damaged or (candidate.lost and not candidate.is_unreadable)
             continue
         if told < len(skipped):
             job.tell(skipped[told:], f"trying {candidate.name} instead")
             told = len(skipped)
-        rewound = None if job.shelf.branches is None else job.shelf.branches.rewound(candidate.checkpoint)
+        rewound = None if job.store_listing.branches is None else job.store_listing.branches.rewound(candidate.checkpoint)
         if rewound is not None and rewound.skipped and job.peers.all_agree(not can_skip):
             raise StateError(rewound.refusal())
         trial = RestoreAttempt(job, candidate, seconds, rewound)
@@ -117,16 +117,16 @@ def _first_good(
                 job.tell(
                     [candidate.drift], f"{candidate.name} is restored all the same, as there is no other"
                 )
-            return trial.load(skipped, _next_of(in_turn, candidate))
+            return trial.load(skipped, _checkpoint_before(in_turn, candidate))
         skipped.append(f"{candidate.name}: {problem}")
         lost = damaged = True
     if lost or job.found.missed:
-        raise _none_is_whole(job, skipped, damaged=damaged or bool(job.found.missed))
+        raise _no_usable_checkpoint_error(job, skipped, damaged=damaged or bool(job.found.missed))
     job.tell(skipped, "there is no other checkpoint, so the run starts at step 0")
     return None
 
 
-def _none_is_whole(job: RestoreJob, skipped: Sequence[str], *, damaged: bool) -> HoldfastError:
+def _no_usable_checkpoint_error(job: RestoreJob, skipped: Sequence[str], *, damaged: bool) -> HoldfastError:
     """Return the error if no checkpoint can be used. Not `damaged`: only the store prevents opening them."""
     reasons = "\n".join(f"  {reason}" for reason in (*skipped, *job.found.missed))
     counted = f"; none of {len(skipped)} checkpoints can be used" if skipped else ""
@@ -138,7 +138,7 @@ def _none_is_whole(job: RestoreJob, skipped: Sequence[str], *, damaged: bool) ->
     )
 
 
-def _next_of(later: Iterator[Candidate | Passed], taken: Candidate) -> CheckpointId | None:
+def _checkpoint_before(later: Iterator[Candidate | SkippedCheckpoint], taken: Candidate) -> CheckpointId | None:
     """Return the checkpoint to restore if `taken` were set aside; `later` follows it in order. Collective."""
     try:
         for one in later:
@@ -150,13 +150,13 @@ def _next_of(later: Iterator[Candidate | Passed], taken: Candidate) -> Checkpoin
     return None
 
 
-def _drifted_before(listed: Sequence[Candidate | Passed], first: Candidate) -> list[str]:
+def _drift_of_newer(listed: Sequence[Candidate | SkippedCheckpoint], first: Candidate) -> list[str]:
     """Return the drift of checkpoints that are newer than the first candidate but ranked after it."""
     usable = [one for one in listed if isinstance(one, Candidate)]
     return [*dict.fromkeys(one.drift for one in usable if one.drift and one.checkpoint > first.checkpoint)]
 
 
-def _go_without(
+def _proceed_without_store(
     job: RestoreJob, silent: HoldfastError, newest: Candidate | None, *, without_store: bool
 ) -> None:
     """Raise if the store does not answer, unless the tiers have a whole checkpoint and `without_store` is set."""
@@ -173,12 +173,12 @@ def _go_without(
 
 
 def _see_step(
-    wanted: Sequence[Candidate | Passed], step: int, newest: CheckpointId | None, where: str
+    wanted: Sequence[Candidate | SkippedCheckpoint], step: int, newest: CheckpointId | None, where: str
 ) -> None:
     """Raise `StoreMissing` if the wanted step has no checkpoint, or none that was ever whole."""
     if not wanted:
         known = "there is no checkpoint at all" if newest is None else f"the newest is {newest.step}"
         raise StoreMissing(f"{where}: no checkpoint of step {step}; {known}")
-    if all(isinstance(candidate, Passed) and not candidate.lost for candidate in wanted):
-        reasons = "; ".join(candidate.reason for candidate in wanted if isinstance(candidate, Passed))
+    if all(isinstance(candidate, SkippedCheckpoint) and not candidate.lost for candidate in wanted):
+        reasons = "; ".join(candidate.reason for candidate in wanted if isinstance(candidate, SkippedCheckpoint))
         raise StoreMissing(f"no checkpoint of step {step} is whole: {reasons}")

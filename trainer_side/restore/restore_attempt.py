@@ -33,12 +33,12 @@ from holdfast.wire.step_proof import ResumeProof
 from trainer_side.ranks.deadlines import HANGING_SHARE, within
 from trainer_side.ranks.peers import Peers, agree, gather, raise_agreed
 from trainer_side.restore.choice import STORE, Candidate, WantedBest
-from trainer_side.restore.device_memory import take_to_device
-from trainer_side.restore.device_sections import DeviceSections, Locked
+from trainer_side.restore.device_memory import allocate_on_device
+from trainer_side.restore.device_sections import DeviceSections, PinnedAllocator
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.inventory import StoreListing, TierListing
 from trainer_side.restore.joining_by_name import join_by_name
-from trainer_side.restore.loading import check, live_trees, load, may_refuse, open_own
+from trainer_side.restore.loading import check, live_trees, load, may_refuse, open_per_rank
 from trainer_side.restore.narrowing import StageNames, is_other, narrow
 from trainer_side.restore.read_plan import (
     KeptSlice,
@@ -49,17 +49,17 @@ from trainer_side.restore.read_plan import (
     cores_to_use,
     store_units,
 )
-from trainer_side.restore.reading import Means, Reading, Use, read
+from trainer_side.restore.reading import ReadOptions, Reading, SourceUsage, read
 from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.slice_reader import SliceReader
-from trainer_side.restore.split_parts import Placed, beside_live, place, split_moments, split_parts
+from trainer_side.restore.split_parts import PlacedParts, with_separate_memory, place, allocate_split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
-from trainer_side.restore.torch_loading import read_in_place, rewrap
-from trainer_side.restore.two_values import Suspects, see_suspects, suspects
+from trainer_side.restore.torch_loading import in_place_tensors, rewrap
+from trainer_side.restore.two_values import Suspects, check_suspects, find_suspects
 from trainer_side.restore.uncast import offloaded
 from trainer_side.state.optimizer_places import located, optimizers_of
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import telling, tensor_paths
+from trainer_side.state.tree import record_param_groups, tensor_paths
 from trainer_side.tiers.slot_proof import KeptProof
 
 _log = logging.getLogger("holdfast.restore")
@@ -96,7 +96,7 @@ class Restored:
     seconds: dict[str, float]
     bytes_read: int
     skipped: list[str]
-    sources: dict[str, Use] = field(default_factory=dict)
+    sources: dict[str, SourceUsage] = field(default_factory=dict)
     mended: list[str] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     whole_in: frozenset[str] = frozenset()
@@ -132,7 +132,7 @@ class RestoreOptions:
     # An object of this rank's state can skip batches, as `holdfast rewind` may require.
     can_skip: bool = False
     # Allocates page-locked host memory for transfers to a device; None: loading copies tensor by tensor.
-    locked: Locked | None = None
+    locked: PinnedAllocator | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class RestoreJob:
     peers: Peers
     events: EventLog | None
     found: TierListing
-    shelf: StoreListing
+    store_listing: StoreListing
     options: RestoreOptions
     ring_is_near: bool = False  # every rank reads the stager's ring itself
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -178,16 +178,16 @@ class RestoreAttempt:
         self._structure: Structure | None = None
         self._live: dict[str, Any] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._names, self._is_other = StageNames({}, {}), False
+        self._names, self._needs_all_names = StageNames({}, {}), False
         self._reading = Reading()
         self._suspects: Suspects = ()
-        self._placed = Placed({}, frozenset(), 0)
+        self._placed = PlacedParts({}, frozenset(), 0)
         self._plan = ReadPlan()
         self._adopted_bytes = 0
         self._offloaded: frozenset[int] = frozenset()  # tensors of the tree, by id()
         self._in_place: frozenset[str] = frozenset()  # names of the state
         self._has_own = any(isinstance(value, PerRank) for value in job.state.values())
-        self._crossing: DeviceSections | None = None
+        self._device_sections: DeviceSections | None = None
 
     def read(self) -> str | None:
         """Read all bytes. Return why this candidate cannot be used, or None. Collective."""
@@ -203,7 +203,7 @@ class RestoreAttempt:
         begun = time.monotonic()
         error = self._guarded(functools.partial(self._parse, self._open()))
         ranks: list[StageNames] = []
-        if not self._peers.all_agree(error is None and not self._is_other):
+        if not self._peers.all_agree(error is None and not self._needs_all_names):
             raise_agreed(self._peers, error)
             ranks = self._names.of_all(self._peers)
         error = self._guarded(functools.partial(self._fit, ranks))
@@ -214,7 +214,7 @@ class RestoreAttempt:
         assert self._structure is not None
         job = self._job
         if (locked := job.options.locked) is not None:
-            self._crossing = take_to_device(
+            self._device_sections = allocate_on_device(
                 self._structure, self._placed, job.state, self._live, locked, self._peers, self._offloaded
             )
         self._plan = agree_on_plan(self._structure, self._placed, self._peers)
@@ -224,12 +224,12 @@ class RestoreAttempt:
             else:
                 self._read_slices(self._rounds)
         finally:
-            if self._crossing is not None:
-                self._crossing.finish()
+            if self._device_sections is not None:
+                self._device_sections.finish()
 
     def _read_slices(self, rounds: SliceReader) -> None:
         try:
-            rounds.read(self._plan.targets, self._crossing)
+            rounds.read(self._plan.targets, self._device_sections)
         except DamageError:
             self._job.tell(rounds.mended, "and nothing else has all of it", event="damaged")
             raise
@@ -241,7 +241,7 @@ class RestoreAttempt:
         """Find the manifest or layout of the image, and return its head and tail. Collective."""
         job, candidate = self._job, self._candidate
         if candidate.stored != STORE:
-            self._manifest = job.shelf.manifest(candidate.stored, self._peers)
+            self._manifest = job.store_listing.manifest(candidate.stored, self._peers)
         if candidate.key is not None:
             return self._open_slices()
         assert self._manifest is not None
@@ -275,7 +275,7 @@ class RestoreAttempt:
             origins,
             self._manifest,
             self._peers,
-            Means(job.options.threads, job.options.seconds_max),
+            ReadOptions(job.options.threads, job.options.seconds_max),
             job.hanging,
             ring_is_near=job.ring_is_near,
         )
@@ -289,12 +289,12 @@ class RestoreAttempt:
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._plan.unshared)
         threads, seconds_max = job.options.threads, job.options.seconds_max
-        means = Means(threads, seconds_max, self._crossing)
+        means = ReadOptions(threads, seconds_max, self._device_sections)
         self._reading = read(manifest, units, origins, whole, self._peers, means)
         raise_agreed(self._peers, self._reading.error)
         if own:
             left = seconds_max - self._reading.seconds["read"]
-            scatter = Scatter(manifest, own, self._peers, self._crossing)
+            scatter = Scatter(manifest, own, self._peers, self._device_sections)
             parts = read(manifest, scatter, origins, own, self._peers, means._replace(seconds_max=left))
             self._reading.add(parts)
             raise_agreed(self._peers, parts.error)
@@ -317,13 +317,13 @@ class RestoreAttempt:
 
         def open_all() -> None:
             self._plan.settle()
-            see_suspects(self._suspects, tree, candidate.step)
+            check_suspects(self._suspects, tree, candidate.step)
             if self._has_own:
-                open_own(job.state, self._live, tree, names, rank=rank)
+                open_per_rank(job.state, self._live, tree, names, rank=rank)
 
         def load_all() -> None:
             # From here on only the tree holds bytes outside live memory, so that loading an object frees its part.
-            self._structure, self._plan, self._placed = None, ReadPlan(), Placed({}, frozenset(), 0)
+            self._structure, self._plan, self._placed = None, ReadPlan(), PlacedParts({}, frozenset(), 0)
             in_place, on_host = self._in_place, self._offloaded
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
@@ -462,13 +462,13 @@ class RestoreAttempt:
         self._structure = Structure(file, self._image, data, store)
         if self._structure.on_host:
             self._offloaded = offloaded(self._structure)
-        with telling(optimizers_of(self._job.state)) as given:
+        with record_param_groups(optimizers_of(self._job.state)) as given:
             self._live = live_trees(self._job.state)
         if isinstance(self._structure.tree, dict):
             rewrap(self._job.state, self._live, self._structure.tree)
         self._optimizers = located(self._live, self._job.state, given)
         self._names = StageNames.of(self._job.state, self._live)
-        self._is_other = is_other(self._names, self._job.state, self._structure.tree)
+        self._needs_all_names = is_other(self._names, self._job.state, self._structure.tree)
 
     def _fit(self, ranks: Sequence[StageNames]) -> None:
         """Check that the state fits, and let tensors of the tree share live memory where possible.
@@ -489,15 +489,15 @@ class RestoreAttempt:
         parts = split_parts(job.state, self._live)
         may_lack, ranks_now = job.options.may_lack, self._peers.ranks
         check(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=may_lack)
-        self._suspects = suspects(
+        self._suspects = find_suspects(
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
         # If an object may still refuse the bytes, none is read into live memory.
         is_open = bool(self._suspects) or (self._has_own and may_refuse(job.state))
-        in_place = {} if is_open else read_in_place(job.state, self._live, structure.tree)
+        in_place = {} if is_open else in_place_tensors(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
         own = {name: tree for name, tree in self._live.items() if name not in in_place}
-        parts = {**beside_live(parts, own, structure.tree), **split_moments(job.state, structure.tree)}
+        parts = {**with_separate_memory(parts, own, structure.tree), **allocate_split_moments(job.state, structure.tree)}
         self._placed = place(structure, parts, job.state, left_out)
         self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
 

@@ -27,11 +27,11 @@ from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
 from holdfast.ring.near_ring import NearRing, near_ring
-from holdfast.ring.remains import ANSWER_BYTES_MAX, Asked, HeldCheckpoint, read_held
+from holdfast.ring.remains import ANSWER_BYTES_MAX, FetchKind, HeldCheckpoint, decode_held
 from holdfast.wire.frames import to_json
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import RING, StoreCandidate
-from trainer_side.tiers.tier import Keeps, Kept, Nearness
+from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Nearness
 
 _log = logging.getLogger("holdfast.restore")
 _CHECKPOINTS_MAX = 4  # newest first; older ones come from the store
@@ -41,11 +41,11 @@ class Fetch(Protocol):
     """Interface of `trainer_side.link.link.Link.fetch`: ask the stager; None if it lacks the bytes. Any thread."""
 
     def __call__(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None: ...
 
 
-class _Known(NamedTuple):
+class _RingCheckpoint(NamedTuple):
     held: HeldCheckpoint
     layout: Layout
 
@@ -67,7 +67,7 @@ class RingContents:
         `stored`: The checkpoints of `keys` that the store has. The store was listed after `look`, so a checkpoint that
         became durable in between is in one of the two.
         """
-        found: list[_Known] = []
+        found: list[_RingCheckpoint] = []
         layouts: dict[str, Layout | None] = {}
         for held in self._held:
             of_store = [one for one in stored if (one.attempt, one.step) == (held.attempt, held.step)]
@@ -81,15 +81,15 @@ class RingContents:
                 continue
             whole = len(held.fitting(layout)) == layout.chunks
             if whole or any(one.digest == digest and not one.fault for one in of_store):
-                found.append(_Known(held, layout))
+                found.append(_RingCheckpoint(held, layout))
         near = near_ring(self._place) if self._place and found else None
-        return RingSlices(self._fetch, found, near, near_all=peers.all_agree(near is not None))
+        return RingSlices(self._fetch, found, near, near_on_all_ranks=peers.all_agree(near is not None))
 
     def _layout(self, digest: str, peers: Peers) -> Layout | None:
         said = b""
         if peers.rank == 0 and self._fetch is not None:
             try:
-                said = self._fetch(Asked.LAYOUT, body=digest.encode()) or b""
+                said = self._fetch(FetchKind.LAYOUT, body=digest.encode()) or b""
             except HoldfastError as error:
                 _log.warning("restore: %s; the ring is not used", error)
         said = peers.broadcast(said if peers.rank == 0 else None)
@@ -106,20 +106,20 @@ def look(fetch: Fetch | None, peers: Peers) -> RingContents:
     said = place = b""
     if peers.rank == 0 and fetch is not None:
         try:
-            said = fetch(Asked.HELD) or b""
-            place = fetch(Asked.PLACE) or b""
+            said = fetch(FetchKind.HELD) or b""
+            place = fetch(FetchKind.PLACE) or b""
         except HoldfastError as error:
             _log.warning("restore: %s; the ring is not used", error)
     said = peers.broadcast(said if peers.rank == 0 else None)
     place = peers.broadcast(place if peers.rank == 0 else None)
     try:
-        return RingContents(fetch, read_held(said) if said else [], place)
+        return RingContents(fetch, decode_held(said) if said else [], place)
     except ProtocolError as error:
         _log.warning("restore: the stager's ring: %s; not used", error)
         return RingContents(None, [])
 
 
-class RingSlices(Keeps):
+class RingSlices(SliceKeeper):
     """The ring's part of each saved rank's slice, as a tier. Any thread may call `read_into`."""
 
     name = "the stager's ring"
@@ -128,23 +128,23 @@ class RingSlices(Keeps):
     def __init__(
         self,
         fetch: Fetch | None,
-        known: Sequence[_Known],
+        known: Sequence[_RingCheckpoint],
         near: NearRing | None = None,
         *,
-        near_all: bool = False,
+        near_on_all_ranks: bool = False,
     ) -> None:
-        # `near_all`: every rank reads the ring itself; the same on every rank.
-        self._fetch, self._known, self._near, self.near_all = fetch, known, near, near_all
+        # `near_on_all_ranks`: every rank reads the ring itself; the same on every rank.
+        self._fetch, self._known, self._near, self.near_on_all_ranks = fetch, known, near, near_on_all_ranks
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
         self._frames: dict[tuple[str, int], tuple[tuple[SliceFrame, ...], list[int]]] = {}
         self._gone = ""
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SealedSlice]:
         """As `trainer_side.tiers.tier.Tier.kept`; a slice may lack chunks, which are named."""
         return [kept for known in self._known for kept in _slices(known)]
 
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+    def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
         """Fill `view` with a part of one frame; its CRC fields are zero, as when the ranks sent them.
 
         DamageError: the chunk has left the ring. StoreError: the stager is gone, or does not answer.
@@ -156,16 +156,16 @@ class RingSlices(Keeps):
         if self._near is None or not self._near.read(kept.seal.attempt, kept.seal.step, chunk, wanted):
             self._ask(kept, chunk, base, parts)
         for span, part in parts:
-            self._blank(kept.layout, chunk, span, part)
+            self._zero_crc_fields(kept.layout, chunk, span, part)
 
-    def _ask(self, kept: Kept, chunk: int, base: int, parts: Sequence[tuple[Extent, memoryview]]) -> None:
+    def _ask(self, kept: SealedSlice, chunk: int, base: int, parts: Sequence[tuple[Extent, memoryview]]) -> None:
         for some in _together(parts):
             first, end = some[0][0].offset, some[-1][0].end
             data = memoryview(self._bytes(kept, chunk, first - base, end - first))
             for span, part in some:
                 part[:] = data[span.offset - first : span.end - first]
 
-    def _spans(self, kept: Kept, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
+    def _spans(self, kept: SealedSlice, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
         """Return the chunk, and the extents of the image, in `nbytes` of the slice from `offset` on."""
         with self._lock:
             found = self._frames.get((kept.layout.digest, kept.seal.rank))
@@ -182,12 +182,12 @@ class RingSlices(Keeps):
             )
         return frame.chunk, spans
 
-    def _bytes(self, kept: Kept, chunk: int, offset: int, nbytes: int) -> bytes:
+    def _bytes(self, kept: SealedSlice, chunk: int, offset: int, nbytes: int) -> bytes:
         if self._gone or self._fetch is None:
             raise StoreError(f"{self.name}: {self._gone or 'this job has no stager'}")
         try:
             data = self._fetch(
-                Asked.BYTES,
+                FetchKind.BYTES,
                 attempt=kept.seal.attempt,
                 step=kept.seal.step,
                 chunk=chunk,
@@ -204,7 +204,7 @@ class RingSlices(Keeps):
             raise DamageError(f"{self.name}: chunk {chunk}: expected {nbytes} bytes, got {len(data)}")
         return data
 
-    def _blank(self, layout: Layout, chunk: int, span: Extent, view: memoryview) -> None:
+    def _zero_crc_fields(self, layout: Layout, chunk: int, span: Extent, view: memoryview) -> None:
         """Zero the CRC fields: the flusher fills them in when it writes a chunk, but the ranks' CRCs cover zeros."""
         with self._lock:
             index = self._indexes.get(layout.digest)
@@ -217,7 +217,7 @@ class RingSlices(Keeps):
                 view[begin:end] = bytes(end - begin)
 
 
-def _slices(known: _Known) -> Iterator[Kept]:
+def _slices(known: _RingCheckpoint) -> Iterator[SealedSlice]:
     held, layout = known
     fitting = held.fitting(layout)
     for rank in range(layout.ranks):
@@ -237,7 +237,7 @@ def _slices(known: _Known) -> Iterator[Kept]:
             frame_crc32s=tuple(crcs),
             record=SaveRecord(job=RING, drift=held.drift, trackers=dict(held.trackers) or None).to_json(),
         )
-        yield Kept(seal, layout, "ring", absent=frozenset(absent))
+        yield SealedSlice(seal, layout, "ring", absent=frozenset(absent))
 
 
 def _cut(frame: SliceFrame, offset: int, nbytes: int) -> list[Extent]:

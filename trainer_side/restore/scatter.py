@@ -71,7 +71,7 @@ class Scatter(Exchange):
         crossing: DeviceSections | None,
     ) -> None:
         super().__init__(_AHEAD)
-        self._image, self._peers, self._crossing = image, peers, crossing
+        self._image, self._peers, self._device_sections = image, peers, crossing
         self._mine: dict[int, list[RegionTarget]] = {}
         for index in sorted(targets):
             for region in targets[index].regions:
@@ -83,19 +83,19 @@ class Scatter(Exchange):
             for chunk in np.flatnonzero(readers >= 0).tolist()
         ]
         own = [unit.chunk for unit in self.units if unit.reader == peers.rank]
-        self._wishes = self._learn(targets, frozenset(own))
-        self._turns = {chunk: turn for turn, chunk in enumerate(sorted(self._wishes))}
+        self._needed_regions = self._exchange_needed_regions(targets, frozenset(own))
+        self._send_indexes = {chunk: turn for turn, chunk in enumerate(sorted(self._needed_regions))}
         self._packed: dict[int, list[_Parcel]] = {}
         self._memory: dict[int, np.ndarray] = {}
         self._leaving: list[int] = []
         self._coming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
-        self._largest = 0 if crossing is None else max(map(self._crossing_bytes, self._mine), default=0)
+        self._largest = 0 if crossing is None else max(map(self._device_bytes, self._mine), default=0)
         self._section: SectionWindow | None = None  # of receives in flight for a device
         self._section_end = 0
         self._parts: list[SectionPart] = []
 
     def _turn(self, unit: Unit) -> int | None:
-        return self._turns.get(unit.chunk)
+        return self._send_indexes.get(unit.chunk)
 
     def keep(self, unit: Unit, part: EntryPart, _address: int, view: memoryview) -> None:
         """Pack the bytes that other ranks need. Any thread."""
@@ -114,13 +114,13 @@ class Scatter(Exchange):
                 pieces = _pieces(parcel.memory, [*parcel.sizes, _CRC_BYTES])
                 for rank in parcel.ranks:
                     peers.send(pieces, rank)
-            if unit.chunk in self._turns:
+            if unit.chunk in self._send_indexes:
                 self._leaving.append(unit.chunk)
         elif unit.chunk in self._mine:
-            runs = [self._coming_to(region, first, end) for region, first, end in self._runs(unit.chunk)]
-            sealed_there = np.empty(_CRC_BYTES, np.uint8)
-            peers.receive([piece for run in (*runs, sealed_there) for piece in _pieces(run)], unit.reader)
-            self._coming.append((unit.chunk, runs, sealed_there))
+            runs = [self._receive_memory(region, first, end) for region, first, end in self._runs(unit.chunk)]
+            received_crc = np.empty(_CRC_BYTES, np.uint8)
+            peers.receive([piece for run in (*runs, received_crc) for piece in _pieces(run)], unit.reader)
+            self._coming.append((unit.chunk, runs, received_crc))
 
     @property
     def is_full(self) -> bool:
@@ -137,8 +137,8 @@ class Scatter(Exchange):
                     "the chunk was read whole"
                 )
         self._coming.clear()
-        if self._section is not None and self._crossing is not None:
-            self._crossing.send(self._section, self._parts)
+        if self._section is not None and self._device_sections is not None:
+            self._device_sections.send(self._section, self._parts)
             self._section, self._section_end, self._parts = None, 0, []
         with self._changed:
             for chunk in self._leaving:
@@ -156,11 +156,11 @@ class Scatter(Exchange):
             first, end = self._within(region.entry, region.base, region.comb, chunk)
             yield region, first, end
 
-    def _coming_to(self, region: RegionTarget, first: int, end: int) -> np.ndarray:
-        if region.device is None or self._crossing is None:
+    def _receive_memory(self, region: RegionTarget, first: int, end: int) -> np.ndarray:
+        if region.device is None or self._device_sections is None:
             return region.memory[first:end]
         if self._section is None:
-            self._section = self._crossing.window(
+            self._section = self._device_sections.window(
                 max(self._largest, min(_COMING * self._largest, _COMING_BYTES))
             )
         begin = _aligned(self._section_end) + first % WIDEST_BYTES
@@ -168,7 +168,7 @@ class Scatter(Exchange):
         self._parts.append(SectionPart(region.device, first, begin, end - first))
         return self._section.bytes[begin : self._section_end]
 
-    def _crossing_bytes(self, chunk: int) -> int:
+    def _device_bytes(self, chunk: int) -> int:
         """Return the most space in a window that the received bytes of one chunk take."""
         runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
         return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
@@ -177,7 +177,7 @@ class Scatter(Exchange):
         begin = chunk * self._image.chunk_bytes - self._image.entries[entry].offset - base
         return comb.before(begin), comb.before(begin + self._image.chunk_bytes)
 
-    def _learn(
+    def _exchange_needed_regions(
         self, targets: Mapping[int, ScatterTarget], own: Collection[int]
     ) -> dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]]:
         """Return the regions that other ranks need of each chunk that this rank reads. Collective.
@@ -187,13 +187,13 @@ class Scatter(Exchange):
         """
         peers, image = self._peers, self._image
         mine = [_row(region) for index in sorted(targets) for region in targets[index].regions]
-        said_here = json.dumps(mine).encode()
+        own_rows = json.dumps(mine).encode()
         spans = {index: _chunks(image, index) for index in targets}
         near = {index for index, span in spans.items() if any(chunk in own for chunk in span)}
         known: dict[str, NeededRegion] = {}
         wanted: dict[int, dict[int, list[str]]] = {}
         for root in range(peers.ranks):
-            said = peers.broadcast(said_here if root == peers.rank else None, root)
+            said = peers.broadcast(own_rows if root == peers.rank else None, root)
             if root == peers.rank:
                 continue
             for row in json.loads(said):
@@ -221,18 +221,18 @@ class Scatter(Exchange):
 
     def _parcels(self, chunk: int) -> list[_Parcel]:
         """Return the parcels of a chunk that this rank reads; their memory is reused once they are sent."""
-        turn = self._turns.get(chunk)
+        turn = self._send_indexes.get(chunk)
         if turn is None:
             return []
         with self._changed:
             if chunk not in self._packed:
-                self._packed[chunk] = self._laid_out(chunk, turn % _AHEAD)
+                self._packed[chunk] = self._make_parcels(chunk, turn % _AHEAD)
             return self._packed[chunk]
 
-    def _laid_out(self, chunk: int, place: int) -> list[_Parcel]:
+    def _make_parcels(self, chunk: int, place: int) -> list[_Parcel]:
         parcels: list[tuple[tuple[int, ...], list[tuple[NeededRegion, int, int]], list[int]]] = []
         nbytes = 0
-        for ranks, wishes in self._wishes[chunk]:
+        for ranks, wishes in self._needed_regions[chunk]:
             laid: list[tuple[NeededRegion, int, int]] = []
             sizes: list[int] = []
             for wish in wishes:

@@ -24,7 +24,7 @@ from holdfast.image.manifest import Manifest
 from trainer_side.ranks.peers import LonePeers, Peers, gather, raise_agreed
 from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
 from trainer_side.restore.device_sections import DeviceSections
-from trainer_side.restore.exchange import check_entries, check_told, tell
+from trainer_side.restore.exchange import check_entries, check_sums, tell
 from trainer_side.restore.read_plan import (
     FramePiece,
     FrameSource,
@@ -34,9 +34,9 @@ from trainer_side.restore.read_plan import (
     divide,
     pieces_of,
 )
-from trainer_side.restore.reading import Failure, Means, Reading, read
+from trainer_side.restore.reading import Failure, ReadOptions, Reading, read
 from trainer_side.restore.structure import ImageEnds, ImageMap, ends_of
-from trainer_side.restore.targets import ChunkWindows, EntryPart, EntryTaker, EntryTarget, Sum
+from trainer_side.restore.targets import ChunkWindows, EntryPart, EntrySink, EntryTarget, Sum
 
 
 @dataclass
@@ -48,7 +48,7 @@ class SliceReader:
     origins: Mapping[int, Origin]  # the sources that this rank reads from, by number
     manifest: Manifest | None  # the store's; None if it does not have this checkpoint
     peers: Peers
-    means: Means
+    means: ReadOptions
     # Tiers that get no more requests, by rank and name, with the reason; the same on every rank. Extended here.
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
     # Every rank reads the ring itself: all ranks see its shared memory.
@@ -92,13 +92,13 @@ class SliceReader:
         ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
         data = torch.empty(ends.nbytes, dtype=torch.uint8, device="cpu")
         memory, address = data.numpy().data, data.data_ptr()
-        targets: dict[int, EntryTaker] = {0: EntryTarget(address, memory[:head_bytes])}
+        targets: dict[int, EntrySink] = {0: EntryTarget(address, memory[:head_bytes])}
         targets[1] = EntryTarget(address + head_bytes, memory[head_bytes:])
         within = [Extent(entry.offset, entry.nbytes) for entry in ends.entries]
         self._read(ends, pieces_of(self.layout, within), targets)
         return bytes(memory)
 
-    def read(self, targets: Mapping[int, EntryTaker], crossing: DeviceSections | None) -> None:
+    def read(self, targets: Mapping[int, EntrySink], crossing: DeviceSections | None) -> None:
         """Fill every target on every rank.
 
         DamageError, on every rank: this candidate cannot be used, and the targets are undefined. StoreError: the store
@@ -114,12 +114,12 @@ class SliceReader:
         self,
         image: ImageMap,
         pieces: dict[int, FramePiece],
-        targets: Mapping[int, EntryTaker],
+        targets: Mapping[int, EntrySink],
         crossing: DeviceSections | None = None,
     ) -> dict[int, tuple[EntryPart, Sum]]:
         self.reading = Reading()
         done: list[Unit] = []
-        done_near: list[Unit] = []
+        done_locally: list[Unit] = []
         left = dict(pieces)
         windows = ChunkWindows(image, targets)
         while left:
@@ -132,7 +132,7 @@ class SliceReader:
                 broken=self._unusable,
             )
             if lost:
-                raise self._hopeless(left[lost[0]])
+                raise self._unreadable_error(left[lost[0]])
             near, shared = self._near(units, left)
             failures: list[Failure] = []
             for some, peers in ((list(near.values()), LonePeers()), (shared, self.peers)):
@@ -145,7 +145,7 @@ class SliceReader:
             failed_units = self._failures(units, near, left, failures)
             numbers = {unit: number for number, unit in enumerate(units)}
             done += [unit for unit in shared if numbers[unit] not in failed_units]
-            done_near += [unit for unit in near if numbers[unit] not in failed_units]
+            done_locally += [unit for unit in near if numbers[unit] not in failed_units]
             # Parts that some rank is missing are read again, possibly by another rank.
             for part in windows.parts(
                 [extent for number in failed_units for extent in units[number].extents]
@@ -154,10 +154,10 @@ class SliceReader:
             again = {piece for number in failed_units for piece in units[number].pieces}
             left = {number: piece for number, piece in left.items() if number in again}
         told = tell(image, done, targets, self.reading.sums, self.peers)
-        for part in windows.parts([extent for unit in done_near for extent in unit.extents]):
+        for part in windows.parts([extent for unit in done_locally for extent in unit.extents]):
             told[part.offset] = part, self.reading.sums[part.offset]
         threads, received = self.means.threads or cores_to_use(), self.reading.received
-        error = check_told(image, told, targets, self.reading.sums, received=received, threads=threads)
+        error = check_sums(image, told, targets, self.reading.sums, received=received, threads=threads)
         raise_agreed(self.peers, error)
         return told
 
@@ -196,7 +196,7 @@ class SliceReader:
             (numbers[one.unit], one.broken, self.origins[one.unit.number].tier if one.hangs else "")
             for one in mine
         ]
-        said = gather(self.peers, json.dumps([rows, self._texts(mine)]).encode())
+        said = gather(self.peers, json.dumps([rows, self._describe_failures(mine)]).encode())
         failed: set[int] = set()
         for rank, answer in enumerate(said):
             rows_there, texts = json.loads(answer)
@@ -215,7 +215,7 @@ class SliceReader:
                     self._broken.update(sources)
         return failed
 
-    def _texts(self, failures: Sequence[Failure]) -> list[str]:
+    def _describe_failures(self, failures: Sequence[Failure]) -> list[str]:
         """Return one text per slice or hanging tier: its first failed frame, and the number of others."""
         grouped: dict[int | str, list[Failure]] = {}
         for failure in failures:
@@ -231,7 +231,7 @@ class SliceReader:
             texts.append(f"rank {self.peers.rank}: {said if place in said else f'{place}: {said}'}{more}")
         return texts
 
-    def _hopeless(self, piece: FramePiece) -> DamageError:
+    def _unreadable_error(self, piece: FramePiece) -> DamageError:
         reasons = "; ".join(self.mended[-3:] or self.hanging.values())
         store = "the store does not have this step" if self.candidate.stored == STORE else "nor has the store"
         return DamageError(

@@ -18,7 +18,7 @@ import torch
 from trainer_side.restore.structure import Structure, entry_at, once
 from trainer_side.restore.targets import Claims, ScatterTarget
 from trainer_side.state.optimizer_places import at, matched
-from trainer_side.state.split_tensor import Held, held_at, is_dtensor, is_split
+from trainer_side.state.split_tensor import Held, held_part_at, is_dtensor, is_split
 from trainer_side.state.tree import children, containers, replaced, tensor_paths
 
 
@@ -30,7 +30,7 @@ class SplitPart(NamedTuple):
     live: bool = True  # the object holds it already
 
 
-class Placed(NamedTuple):
+class PlacedParts(NamedTuple):
     """The result of `place`."""
 
     regions: dict[int, ScatterTarget]  # entry → this rank's parts of it
@@ -53,13 +53,13 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     clear = once(path for path, _ in found)
     parts: dict[str, SplitPart] = {}
     for path, value in found:
-        here = held_at(path, value)
+        here = held_part_at(path, value)
         if here is not None and path in clear:
             parts[path] = SplitPart(value, here)
     return parts
 
 
-def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: Any) -> dict[str, SplitPart]:
+def with_separate_memory(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: Any) -> dict[str, SplitPart]:
     """Return the parts, with new memory for the DTensors of objects with their own loading code.
 
     Such an object gets the whole tensor if the checkpoint has another shape. A `Split` is always filled in place, as
@@ -76,7 +76,7 @@ def beside_live(parts: Mapping[str, SplitPart], own: Mapping[str, Any], tree: An
     return placed
 
 
-def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, SplitPart]:
+def allocate_split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, SplitPart]:
     """Allocate moments of split parameters that the checkpoint has and the optimizer lacks.
 
     They are as the optimizer itself would make them, in the saved dtype. StateError: names the parameter.
@@ -98,7 +98,7 @@ def place(
     parts: Mapping[str, SplitPart],
     names: Collection[str],
     left_out: Collection[int] = (),
-) -> Placed:
+) -> PlacedParts:
     """Put the parts into the tree, and free memory that no tensor of the tree uses any more.
 
     `structure`: Its tensors have the shapes of the parts at their paths. `names`: Names of the state. If the state is
@@ -107,7 +107,7 @@ def place(
     not lie in one piece.
     """
     if not parts and not left_out:
-        return Placed({}, frozenset(), 0)
+        return PlacedParts({}, frozenset(), 0)
     entry_of = structure.entry_of
     tensors = structure.tensors
     clear = once(path for path, _ in tensors)
@@ -137,12 +137,12 @@ def place(
     free = touched - structure.entries
     for entry in free:
         del structure.storages[entry]
-    return Placed(regions, frozenset(free), claims.nbytes)
+    return PlacedParts(regions, frozenset(free), claims.nbytes)
 
 
 def _like(path: str, tensor: torch.Tensor, dtype: torch.dtype) -> SplitPart:
     fresh = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-    here = held_at(path, fresh)
+    here = held_part_at(path, fresh)
     assert here is not None
     return SplitPart(fresh, here, live=False)
 

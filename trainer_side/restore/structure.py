@@ -30,8 +30,8 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
-from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, unfilled
-from trainer_side.state.position_names import Position, from_record, on_host_in
+from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, fill_disabled
+from trainer_side.state.position_names import Position, from_record, read_on_host
 from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
 
@@ -159,7 +159,7 @@ class Structure:
 
         def note(storage: Any, _location: str) -> Any:
             if storage.nbytes() and not sizes_are_right:
-                storage = _of_size(storage, next(sizes, 0))
+                storage = _resized(storage, next(sizes, 0))
             created.append(storage)
             return storage
 
@@ -171,7 +171,7 @@ class Structure:
         stream = _StructureFile(file, image, data, store)
         try:
             refuse_costly_pickle(cast(IO[bytes], stream), self._what)
-            with torch.serialization.skip_data(), unfilled():
+            with torch.serialization.skip_data(), fill_disabled():
                 self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=note, weights_only=True)
         except pickle.UnpicklingError as error:
             raise StateError(
@@ -237,7 +237,7 @@ class Structure:
         for entry in self._image.entries:
             if entry.name.endswith("/data.pkl") and entry.offset + entry.nbytes <= ends_of(self._image)[0]:
                 record = data[entry.offset : entry.offset + entry.nbytes]
-                return from_record(record, source=self._what), on_host_in(record)
+                return from_record(record, source=self._what), read_on_host(record)
         return {}, frozenset()
 
     def _assign(self, created: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
@@ -285,7 +285,7 @@ class Structure:
                 raise DamageError(f"{self._what}: {path} lies in {got}, the manifest says {', '.join(names)}")
 
 
-class _Nowhere:
+class _NoStore:
     """Takes the place of the store without a portable file: refuses reads between head and tail."""
 
     def __init__(self, what: str) -> None:
@@ -301,7 +301,7 @@ class _StructureFile(RangedFile):
     """The whole file, with head and tail served from memory."""
 
     def __init__(self, file: str, image: Manifest | Layout, data: bytes, store: Store | None) -> None:
-        super().__init__(cast(Store, _Nowhere(file)) if store is None else store, file, image.image_bytes)
+        super().__init__(cast(Store, _NoStore(file)) if store is None else store, file, image.image_bytes)
         self._data = memoryview(data)
         self._head_bytes, self._tail_offset = ends_of(image)
         self._end = image.image_bytes
@@ -353,7 +353,7 @@ def _skipped_sizes_are_right() -> bool:
     return bool(read.untyped_storage().nbytes() == read.nbytes)
 
 
-def _of_size(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+def _resized(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
     """Return a storage of the entry's size, `nbytes`, for one that is too large by a factor of the element's size.
 
     A tensor that reaches beyond its end makes the storage grow, and `_assign` then finds that the sizes differ.

@@ -25,7 +25,7 @@ from holdfast.crc import crc32
 from holdfast.errors import StateError
 from holdfast.image.entries import Extent
 from holdfast.image.regions import Comb, Region
-from holdfast.ring.pages import direct_window
+from holdfast.ring.pages import aligned_buffer
 from trainer_side.restore.device_sections import SectionPart
 from trainer_side.restore.structure import ImageMap
 from trainer_side.state.split_tensor import Held
@@ -155,11 +155,11 @@ class Claims:
         source = (entry, base, tuple(order), region)
         if self._sources.get(span) == source:
             return None
-        as_it_lies = (
+        is_same_layout = (
             order == sorted(order) and local.dtype == saved.dtype and not (local.is_conj() or local.is_neg())
         )
         on_cpu = local.device.type == "cpu"
-        is_own = as_it_lies and (on_cpu or not self._live) and self._claim(span)
+        is_own = is_same_layout and (on_cpu or not self._live) and self._claim(span)
         if is_own and on_cpu:
             self._sources[span] = source
             self.nbytes += comb.nbytes
@@ -267,7 +267,7 @@ class EntryTarget(NamedTuple):
         return ()
 
 
-EntryTaker = EntryTarget | ScatterTarget
+EntrySink = EntryTarget | ScatterTarget
 """Takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
 
 
@@ -280,7 +280,7 @@ class ReadWindow(NamedTuple):
     @classmethod
     def of_size(cls, nbytes: int) -> ReadWindow:
         """Allocate memory, which takes space only when it is touched."""
-        memory = direct_window(nbytes)
+        memory = aligned_buffer(nbytes)
         return cls(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), memory)
 
 

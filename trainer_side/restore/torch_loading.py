@@ -23,13 +23,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from trainer_side.state.optimizer_places import is_form
+from trainer_side.state.optimizer_places import is_optimizer_dict
 from trainer_side.state.split_tensor import is_dtensor
 
 # Their loading only completes or refuses files of old versions, which lack names of the module.
 _NORMS = (_NormBase, _InstanceNorm)
 _CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-# These hooks keep the wrapper out of the names; see `places_of`.
+# These hooks keep the wrapper out of the names; see `tensors_by_key`.
 _NAME_HOOKS = f"{_CHECKPOINT_WRAPPER}:ActivationWrapper."
 _SHARDING_HOOKS = "torch.distributed.fsdp._fully_shard."  # reshard the parameters of FSDP2
 _OLD_NAME_HOOKS = "torch.nn.utils.parametrizations:weight_norm."  # rename parameters of an old weight_norm
@@ -45,7 +45,7 @@ class Loading(enum.Enum):
 
 def loading_of(value: Any) -> Loading:
     if isinstance(value, nn.Module):
-        return _of_module(value)
+        return _loading_of_module(value)
     if isinstance(value, torch.optim.Optimizer):
         return Loading.TORCH if _is_plain_optimizer(value) else Loading.OWN
     return Loading.TORCH if isinstance(value, torch.Tensor) else Loading.OWN
@@ -55,11 +55,11 @@ def is_loaded_by_torch(value: Any, saved: Any) -> bool:
     """Whether torch copies `saved` into the value unchanged, without custom code that may refuse."""
     loading = loading_of(value)
     if loading is Loading.ADAPTED:
-        return isinstance(saved, Mapping) and set(saved) == set(places_of(value))
+        return isinstance(saved, Mapping) and set(saved) == set(tensors_by_key(value))
     return loading is Loading.TORCH
 
 
-def places_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def tensors_by_key(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return each parameter and buffer under the key that torch's own `load_state_dict` looks up in a checkpoint."""
     places: dict[str, torch.Tensor] = {}
 
@@ -79,18 +79,18 @@ def places_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return places
 
 
-def read_in_place(
+def in_place_tensors(
     state: Mapping[str, Any], live: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return, by name, the tensors that may be read into, at the checkpoint's paths. `live`: from `live_trees`."""
     return {
-        name: places_of(state[name]) if isinstance(state[name], nn.Module) else live[name]
+        name: tensors_by_key(state[name]) if isinstance(state[name], nn.Module) else live[name]
         for name in live
         if name in tree and is_loaded_by_torch(state[name], tree[name])
     }
 
 
-def _of_module(root: nn.Module) -> Loading:
+def _loading_of_module(root: nn.Module) -> Loading:
     if not _is_inherited(root, "load_state_dict", nn.Module):
         return Loading.OWN
     adapted = False
@@ -103,7 +103,7 @@ def _of_module(root: nn.Module) -> Loading:
             not bases
             or isinstance(module, torch.jit.ScriptModule)
             or not _is_inherited(module, "set_extra_state", nn.Module)
-            or not all(tensor is None or _takes_bytes(tensor) for tensor in tensors)
+            or not all(tensor is None or _has_plain_copy(tensor) for tensor in tensors)
         ):
             return Loading.OWN
         before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
@@ -143,7 +143,7 @@ def _is_activation_wrapper(module: nn.Module) -> bool:
     return file is not None and isinstance(module, file.ActivationWrapper)
 
 
-def _takes_bytes(tensor: torch.Tensor) -> bool:
+def _has_plain_copy(tensor: torch.Tensor) -> bool:
     """Whether `copy_` into the tensor copies bytes without running code of a subclass."""
     kind = type(tensor)
     if is_lazy(tensor):  # a hook of torch gives it a shape
@@ -181,7 +181,7 @@ def rewrap(state: Mapping[str, Any], live: Mapping[str, Any], tree: dict[str, An
     for name, value in state.items():
         saved = tree.get(name)
         if isinstance(value, torch.nn.Module) and isinstance(saved, Mapping):
-            here = live[name] if loading_of(value) is Loading.OWN else places_of(value)
+            here = live[name] if loading_of(value) is Loading.OWN else tensors_by_key(value)
             new = _module_names(name, saved, here)
             if new:
                 tree[name] = _renamed(saved, here, new)
@@ -203,7 +203,7 @@ def new_names(saved: Collection[str], here: Collection[str]) -> dict[str, str]:
     return {name: new for name, new in found.items() if new != name}
 
 
-def other_wrappers(saved: Collection[str], here: Collection[str]) -> str:
+def describe_other_wrappers(saved: Collection[str], here: Collection[str]) -> str:
     """Name the wrappers that only one of the two sides has, for messages; empty if there are none."""
     there, own = _wrappers_in(saved), _wrappers_in(here)
     said = [
@@ -274,7 +274,7 @@ def _renamed(saved: Mapping[str, Any], here: Mapping[str, Any], new: Mapping[str
 
 
 def _rewrapped_optimizer(saved: Any, here: Collection[str], moved: Mapping[str, str]) -> Any:
-    if not is_form(saved):
+    if not is_optimizer_dict(saved):
         return saved
     listed = {
         name

@@ -6,7 +6,7 @@
         └ other bytes    StateError with both names, before anything is loaded
 
 If a manifest has the CRC-32 of each, these are compared before a byte is read. Otherwise (slices of local tiers, views)
-the bytes are read outside live memory, and compared (`see_suspects`) before they are loaded.
+the bytes are read outside live memory, and compared (`check_suspects`) before they are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.image.manifest import Manifest
 from trainer_side.restore.structure import entry_at, once
 from trainer_side.state.optimizer_places import reachable
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import tensor_paths, view_of
+from trainer_side.state.tree import tensor_paths, view_key
 
 _ALIGNED_BYTES = 16  # of the largest dtype
 
@@ -40,7 +40,7 @@ Suspects = Sequence[Sequence[_LiveView]]
 """Groups of tensors that share memory in the script but not in the checkpoint."""
 
 
-def see_suspects(groups: Suspects, tree: Any, step: int) -> None:
+def check_suspects(groups: Suspects, tree: Any, step: int) -> None:
     """Compare the bytes of each group after the read. Training thread. StateError: two values differ; names both."""
     if not groups:
         return
@@ -50,7 +50,7 @@ def see_suspects(groups: Suspects, tree: Any, step: int) -> None:
             raise _refusal(step, one, other)
 
 
-def suspects(
+def find_suspects(
     state: Mapping[str, Any],
     live: Mapping[str, Any],
     tree: Any,
@@ -69,7 +69,7 @@ def suspects(
     saved = {path: tensor for path, tensor in there if path in clear}
     undecided = []
     for group in _sharing(state, live, saved):
-        if _shares_alike(group, saved):
+        if _is_shared_in_file(group, saved):
             continue
         sums = [_sum(one, saved[one.path], image, entry_of) for one in group]
         if None in sums or any(_place(one) != _place(group[0]) for one in group):
@@ -101,14 +101,14 @@ def _sharing(
         if isinstance(value, torch.optim.Optimizer) or path not in saved:
             continue  # an optimizer adopts the loaded tensors
         local = local_of(tensor)
-        if view_of(local) is None or not local.numel() or saved[path].shape != tensor.shape:
+        if view_key(local) is None or not local.numel() or saved[path].shape != tensor.shape:
             continue
         if any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
             continue  # an expanded tensor, into which nothing can be copied
         # An object of the script may replace its tensors by the loaded ones, such as the best weights so far. Module
         # tensors that it holds in one dictionary count as the state of that module.
         is_filled = isinstance(value, torch.nn.Module | torch.Tensor | dict | list | tuple)
-        if not is_filled and view_of(local) not in _module_views(name, value, views):
+        if not is_filled and view_key(local) not in _module_views(name, value, views):
             continue
         pool = "" if is_filled else path.rpartition("/")[0]
         last = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
@@ -125,7 +125,7 @@ def _module_views(name: str, value: Any, known: dict[str, set[Any]]) -> set[Any]
     if name not in known:
         modules = [one for one in reachable({name: value}) if isinstance(one, torch.nn.Module)]
         tensors = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
-        known[name] = {view_of(local_of(tensor)) for tensor in tensors}
+        known[name] = {view_key(local_of(tensor)) for tensor in tensors}
     return known[name]
 
 
@@ -147,7 +147,7 @@ def _place(one: _LiveView) -> tuple[Any, ...]:
     return one.begin, one.local.dtype, tuple(one.local.shape), one.local.stride()
 
 
-def _shares_alike(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> bool:
+def _is_shared_in_file(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> bool:
     """Whether the file has the group in one storage, at the same distances, so that all get the same bytes."""
     places = set()
     for one in group:

@@ -20,7 +20,7 @@ from trainer_side.state.optimizer_places import matched, numbers_of
 from trainer_side.state.tree import children, tensor_paths, with_changes
 
 _HOST = "cpu"
-Elsewhere = Mapping[int, Mapping[str, torch.device]]
+DeviceOverrides = Mapping[int, Mapping[str, torch.device]]
 """Saved number of a parameter → path within its state → the device, if it is not the parameter's."""
 
 
@@ -29,7 +29,7 @@ def offloaded(structure: Structure) -> frozenset[int]:
     return frozenset(id(tensor) for path, tensor in structure.tensors if path in structure.on_host)
 
 
-def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> Elsewhere:
+def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> DeviceOverrides:
     """Return the saved tensors that do not belong on the device of their parameter, with their devices."""
     found: dict[int, Mapping[str, torch.device]] = {}
     for number, parameter in matched(optimizer, saved):
@@ -44,10 +44,10 @@ def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[
     return found
 
 
-_SPOILT = "<generator object"  # torch calls `str` on a generator of the letters of a text, and gets this
+_MANGLED_PREFIX = "<generator object"  # torch calls `str` on a generator of the letters of a text, and gets this
 
 
-class Shielded:
+class ShieldedValue:
     """Hides a value that torch's loading would refuse, or warn of: torch leaves objects of unknown classes alone."""
 
     __slots__ = ("device", "value")
@@ -117,9 +117,9 @@ def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = F
 def _shielded(value: Any, elsewhere: Mapping[str, torch.device], path: str = "") -> Any:
     if isinstance(value, torch.Tensor):
         device = elsewhere.get(path)
-        return Shielded(value, device) if value.is_complex() or device is not None else value
+        return ShieldedValue(value, device) if value.is_complex() or device is not None else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Shielded(value)
+        return ShieldedValue(value)
     shields = {
         key: _shielded(one, elsewhere, f"{path}/{key}" if path else str(key)) for key, one in children(value)
     }
@@ -130,14 +130,14 @@ def _shielded(value: Any, elsewhere: Mapping[str, torch.device], path: str = "")
 def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool) -> Any:
     """Return `loaded` with the dtypes of `saved`, as far as both have the same form; itself if nothing changes."""
     again = functools.partial(_restored, device=device, only_casts=only_casts)
-    if isinstance(loaded, Shielded):
+    if isinstance(loaded, ShieldedValue):
         return _moved(loaded.value, loaded.device or device)
     if isinstance(saved, torch.Tensor):
         if isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
             return saved.to(loaded.device) if not only_casts or _is_cast(loaded, saved) else loaded
         return loaded
     if isinstance(saved, str):
-        return saved if isinstance(loaded, str) and loaded.startswith(_SPOILT) else loaded
+        return saved if isinstance(loaded, str) and loaded.startswith(_MANGLED_PREFIX) else loaded
     if isinstance(saved, Mapping):
         if not isinstance(loaded, dict) or loaded.keys() != saved.keys():
             # Keys that the optimizer has added or removed stay as they are.

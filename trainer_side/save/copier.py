@@ -29,17 +29,17 @@ from trainer_side.background_thread import BackgroundThread, ThreadDied
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copy_plan import Batch, Route, Router
-from trainer_side.save.device_dedup import Outdated
-from trainer_side.save.device_stream import enter_thread
+from trainer_side.save.device_dedup import SkippedBytesChanged
+from trainer_side.save.device_stream import bind_thread_to_device
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
-from trainer_side.save.hook_coverage import HookCoverage, Quietness
+from trainer_side.save.hook_coverage import HookCoverage, CopyPolicy
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
-from trainer_side.state.tree import with_inner
+from trainer_side.state.tree import with_inner_optimizers
 from trainer_side.tiers.tier_write import TierWrite
 from trainer_side.transfer import Transfer
 
@@ -54,7 +54,7 @@ class CopyJob:
     taken: Capture
     after: StreamEvent | None  # recorded on the training's stream at `save()`, if tensors are on a device
     fingerprints: Fingerprints | None  # None if they are not wanted
-    keeping: TierWrite | None = None  # None without local tiers
+    tier_write: TierWrite | None = None  # None without local tiers
     instant: SavedInstant | None = None  # None if nothing is copied behind the gate
     # An update has stopped waiting, or the copy is torn.
     abandoned: threading.Event = field(default_factory=threading.Event)
@@ -62,21 +62,21 @@ class CopyJob:
     updating: threading.Event = field(default_factory=threading.Event)
     whole: threading.Event = field(default_factory=threading.Event)  # every live tensor has been copied
     inside: bool = False  # `save()` waits for the whole copy
-    compares: bool = False  # the next update or save first compares the copy with the live bytes
+    compare_later: bool = False  # the next update or save first compares the copy with the live bytes
     device: torch.device | None = None
     route: Route | None = None  # `save()` has reserved device memory for it; None: the copy thread makes one
 
     def cancelled(self) -> bool:
         """Whether neither the stager nor any local tier can use the copy any more."""
-        if self.keeping is not None and self.keeping.is_wanted:
+        if self.tier_write is not None and self.tier_write.is_wanted:
             return self.abandoned.is_set()
         return self.abandoned.is_set() or self.transfer.settled.is_set()
 
     def give_up(self, reason: Reason) -> None:
         """Withdraw the step: the bytes copied so far must not be used."""
         self.abandoned.set()
-        if self.keeping is not None:
-            self.keeping.cancel(reason)
+        if self.tier_write is not None:
+            self.tier_write.cancel(reason)
 
 
 class Copier:
@@ -93,12 +93,12 @@ class Copier:
         ledger: Ledger,
         events: EventLog,
         seconds_max: float,
-        quietness: Quietness,
+        copy_policy: CopyPolicy,
     ) -> None:
         self._link, self._ledger, self._events, self._seconds_max = link, ledger, events, seconds_max
-        gated = with_inner(optimizers)
-        self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
-        self._proof, self._quietness = HookCoverage(gated), quietness
+        gated = with_inner_optimizers(optimizers)
+        self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._on_step_hook)
+        self._proof, self._copy_policy = HookCoverage(gated), copy_policy
         self.update_streams: list[Any] = []  # streams of the device on which updates were queued recently
         self.updates = 0  # steps of optimizers that have begun
         self.on_update: Callable[[], None] = lambda: None  # called when one begins, on the training thread
@@ -140,7 +140,7 @@ class Copier:
         self.gate.open()
         self._idle.set()
 
-    def reopen_if_idle(self) -> bool:
+    def reopen_gate_if_idle(self) -> bool:
         """Undo `shut` after an exception, unless the copy has begun. Returns whether it was undone."""
         if self._job is not None:
             return False
@@ -154,7 +154,7 @@ class Copier:
         if self.problem is not None:  # the thread has died meanwhile
             self._died(self.problem)
 
-    def way_of(
+    def choose_copy_mode(
         self, step: int, instant: SavedInstant | None, nbytes: int, *, on_device: bool
     ) -> tuple[bool, bool]:
         """Return whether `save()` waits for the copy, and whether live bytes are compared with it afterwards.
@@ -164,32 +164,32 @@ class Copier:
         trusted = self._proof.saved(instant)
         if instant is None:
             return False, False
-        if self._by_hand or self._quietness.is_inside(nbytes, on_device=on_device):
+        if self._by_hand or self._copy_policy.must_copy_inside(nbytes, on_device=on_device):
             return True, False
-        if trusted and not self._quietness.is_drawn(step) and self._quietness.leave_behind(step):
+        if trusted and not self._copy_policy.is_sampled(step) and self._copy_policy.allow_behind_gate(step):
             return False, False
         return True, True
 
-    def finish_what_would_tear(self, job: CopyJob) -> None:
+    def finish_inside_save(self, job: CopyJob) -> None:
         """Wait for the copy, unless everything that changes its tensors is proven to wait at the gate."""
         if not job.inside:
             return
         self.gate.wait()
-        if not job.compares or job.instant is None:
+        if not job.compare_later or job.instant is None:
             return
         # The speed of copies may have been measured just now, for the first time.
         on_device = bool(job.route and job.route.device)
-        if not self._quietness.is_inside(job.staging.nbytes, on_device=on_device):
+        if not self._copy_policy.must_copy_inside(job.staging.nbytes, on_device=on_device):
             self._proof.expect(job.instant)
-            self._quietness.expect(job.instant, job.staging, job.whole.is_set)
+            self._copy_policy.expect(job.instant, job.staging, job.whole.is_set)
 
-    def look_whether_quiet(self) -> None:
+    def compare_if_due(self) -> None:
         """Compare the live state with the last copy, if that is due. Called before an update or a save."""
-        if not self._quietness.expects:
+        if not self._copy_policy.expects:
             return
         if accelerator.is_capturing() or not self._idle.wait(self._seconds_max):
-            self._quietness.excused()
-        elif self._quietness.compare():
+            self._copy_policy.excused()
+        elif self._copy_policy.compare():
             return
         self._proof.excused()  # that save proves nothing
 
@@ -197,7 +197,7 @@ class Copier:
         """Wait until the thread reads no tensor: the script may change tensors by any means until the next save."""
         self.gate.wait()
         self._proof.excused()
-        self._quietness.excused()
+        self._copy_policy.excused()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -211,7 +211,7 @@ class Copier:
 
     def close(self, seconds_max: float | None = None) -> None:
         """End the thread after its last copy, waiting at most `seconds_max`, and remove the gate."""
-        self._quietness.excused()
+        self._copy_policy.excused()
         self._jobs.put(None)
         self._thread.join(self._seconds_max if seconds_max is None else min(seconds_max, self._seconds_max))
         if self._thread.is_alive():
@@ -236,12 +236,12 @@ class Copier:
         )
         self._link.decline(step, reason)
 
-    def _hooked(self, optimizer: torch.optim.Optimizer) -> None:
+    def _on_step_hook(self, optimizer: torch.optim.Optimizer) -> None:
         self.updates += 1
         self.on_update()
         if (kind := accelerator.kind()) is not None:
             self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
-        self.look_whether_quiet()
+        self.compare_if_due()
         self._proof.hooked(optimizer)
         job = self._job
         if job is None or job.instant is None or job.updating.is_set():
@@ -272,7 +272,7 @@ class Copier:
                 "`with checkpointer.changing():`"
             ),
         )
-        self._quietness.distrust(what)
+        self._copy_policy.distrust(what)
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class Copier:
             self._copy(job)
         except Outgrown as outgrown:
             self._fail(job, DeclineCause.OUTGROWN.because(outgrown))
-        except Outdated as outdated:
+        except SkippedBytesChanged as outdated:
             self._fail(
                 job,
                 DeclineCause.TORN.because(
@@ -334,32 +334,32 @@ class Copier:
             # Called before the sender gets the last frame, so the record that it sends is complete.
             record.copy_seconds = time.monotonic() - begun
             if job.instant is not None and not watch.unread:
-                self._quietness.copied(job.staging.nbytes, record.copy_seconds)
+                self._copy_policy.copied(job.staging.nbytes, record.copy_seconds)
             waited_seconds = self.gate.open()
             record.gate_seconds = waited_seconds
             record.cst_seconds = (record.save_seconds or 0.0) + waited_seconds
 
         if job.device is not None and job.device != self._entered:
-            enter_thread(job.device)
+            bind_thread_to_device(job.device)
             self._entered = job.device
         if job.taken.deferred is not None:
             job.staging.fill(job.taken.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
             # Fingerprints need every replica, so they are taken before the first one is released.
             fingerprint_begun = time.monotonic()
-            job.fingerprints.take_gated(job.taken.sources)
+            job.fingerprints.sample_gated(job.taken.sources)
             job.transfer.fingerprints = job.fingerprints.text()
             record.replicas_digest = job.fingerprints.digest()
             record.fingerprint_seconds = time.monotonic() - fingerprint_begun
-            self.look_at_all(job)  # a changed replica would pass for drift between the ranks
-            if job.keeping is not None and not self._link.job.lives and not job.abandoned.is_set():
-                job.keeping.compare(job.transfer.fingerprints)  # without a stager, the ranks compare
+            self.check_all(job)  # a changed replica would pass for drift between the ranks
+            if job.tier_write is not None and not self._link.job.lives and not job.abandoned.is_set():
+                job.tier_write.compare(job.transfer.fingerprints)  # without a stager, the ranks compare
         route = job.route or job.router.route(
             job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
         live = job.staging.live(route)
         self.gate.hold(live.storages)
-        watch = _BatchWatch(self, job, len(live.host) + len(live.device))
+        watch = _BatchChecker(self, job, len(live.host) + len(live.device))
         job.staging.copy_gated(
             job.taken.sources,
             route,
@@ -368,13 +368,13 @@ class Copier:
             passed=self.gate.passed,
             copied=copied,
             was_read=watch.was_read,
-            was_copied=watch.was_copied,
+            on_copied=watch.on_copied,
         )
         assert record.cst_seconds is not None, "copy_gated has called `copied`"
         self._ledger.stalled(record.cst_seconds)
         self._events.emit("save", record.to_json(), step=job.transfer.step)
 
-    def look_at_all(self, job: CopyJob) -> None:
+    def check_all(self, job: CopyJob) -> None:
         """Withdraw the copy if a tensor has changed since `save()` though no update has begun."""
         if job.instant is None or job.updating.is_set():
             return
@@ -384,7 +384,7 @@ class Copier:
             self.withdraw(job, path)
 
 
-class _BatchWatch:
+class _BatchChecker:
     """Checks each batch of one copy, before its tensors are released and before its frames are sent. Copy thread."""
 
     def __init__(self, copier: Copier, job: CopyJob, batches: int) -> None:
@@ -400,14 +400,14 @@ class _BatchWatch:
             self._copier.withdraw(self._job, path)
         elif not self.unread:
             # A change may have been in progress, and not yet counted, when its tensor was checked.
-            self._copier.look_at_all(self._job)
+            self._copier.check_all(self._job)
 
-    def was_copied(self, batch: Batch) -> None:
+    def on_copied(self, batch: Batch) -> None:
         self._uncopied -= 1
         if not self._uncopied:
             self._job.whole.set()
         instant = self._job.instant
         if instant is None or self._job.cancelled():
             return
-        if path := instant.copied_wrong(batch, self._job.staging.memory):
+        if path := instant.find_miscopied(batch, self._job.staging.memory):
             self._copier.withdraw(self._job, path)

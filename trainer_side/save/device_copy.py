@@ -27,7 +27,7 @@ import torch
 from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, batches_of
 from trainer_side.save.device_stream import DeviceMemory, DeviceStream, empty, refill_all
 from trainer_side.save.parcel import (
-    Crossing,
+    BatchTransfer,
     LiveBatches,
     LiveTensors,
     Packing,
@@ -69,11 +69,11 @@ class MirrorRoom:
             return False
         return self._say(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
 
-    def has_in_part(self, nbytes: int) -> bool:
+    def has_room_in_part(self, nbytes: int) -> bool:
         """Whether a partial mirror may be made, after `has` has refused a full one."""
-        return (self._limit_bytes is None or nbytes <= self._limit_bytes) and self.has_beside(nbytes)
+        return (self._limit_bytes is None or nbytes <= self._limit_bytes) and self.try_reserve(nbytes)
 
-    def has_beside(self, nbytes: int) -> bool:
+    def try_reserve(self, nbytes: int) -> bool:
         """Reserve `nbytes` of the spare memory, if they fit, regardless of the limit for mirrors. Returns whether."""
         fits = nbytes <= self._spare_bytes
         if fits:
@@ -165,8 +165,8 @@ class Mirror:
         self._packing = packing if live.lasts else None
         packing.queue(stream)
 
-    def sections(self) -> Iterator[Crossing]:
-        yield from map(Crossing, self.batches, self._parcels, self._memory)
+    def sections(self) -> Iterator[BatchTransfer]:
+        yield from map(BatchTransfer, self.batches, self._parcels, self._memory)
 
     def drop(self) -> None:
         """Free the memory that is not free yet."""
@@ -216,7 +216,7 @@ class DeviceCopy:
             if not now:
                 return None
             mirror = self._mirror(now, (), slice_)
-            if not self._room.has_in_part(mirror.nbytes):
+            if not self._room.has_room_in_part(mirror.nbytes):
                 return None
         mirror.is_whole = is_whole
         try:
@@ -245,13 +245,13 @@ class DeviceCopy:
         waits until the copies have landed. At most one capture is in flight.
         """
         if behind:
-            live = self._live_behind(behind, slice_)
-            if live.nbytes and self._room.has_beside(live.nbytes):
+            live = self._live_gated(behind, slice_)
+            if live.nbytes and self._room.try_reserve(live.nbytes):
                 live.take(self._stream.on_device, self._stream.fill)
         live = self._live_now(now, slice_)
         # One slot is enough: the current stream packs a batch after the previous one has crossed.
-        live.take(self._stream.on_current_stream, refill_all)
-        crossings: list[Crossing] = []
+        live.take(self._stream.allocate_on_current_stream, refill_all)
+        crossings: list[BatchTransfer] = []
         try:
             with self._drained_on_error(crossings, area):
                 for number in range(len(now)):
@@ -281,12 +281,12 @@ class DeviceCopy:
     ) -> None:
         """Copy a mirror to the host and free it, cancelled or not; arguments as for `CopyEngine.copy`."""
 
-        def queue(_number: int, crossing: Crossing) -> None:
+        def queue(_number: int, crossing: BatchTransfer) -> None:
             assert crossing.parcel is not None
             assert crossing.memory is not None
             crossing.parcel.send(crossing.memory, area)
 
-        def landed(crossing: Crossing) -> None:
+        def landed(crossing: BatchTransfer) -> None:
             assert crossing.memory is not None
             empty(crossing.memory)
             arrived(crossing.batch)
@@ -309,9 +309,9 @@ class DeviceCopy:
         arrived: Callable[[Batch], None],
     ) -> None:
         """Copy live batches; arguments as for `CopyEngine.copy`."""
-        live = self._live_behind(behind, slice_)
+        live = self._live_gated(behind, slice_)
 
-        def queue(number: int, crossing: Crossing) -> None:
+        def queue(number: int, crossing: BatchTransfer) -> None:
             live.queue(number, crossing, area, self._stream, slice_.sources)
 
         try:
@@ -329,14 +329,14 @@ class DeviceCopy:
 
     def _cross(
         self,
-        work: Iterable[Crossing],
-        queue: Callable[[int, Crossing], None],
+        work: Iterable[BatchTransfer],
+        queue: Callable[[int, BatchTransfer], None],
         area: torch.Tensor,
         cancelled: Callable[[], bool],
         read: Callable[[Batch], None],
-        landed: Callable[[Crossing], None],
+        landed: Callable[[BatchTransfer], None],
     ) -> None:
-        pending: deque[Crossing] = deque()
+        pending: deque[BatchTransfer] = deque()
 
         def land() -> None:
             crossing = pending[0]
@@ -361,13 +361,13 @@ class DeviceCopy:
                 land()
 
     @staticmethod
-    def _begin(crossing: Crossing, pending: list[Crossing] | deque[Crossing], area: torch.Tensor) -> None:
+    def _begin(crossing: BatchTransfer, pending: list[BatchTransfer] | deque[BatchTransfer], area: torch.Tensor) -> None:
         if crossing.parcel is not None:
-            crossing.parcel.put_aside(area)
+            crossing.parcel.save_holes(area)
         pending.append(crossing)
 
     @contextlib.contextmanager
-    def _drained_on_error(self, pending: Iterable[Crossing], area: torch.Tensor) -> Iterator[None]:
+    def _drained_on_error(self, pending: Iterable[BatchTransfer], area: torch.Tensor) -> Iterator[None]:
         """After an error, wait for queued writes to the host and restore the holes, so the area can be used again."""
         try:
             yield
@@ -389,7 +389,7 @@ class DeviceCopy:
         self._mirrors.append(made)
         return made
 
-    def _live_behind(self, behind: Sequence[Batch], slice_: SliceSources) -> LiveBatches:
+    def _live_gated(self, behind: Sequence[Batch], slice_: SliceSources) -> LiveBatches:
         if self._behind is None or self._behind.batches is not behind:
             self._behind = LiveBatches(behind, slice_, _AHEAD)
         return self._behind

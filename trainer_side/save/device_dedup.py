@@ -25,7 +25,7 @@ import torch
 
 from holdfast.image.layout import Layout
 from trainer_side.save.copy_plan import CopyPiece
-from trainer_side.state.accelerator import StreamEvent, brought
+from trainer_side.state.accelerator import StreamEvent, copy_to_host
 from trainer_side.state.survey import Sources
 
 _NBYTES_MIN = 256 << 10  # below it a copy is as cheap as the calls of torch for a hash
@@ -40,7 +40,7 @@ _PART_BYTES = 32 << 20  # each has a hash of its own; the products of one take t
 Place = tuple[int, int, int]
 
 
-class Outdated(Exception):
+class SkippedBytesChanged(Exception):
     """Bytes of the tensor `path` that were left out of a copy have changed after all."""
 
     def __init__(self, path: str) -> None:
@@ -49,7 +49,7 @@ class Outdated(Exception):
 
 
 @dataclass(frozen=True)
-class _InArea:
+class _AreaContent:
     """The bytes of an entry in the area: where they were copied from, and the hashes of their parts."""
 
     place: Place
@@ -57,27 +57,27 @@ class _InArea:
 
 
 @dataclass
-class Steadiness:
+class HashHistory:
     """The hashes of one tensor over earlier saves, whichever area they went to."""
 
     hashes: tuple[int, ...]  # of its parts at the last save
     alike: int = 0  # consecutive saves with these hashes
     changes: int = 0
 
-    def saw(self, hashes: tuple[int, ...]) -> None:
+    def record(self, hashes: tuple[int, ...]) -> None:
         if hashes == self.hashes:
             self.alike += 1
         else:
             self.hashes, self.alike, self.changes = hashes, 1, self.changes + 1
 
 
-class _Awaited(NamedTuple):
+class _PendingHashes(NamedTuple):
     """An entry whose hashes are on their way to the host; `hashes` is their number."""
 
     entry: int
     place: Place
     hashes: int
-    is_spared: bool
+    is_skipped: bool
 
 
 class DeviceDedup:
@@ -89,7 +89,7 @@ class DeviceDedup:
     """
 
     def __init__(
-        self, pieces: Iterable[CopyPiece], layout: Layout, seen: dict[tuple[str, int, int], Steadiness]
+        self, pieces: Iterable[CopyPiece], layout: Layout, seen: dict[tuple[str, int, int], HashHistory]
     ) -> None:
         begins: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -108,9 +108,9 @@ class DeviceDedup:
         self._paths = {tensor.entry: tensor.path for tensor in layout.tensors if tensor.entry in self._ranges}
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # indices of the tensors that may be left out
-        self._known: dict[int, _InArea] = {}
+        self._known: dict[int, _AreaContent] = {}
         self._seen = seen
-        self._looked: list[_Awaited] = []
+        self._looked: list[_PendingHashes] = []
         self._hashes: torch.Tensor | None = None
         self._arrived: StreamEvent | None = None
 
@@ -153,13 +153,13 @@ class DeviceDedup:
                 continue
             queued += hashes
             place = (source.data_ptr, source.start_bytes, versions[entry])
-            is_steady = seen is not None and seen.alike >= _PROVEN and known == _InArea(place, seen.hashes)
+            is_steady = seen is not None and seen.alike >= _PROVEN and known == _AreaContent(place, seen.hashes)
             if is_steady and known is not None:
                 self._known[entry] = known
                 spared.add(entry)
-            self._looked.append(_Awaited(entry, place, len(hashes), entry in spared))
+            self._looked.append(_PendingHashes(entry, place, len(hashes), entry in spared))
         if queued:
-            self._hashes, self._arrived = brought(torch.stack(queued))
+            self._hashes, self._arrived = copy_to_host(torch.stack(queued))
         return frozenset(spared)
 
     def settle(self) -> None:
@@ -175,17 +175,17 @@ class DeviceDedup:
             self._arrived.synchronize()
         outdated = None
         arrived = iter(arriving.tolist())
-        for entry, place, count, is_spared in looked:
+        for entry, place, count, is_skipped in looked:
             hashes = tuple(itertools.islice(arrived, count))
-            seen = self._seen.setdefault((self._paths[entry], *self._ranges[entry]), Steadiness(hashes))
-            seen.saw(hashes)
-            if is_spared and seen.alike == 1:
+            seen = self._seen.setdefault((self._paths[entry], *self._ranges[entry]), HashHistory(hashes))
+            seen.record(hashes)
+            if is_skipped and seen.alike == 1:
                 outdated, seen.changes = entry, _PROVEN  # never left out again
                 del self._known[entry]
                 continue
-            self._known[entry] = _InArea(place, hashes)
+            self._known[entry] = _AreaContent(place, hashes)
         if outdated is not None:
-            raise Outdated(self._paths[outdated])
+            raise SkippedBytesChanged(self._paths[outdated])
 
     def forget(self) -> None:
         """Forget the area's content, since a copy has not landed."""

@@ -59,7 +59,7 @@ class DeviceRuntime:
             return None
         return stream.value
 
-    def spare_captures(self) -> None:
+    def relax_capture_mode(self) -> None:
         """Keep calls of this thread from ending the recording of a graph in another thread."""
         self._call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
@@ -141,7 +141,7 @@ class DeviceStream:
         the own stream must be finished. OutOfMemoryError: the device has too little memory left.
         """
         with self.beside(None):
-            return self.on_current_stream(nbytes)
+            return self.allocate_on_current_stream(nbytes)
 
     def fill(self, emptied: Sequence[torch.Tensor]) -> None:
         """Reallocate tensors that `empty` has emptied, as `on_device`; their views are valid again.
@@ -151,7 +151,7 @@ class DeviceStream:
         with self.beside(None):
             refill_all(emptied)
 
-    def on_current_stream(self, nbytes: int) -> torch.Tensor:
+    def allocate_on_current_stream(self, nbytes: int) -> torch.Tensor:
         """As `on_device`, for the current stream alone."""
         # Not torch.empty(nbytes): under torch.use_deterministic_algorithms(True) it queues a fill with NaNs on the own
         # stream, which may run after the training's stream has copied the state there.
@@ -224,7 +224,7 @@ def stream_of(device: torch.device) -> DeviceStream:
 
 
 @contextmanager
-def in_order_with(device: torch.device, others: Iterable[Any]) -> Iterator[None]:
+def ordered_with_streams(device: torch.device, others: Iterable[Any]) -> Iterator[None]:
     """Order work that is queued on the current stream inside the block after the streams `others`, and before their
     later work.
 
@@ -245,11 +245,11 @@ def in_order_with(device: torch.device, others: Iterable[Any]) -> Iterator[None]
         stream.wait_stream(current)
 
 
-def enter_thread(device: torch.device) -> None:
+def bind_thread_to_device(device: torch.device) -> None:
     """Select the device in a thread of holdfast's own, which starts on the first one."""
     module_of(device).set_device(device)
     if (runtime := device_runtime()) is not None:
-        runtime.spare_captures()
+        runtime.relax_capture_mode()
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from holdfast.image.replicas import ROW_BYTES, digest, encode, first_row, stride
 from trainer_side.save.device_stream import stream_of
 from trainer_side.save.process_memory import PROCESS_BEGIN, PROCESS_MEMORY
 from trainer_side.state import accelerator
-from trainer_side.state.accelerator import StreamEvent, brought
+from trainer_side.state.accelerator import StreamEvent, copy_to_host
 from trainer_side.state.survey import Sources, StorageSource
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class DeviceSamples:
         firsts.numpy()[:] = drawn
         index = firsts.to(self._device, non_blocking=True).index_select(0, self._group)
         rows = self._rows.index_select(0, index.add_(self._index))
-        return DeviceRows([source.entry for source in filled], self._plan, step, *brought(rows))
+        return DeviceRows([source.entry for source in filled], self._plan, step, *copy_to_host(rows))
 
     def _lay_out(self, addresses: _Numbers, sizes: _Numbers) -> _Plan | None:
         """Find the rows; None if memory cannot be viewed by address, or a tensor below a row's size lies across two."""
@@ -162,7 +162,7 @@ _WHOLE_BYTES_MAX = 4096  # up to here every row is sampled: see `stride`
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class _GatheredSamples:
     """Samples of several entries on their way from a device, taken one by one."""
 
     entries: list[int]
@@ -200,10 +200,10 @@ class Fingerprints:
         self._watched, self._shared = entries, shared
         self._gated, self._step = gated, step
         self._crcs: dict[int, int] = {}
-        self._gathered: list[_Gathered | DeviceRows] = []
+        self._gathered: list[_GatheredSamples | DeviceRows] = []
         self._left: list[int] = []
 
-    def take_now(self, sources: Sources, *, also_gated: bool = False) -> None:
+    def sample_now(self, sources: Sources, *, also_gated: bool = False) -> None:
         """Sample the tensors that may change once `save()` has returned, and all on a device. Training thread.
 
         With `also_gated` all tensors may change.
@@ -219,7 +219,7 @@ class Fingerprints:
         self._left = [*compress(self._watched, held_back)]
         self._take([*compress(self._watched, map(not_, held_back))], sources)
 
-    def take_gated(self, sources: Sources) -> None:
+    def sample_gated(self, sources: Sources) -> None:
         """Sample the rest. Behind the gate; copy thread."""
         self._take(self._left, sources)
 
@@ -284,7 +284,7 @@ def _crc_of_sample(source: StorageSource, step: int) -> int:
     return crc32(sample + ctypes.string_at(source.data_ptr + nbytes - rest, rest))
 
 
-def _gather(sources: Sequence[StorageSource], step: int) -> _Gathered:
+def _gather(sources: Sequence[StorageSource], step: int) -> _GatheredSamples:
     """Queue the samples of tensors on one device on its current stream."""
     pieces: list[torch.Tensor] = []
     sizes: list[int] = []
@@ -298,4 +298,4 @@ def _gather(sources: Sequence[StorageSource], step: int) -> _Gathered:
         rows = memory[:whole].view(-1, ROW_BYTES)[first_row(step, rows_apart) :: rows_apart]
         pieces += [rows.reshape(-1), memory[whole:]]
         sizes.append(rows.numel() + source.nbytes - whole)
-    return _Gathered([source.entry for source in sources], sizes, *brought(torch.cat(pieces)))
+    return _GatheredSamples([source.entry for source in sources], sizes, *copy_to_host(torch.cat(pieces)))

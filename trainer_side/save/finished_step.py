@@ -25,7 +25,7 @@ _SLOW_STEPS = 10
 _LISTED_AGAIN_STEPS = 64
 
 
-class _Noted(NamedTuple):
+class _StepSnapshot(NamedTuple):
     """A finished step. `values`: Small values as they were. `skipped`: Name → why the value could not be noted."""
 
     step: int
@@ -35,7 +35,7 @@ class _Noted(NamedTuple):
     skipped: dict[str, str]
 
 
-class _AsItWas:
+class _FrozenStateful:
     """Stands in for an object of the state, with the `state_dict()` that it had."""
 
     def __init__(self, tree: Any) -> None:
@@ -53,9 +53,9 @@ class FinishedStep:
 
     def __init__(self, state: MutableMapping[str, Any], updates: Callable[[], int]) -> None:
         self._state, self._updates = state, updates
-        self._noted: _Noted | None = None
+        self._noted: _StepSnapshot | None = None
         self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._listed_in = 0  # steps
+        self._steps_to_relisting = 0  # steps
         self._slow: dict[str, int] = {}
 
     @property
@@ -64,9 +64,9 @@ class FinishedStep:
         return -1 if self._noted is None else self._noted.step
 
     def note(self, step: int) -> None:
-        if self._listed_in <= 0:
-            self._tensors, self._listed_in = list(_tensors(self._state)), _LISTED_AGAIN_STEPS
-        self._listed_in -= 1
+        if self._steps_to_relisting <= 0:
+            self._tensors, self._steps_to_relisting = list(_tensors(self._state)), _LISTED_AGAIN_STEPS
+        self._steps_to_relisting -= 1
         values: dict[str, Any] = {}
         skipped: dict[str, str] = {}
         for name, value in self._state.items():
@@ -75,7 +75,7 @@ class FinishedStep:
                 if why:
                     skipped[name] = why
         versions = [_version(tensor) for _, tensor in self._tensors]
-        self._noted = _Noted(step, self._updates(), versions, values, skipped)
+        self._noted = _StepSnapshot(step, self._updates(), versions, values, skipped)
 
     def why_not(self) -> str:
         """Return why the state is no longer that of the step; empty if at most small values differ."""
@@ -100,11 +100,11 @@ class FinishedStep:
         assert self._noted is not None
         for name, tree in self._noted.values.items():
             value = self._state[name]
-            found = _mapped(tree, lambda leaf: leaf.tensor if isinstance(leaf, _Live) else leaf)
+            found = _mapped(tree, lambda leaf: leaf.tensor if isinstance(leaf, _VersionedTensor) else leaf)
             if isinstance(value, PerRank):
-                self._state[name] = PerRank(_AsItWas(found), same_ranks=value.same_ranks)
+                self._state[name] = PerRank(_FrozenStateful(found), same_ranks=value.same_ranks)
             else:
-                self._state[name] = _AsItWas(found) if hasattr(value, "state_dict") else found
+                self._state[name] = _FrozenStateful(found) if hasattr(value, "state_dict") else found
 
     def _note_value(self, name: str, value: Any, values: dict[str, Any]) -> str:
         """Note a small value; return why if that fails."""
@@ -121,7 +121,7 @@ class FinishedStep:
         return ""
 
 
-class _Live(NamedTuple):
+class _VersionedTensor(NamedTuple):
     """A tensor among the small values, and its version counter at the step."""
 
     tensor: torch.Tensor
@@ -151,7 +151,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _kept(tree: Any) -> Any:
     """Copy the tree's containers, and pair each tensor with its version counter."""
-    return _mapped(tree, lambda leaf: _Live(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf)
+    return _mapped(tree, lambda leaf: _VersionedTensor(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def _mapped(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
@@ -171,8 +171,8 @@ def _like(tree: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
     return found
 
 
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, _Live]]:
-    if isinstance(tree, _Live):
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, _VersionedTensor]]:
+    if isinstance(tree, _VersionedTensor):
         yield path, tree
     elif isinstance(tree, dict):
         for key, value in tree.items():

@@ -19,7 +19,7 @@ from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.image.manifest import is_manifest_name
 from holdfast.store import open_store
 from trainer_side.tiers.tier import Tier
-from trainer_side.tiers.tier_inventory import ask_kept
+from trainer_side.tiers.tier_inventory import list_kept
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -34,7 +34,7 @@ class FreshRunCheck:
         self.is_settled = False
 
     @property
-    def is_known(self) -> bool:
+    def has_chosen(self) -> bool:
         """Whether the script has chosen between a resume and a fresh start."""
         return self._fresh or self.is_settled
 
@@ -90,5 +90,5 @@ class FreshRunCheck:
             names = sorted((info.name for info in open_store(store_url).list()), reverse=True)
             found += [name for name in names if is_manifest_name(name)]
         for tier in tiers:
-            found += [f"{tier.name}: {kept.place}" for kept in ask_kept(tier, self._seconds_max)]
+            found += [f"{tier.name}: {kept.place}" for kept in list_kept(tier, self._seconds_max)]
         return found

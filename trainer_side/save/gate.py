@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer_side.opaque import only_shapes, opaque_hook
+from trainer_side.opaque import is_fake_mode, opaque_hook
 from trainer_side.save.split_step import (
     COMPILED,
     StepArguments,
-    communicates,
+    collective_step_reason,
     split_step,
-    why_not_split,
-    with_gradients,
+    unsplittable_reason,
+    run_closure,
 )
 from trainer_side.state.split_tensor import local_of
 
@@ -64,7 +64,7 @@ class Gate:
         self._waited_seconds = 0.0
         self._update_order: list[Optimizer] = list(optimizers)
         self.order_changed = True  # the order may have changed since the last `update_order()`
-        self._coarse = {id(one): reason for one in optimizers if (reason := why_not_split(one))}
+        self._coarse = {id(one): reason for one in optimizers if (reason := unsplittable_reason(one))}
         self._said: set[str] = set()
         hook = opaque_hook(self._hook)
         self._hooks = [
@@ -140,7 +140,7 @@ class Gate:
     def _hook(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool
     ) -> StepArguments | None:
-        if only_shapes():
+        if is_fake_mode():
             return None  # the step is traced: it changes nothing yet
         self._on_hook(optimizer)
         if self._update_order[-1] is not optimizer:
@@ -155,10 +155,10 @@ class Gate:
             self._say(reason)
             self.wait()
             return None
-        arguments, computed = with_gradients((args, kwargs))
+        arguments, computed = run_closure((args, kwargs))
         if self._held is not None and not self._held:
             return arguments if computed else None  # nothing is held
-        if reason := communicates(optimizer):
+        if reason := collective_step_reason(optimizer):
             self._say(reason)
             self.wait()
             return arguments if computed else None

@@ -57,7 +57,7 @@ class HookCoverage:
         self._clean: dict[int, int] = {}  # optimizer → after how many saves its hook came before any change
         self._recorded: set[int] = set()  # optimizers whose step is part of a graph
         self._clean_needed = 1
-        self._holds_for: TearCheck | None = None  # the plan for which coverage is proven
+        self._proven_for: TearCheck | None = None  # the plan for which coverage is proven
         self._pending: SavedInstant | None = None  # no change is known since
         self._seen: set[int] = set()  # storages whose changes a hook has announced
         self._said = False
@@ -70,10 +70,10 @@ class HookCoverage:
             if unseen and (path := before.changed_at(unseen)):
                 self.escaped(path, before.step, "no hook of an optimizer was called before that")
         self._pending, self._seen = None, set()
-        if instant is None or self._holds_for is instant.check:
+        if instant is None or self._proven_for is instant.check:
             return True
         if self._is_proven(instant):
-            self._holds_for = instant.check
+            self._proven_for = instant.check
             return True
         return False
 
@@ -99,7 +99,7 @@ class HookCoverage:
     def recorded(self, optimizer: Optimizer) -> None:
         """Note that a graph of its step is being recorded: the replays will call no hook."""
         self._recorded.add(id(optimizer))
-        self._holds_for = None
+        self._proven_for = None
 
     def excused(self) -> None:
         """Stop watching: the script has waited for the copy, so changes need no hook."""
@@ -107,9 +107,9 @@ class HookCoverage:
 
     def escaped(self, path: str, step: int, how: str) -> None:
         """Note a change that the gate did not hold back."""
-        again = 2 if self._holds_for is not None else 1  # an earlier proof has failed
+        again = 2 if self._proven_for is not None else 1  # an earlier proof has failed
         self._clean_needed = min(_CLEAN_MAX, max(_CLEAN_AFTER_ESCAPE, again * self._clean_needed))
-        self._pending, self._holds_for = None, None
+        self._pending, self._proven_for = None, None
         self._clean.clear()
         if not self._said:
             self._said = True
@@ -148,7 +148,7 @@ _COMPARED_EVERY = 50  # saves, on average
 _RATES_KEPT = 8
 
 
-class _ExpectedCopy(NamedTuple):
+class _PendingComparison(NamedTuple):
     """A save with a finished copy, to be compared with the live tensors before anything may change them."""
 
     instant: SavedInstant
@@ -156,7 +156,7 @@ class _ExpectedCopy(NamedTuple):
     is_whole: Callable[[], bool]
 
 
-class Quietness:
+class CopyPolicy:
     """Decides whether a copy may outlast `save()`: watches for changes of live tensors that no hook announces.
 
     Training thread, unless a method says otherwise. `tell` sends a doubt to all ranks, and is called in any thread.
@@ -179,10 +179,10 @@ class Quietness:
         # First and last step copied behind the gate since the last good comparison.
         self._behind: tuple[int, int] | None = None
         self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
-        self._awaited: _ExpectedCopy | None = None
+        self._awaited: _PendingComparison | None = None
 
     @staticmethod
-    def is_drawn(step: int) -> bool:
+    def is_sampled(step: int) -> bool:
         """Whether the save of this step is compared; drawn, so that no periodic change can hide."""
         return first_row(step, _COMPARED_EVERY) == 0
 
@@ -191,7 +191,7 @@ class Quietness:
         with self._guard:
             self._rates.append(seconds / max(1, nbytes))
 
-    def is_inside(self, nbytes: int, *, on_device: bool) -> bool:
+    def must_copy_inside(self, nbytes: int, *, on_device: bool) -> bool:
         """Whether `save()` waits for a copy of `nbytes`, regardless of the hooks.
 
         `on_device`: Whether some of the live tensors are on a device. Their copy runs after all work queued there, so
@@ -204,7 +204,7 @@ class Quietness:
                 return False
             return bool(self._rates) and statistics.median(self._rates) * nbytes <= self._inside_seconds_max
 
-    def leave_behind(self, step: int) -> bool:
+    def allow_behind_gate(self, step: int) -> bool:
         """Leave the copy of this step behind the gate; return False if trust was lost meanwhile."""
         with self._guard:
             if not self._distrusted:
@@ -213,7 +213,7 @@ class Quietness:
 
     def expect(self, instant: SavedInstant, area: Staging, is_whole: Callable[[], bool]) -> None:
         """Schedule a comparison of this instant with its copy, provided that the copy is whole."""
-        self._awaited = _ExpectedCopy(instant, area, is_whole)
+        self._awaited = _PendingComparison(instant, area, is_whole)
 
     @property
     def expects(self) -> bool:
@@ -233,7 +233,7 @@ class Quietness:
         if awaited is None or not awaited.is_whole():
             return False
         begun, step = time.monotonic(), awaited.instant.step
-        path = awaited.instant.changed_uncounted(awaited.area.memory)
+        path = awaited.instant.find_uncounted_change(awaited.area.memory)
         seconds = time.monotonic() - begun
         self._ledger.compared(seconds)
         told = {"seconds": seconds, "nbytes": awaited.area.nbytes, "changed": path}

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from holdfast.store.file_system import file_system_of
-from trainer_side.save.device_stream import DeviceRuntime, device_runtime, enter_thread
+from trainer_side.save.device_stream import DeviceRuntime, device_runtime, bind_thread_to_device
 from trainer_side.state.accelerator import module_of, own_device
 from trainer_side.tiers.first_touch import huge_buffer
 
@@ -41,12 +41,12 @@ def locked_buffer(nbytes: int) -> torch.Tensor:
 
     A forked child does not get it: the kernel would copy all of it there, as it does with pages that a device uses.
     """
-    memory = huge_buffer(nbytes, beside_children=True)
+    memory = huge_buffer(nbytes, exclude_from_fork=True)
     _lock(memory, "host memory for checkpoints")
     return memory
 
 
-def in_slot(slot: memoryview, *, pinned: bool) -> torch.Tensor:
+def slot_tensor(slot: memoryview, *, pinned: bool) -> torch.Tensor:
     """Return a tensor over writable memory, which keeps its content, and stays mapped as long as the tensor lives.
 
     `pinned`: Lock it for the device. If that is refused, copies from the device still work, but block the CPU.
@@ -114,7 +114,7 @@ def _file_at(address: int) -> Path | None:
 Make = Callable[[], torch.Tensor | None]  # None: the taker makes it itself
 
 
-class MemoryAhead:
+class MemoryPreallocator:
     """Makes memory in a thread, ahead of its use. Training thread.
 
     `makes`: For each key, in the order of use, a function that makes its memory; called in any thread.
@@ -122,7 +122,7 @@ class MemoryAhead:
 
     def __init__(self, makes: Mapping[int, Make]) -> None:
         self._lock = threading.Lock()
-        self._unbegun = dict(makes)
+        self._pending = dict(makes)
         self._begun: dict[int, Future[torch.Tensor | None]] = {}
         self._thread: threading.Thread | None = None
         if makes:
@@ -135,7 +135,7 @@ class MemoryAhead:
         None: there is no such key, or it could not be made ahead.
         """
         with self._lock:
-            make, begun = self._unbegun.pop(key, None), self._begun.pop(key, None)
+            make, begun = self._pending.pop(key, None), self._begun.pop(key, None)
         if make is not None:
             return make()
         return None if begun is None else begun.result()
@@ -143,7 +143,7 @@ class MemoryAhead:
     def stop(self) -> None:
         """Make nothing more, and free memory that was not taken."""
         with self._lock:
-            self._unbegun.clear()
+            self._pending.clear()
             self._begun.clear()
 
     def close(self, seconds_max: float) -> None:
@@ -154,7 +154,7 @@ class MemoryAhead:
 
     def _run(self) -> None:
         if (device := own_device()) is not None:
-            enter_thread(device)  # also keeps a lock from ending a graph capture of the training
+            bind_thread_to_device(device)  # also keeps a lock from ending a graph capture of the training
         while (made := self._next()) is not None:
             make, future = made
             try:
@@ -165,8 +165,8 @@ class MemoryAhead:
 
     def _next(self) -> tuple[Make, Future[torch.Tensor | None]] | None:
         with self._lock:
-            if not self._unbegun:
+            if not self._pending:
                 return None
-            key = next(iter(self._unbegun))
+            key = next(iter(self._pending))
             self._begun[key] = Future()
-            return self._unbegun.pop(key), self._begun[key]
+            return self._pending.pop(key), self._begun[key]

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, StateError
-from holdfast.image.replicas import tensors_named
+from holdfast.image.replicas import format_tensors
 from holdfast.wire.replica_proof import is_statistic
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.save.rank_context import RankContext
 from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
-from trainer_side.state.tensor_table import TensorTable, table, what_changed
-from trainer_side.state.tree import GivenState, collect
+from trainer_side.state.tensor_table import TensorTable, table, describe_change
+from trainer_side.state.tree import UserState, collect
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -29,13 +29,13 @@ _log = logging.getLogger("holdfast.trainer")
 class LayoutAgreement:
     """Negotiates the layout with the other ranks. Training thread."""
 
-    def __init__(self, given: GivenState, context: RankContext) -> None:
+    def __init__(self, given: UserState, context: RankContext) -> None:
         self._given, self._state = given, given.held
         self._council, self._events = context.tiers.council, context.events
         self._rank, self._ranks = context.link.job.rank, context.link.job.ranks
         self._context = context
         self._said: set[str] = set()
-        self._is_staged_said = False
+        self._has_warned_staged = False
         self._names: dict[str, list[list[str]]] = {}
         self._before: TensorTable | None = None  # the agreed table
         self._step = -1
@@ -57,17 +57,17 @@ class LayoutAgreement:
         StateError: it failed here, or on another rank.
         """
         try:
-            self._given.take_new()
+            self._given.refresh()
             return collect(self._state)
         except Exception as error:
             problem = StateError(f"state_dict() failed: {type(error).__name__}: {error}")
             self._refuse(error if isinstance(error, StateError) else problem)
             raise
 
-    def agree(self, tree: Any, beside_bytes: int, step: int = -1) -> Agreement:
+    def agree(self, tree: Any, trailer_bytes: int, step: int = -1) -> Agreement:
         """Compare the state with that of the other ranks. Collective.
 
-        `beside_bytes` is the room that data.pkl needs beside the pickle. `step` is -1 if it is unknown.
+        `trailer_bytes` is the room that data.pkl needs beside the pickle. `step` is -1 if it is unknown.
 
         ConfigError: the first save of a rank was refused (`FreshRunCheck`). StateError: the state cannot be saved, here
         or on another rank; or the ranks hold different tensors, or different bytes in tensors of which one copy is
@@ -75,7 +75,7 @@ class LayoutAgreement:
         """
         self._names, self._step = {}, step
         proposed, agreement = self._propose(
-            lambda: table(self._state, tree, rank=self._rank, ranks=self._ranks, beside_bytes=beside_bytes)
+            lambda: table(self._state, tree, rank=self._rank, ranks=self._ranks, trailer_bytes=trailer_bytes)
         )
         self.sum_seconds = proposed.sum_seconds
         if agreement.asks_stages:
@@ -85,8 +85,8 @@ class LayoutAgreement:
                     "the ranks could not agree on a layout; install the same holdfast version on every node"
                 )
         self._before = proposed._replace(sums=())
-        self._say_staged(agreement)
-        self._say_rank0_only(agreement.rank0_only)
+        self._warn_staged(agreement)
+        self._report_rank0_only(agreement.rank0_only)
         return agreement
 
     def named(self, tree: Any, agreement: Agreement) -> Any:
@@ -115,7 +115,7 @@ class LayoutAgreement:
                 held=proposed.held,
                 stage=proposed.stage,
                 step=self._step,
-                change="" if self._before is None else what_changed(self._before, proposed),
+                change="" if self._before is None else describe_change(self._before, proposed),
             )
         )
         return proposed, agreement
@@ -129,22 +129,22 @@ class LayoutAgreement:
         except HoldfastError:
             _log.debug("the refusal could not be sent to the other ranks", exc_info=True)
 
-    def _say_staged(self, agreement: Agreement) -> None:
+    def _warn_staged(self, agreement: Agreement) -> None:
         """Warn once: a tensor that a rank lacks by mistake is saved like one of another stage."""
         union = agreement.union
-        if union is None or self._rank != 0 or self._is_staged_said:
+        if union is None or self._rank != 0 or self._has_warned_staged:
             return
-        self._is_staged_said = True
+        self._has_warned_staged = True
         paths = [str(row[0]) for number, row in enumerate(union.table) if number in union.staged]
         _log.warning(
             "%d of %d tensors are not on every rank, as with pipeline stages; the checkpoint has each of them from the "
             "ranks that hold it: %s",
             len(paths),
             len(union.table),
-            tensors_named(paths),
+            format_tensors(paths),
         )
 
-    def _say_rank0_only(self, paths: Sequence[str]) -> None:
+    def _report_rank0_only(self, paths: Sequence[str]) -> None:
         """Report each tensor once: other ranks have other bytes there, which no checkpoint has."""
         news = [path for path in paths if path not in self._said]
         self._said.update(news)
@@ -154,11 +154,11 @@ class LayoutAgreement:
         if statistics := [path for path in news if is_statistic(path)]:
             _log.info(
                 "running statistics of BatchNorm differ between the ranks, which is normal; rank 0's are saved: %s",
-                tensors_named(statistics),
+                format_tensors(statistics),
             )
         if others := [path for path in news if not is_statistic(path)]:
             _log.warning(
                 "only rank 0's value of %s is saved, and other ranks have another value there; if each rank must keep "
                 "its own (a random number generator, for example), wrap it in PerRank(...)",
-                tensors_named(others),
+                format_tensors(others),
             )

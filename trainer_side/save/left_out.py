@@ -22,12 +22,12 @@ from trainer_side.save.optimizer_steps import OptimizerSteps
 from trainer_side.state.optimizer_places import module_parameters
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import children, containers, tensor_paths, with_inner
+from trainer_side.state.tree import children, containers, tensor_paths, with_inner_optimizers
 
 _SAMPLE_BYTES = 64  # at each end of a tensor
 
 
-class _Filled(NamedTuple):
+class _RestoredParameter(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     sample: bytes
 
@@ -37,16 +37,16 @@ class RestoredTensors:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
-        self._filled: dict[str, _Filled] = {}
+        self._filled: dict[str, _RestoredParameter] = {}
 
     def remember(self) -> None:
         """Note the parameters, at the end of `restore()`."""
         self._filled = {
-            path: _Filled(weakref.ref(tensor), _sample(tensor))
+            path: _RestoredParameter(weakref.ref(tensor), _sample(tensor))
             for path, tensor in module_parameters(self._state)
         }
 
-    def strays(self) -> list[str]:
+    def describe_strays(self) -> list[str]:
         """Return one sentence for each restored parameter that is no longer in the state.
 
         Call it before the first step after `remember`: a parameter recreated from the restored one is recognised by its
@@ -65,7 +65,7 @@ class RestoredTensors:
                 said.append(f"{path} is no longer part of the state")
             elif local_of(current) is not current or (filled.sample and _sample(current) == filled.sample):
                 continue
-            elif path_of[id(current)] != path or self._was_filled(current):
+            elif path_of[id(current)] != path or self._was_restored(current):
                 filled_paths = (other for other, one in self._filled.items() if one.tensor() is current)
                 first = next(filled_paths, path_of[id(current)])
                 said.append(f"{path} is now the same tensor as {first}")
@@ -74,7 +74,7 @@ class RestoredTensors:
         self._filled.clear()
         return said
 
-    def _was_filled(self, tensor: torch.Tensor) -> bool:
+    def _was_restored(self, tensor: torch.Tensor) -> bool:
         return any(filled.tensor() is tensor for filled in self._filled.values())
 
 
@@ -99,15 +99,15 @@ _OF_SCHEDULERS = {"last_epoch", "_last_lr", "base_lrs"}  # keys in the state of 
 _T = TypeVar("_T")
 
 
-class LeftOut:
+class LeftOutCheck:
     """Searches the state of one rank for values that no checkpoint has. Training thread."""
 
     def __init__(self, state: Mapping[str, Any], *, rank: int, events: EventLog) -> None:
         self._state, self._rank, self._events = state, rank, events
         self._restored = RestoredTensors(state)
-        self._steps = OptimizerSteps(self._look_at_restored)
+        self._steps = OptimizerSteps(self._check_restored)
         self._said: set[str] = set()
-        self.looks_left = 0  # how many more saves of this layout call `look`, which costs time
+        self.inspections_left = 0  # how many more saves of this layout call `look`, which costs time
         self._unused_gradients = 0
         self._steps.watch()
 
@@ -116,30 +116,30 @@ class LeftOut:
         self._say(_frozen_with_moments(self._state))
 
     def look(self, tree: Mapping[str, Any], *, new_layout: bool = False) -> None:
-        """Search the `tree` that a save has collected. Called only while `looks_left`, or for a new layout."""
+        """Search the `tree` that a save has collected. Called only while `inspections_left`, or for a new layout."""
         if new_layout:
-            self.looks_left = _LOOKS
+            self.inspections_left = _LOOKS
             self._steps.watch()
-        self.looks_left -= 1
-        self._look_at_restored()
+        self.inspections_left -= 1
+        self._check_restored()
         try:
             self._say(self._findings(tree))
         except Exception:  # noqa: BLE001 - attributes of any object may raise; no checkpoint may fail for a warning
             _log.debug("the state could not be compared with what is trained", exc_info=True)
-        if not self.looks_left:
+        if not self.inspections_left:
             self._steps.unwatch()
 
     def close(self) -> None:
         self._steps.unwatch()
 
-    def _look_at_restored(self) -> None:
+    def _check_restored(self) -> None:
         self._say(
             f"{stray}; the value that restore() has filled in is not used. Build and tie the model before restore()"
-            for stray in self._restored.strays()
+            for stray in self._restored.describe_strays()
         )
 
     def _findings(self, tree: Mapping[str, Any]) -> Iterator[str]:
-        held = _Held(self._state, tree)
+        held = _SavedTensors(self._state, tree)
         named = dict(_optimizers(self._state))
         mine = list(named)
         others = [one for one in self._steps.stepped if not any(one is other for other in mine)]
@@ -147,14 +147,14 @@ class LeftOut:
             if held.has_moments(optimizer):  # an object of the script saves it
                 named[optimizer] = type(optimizer).__name__
             else:
-                yield from self._not_in_the_state(optimizer, mine, held)
+                yield from self._unsaved_optimizer(optimizer, mine, held)
         for optimizer, name in named.items():
             yield from _parameters_left_out(name, optimizer, held)
         yield from self._gradients_left_over(named)
-        yield from _groups_of_wrappers(self._state)
+        yield from _diverged_wrapper_groups(self._state)
         yield from _schedulers(self._state, tree, mine)
 
-    def _not_in_the_state(self, optimizer: Optimizer, mine: list[Optimizer], held: _Held) -> Iterator[str]:
+    def _unsaved_optimizer(self, optimizer: Optimizer, mine: list[Optimizer], held: _SavedTensors) -> Iterator[str]:
         trained = next((path for _, _, one in _trained(optimizer) if (path := held.path(one))), None)
         if trained is None:
             return  # it trains something else
@@ -192,7 +192,7 @@ class LeftOut:
                 _log.warning("%s", finding)
 
 
-class _Held:
+class _SavedTensors:
     def __init__(self, state: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
         whole = {name: _inside(value) for name, value in tree.items()}
         self._named = [(path, tensor) for path, tensor in tensor_paths(whole) if _is_plain(tensor)]
@@ -226,7 +226,7 @@ class _Held:
         return next(found, None)
 
 
-def _parameters_left_out(name: str, optimizer: Optimizer, held: _Held) -> Iterator[str]:
+def _parameters_left_out(name: str, optimizer: Optimizer, held: _SavedTensors) -> Iterator[str]:
     missing = [(group, place) for group, place, one in _trained(optimizer) if not held.has(one)]
     if not missing:
         return
@@ -245,13 +245,13 @@ def _parameters_left_out(name: str, optimizer: Optimizer, held: _Held) -> Iterat
     )
 
 
-def _groups_of_wrappers(state: Mapping[str, Any]) -> Iterator[str]:
+def _diverged_wrapper_groups(state: Mapping[str, Any]) -> Iterator[str]:
     """Warn of optimizer wrappers that hold other groups than the optimizer inside."""
     for name, value in state.items():
         groups = _groups(value)
         if groups is None:
             continue
-        inner = with_inner([value])[1:] if isinstance(value, Optimizer) else _reachable(value, Optimizer)
+        inner = with_inner_optimizers([value])[1:] if isinstance(value, Optimizer) else _reachable(value, Optimizer)
         for one in inner:
             theirs = one.param_groups
             if theirs is groups or len(theirs) != len(groups):
@@ -321,11 +321,11 @@ def _optimizers(state: Mapping[str, Any]) -> Iterator[tuple[Optimizer, str]]:
     """The optimizers that the state saves, those that they wrap, and those inside of the script's own objects."""
     for name, value in state.items():
         if isinstance(value, Optimizer):
-            found = with_inner([value])
+            found = with_inner_optimizers([value])
         elif isinstance(value, torch.nn.Module | torch.Tensor | LRScheduler | PerRank):
             continue
         else:
-            found = with_inner(_reachable(value, Optimizer)) if hasattr(value, "state_dict") else []
+            found = with_inner_optimizers(_reachable(value, Optimizer)) if hasattr(value, "state_dict") else []
         for optimizer in found:
             yield optimizer, name
 

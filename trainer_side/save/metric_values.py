@@ -17,7 +17,7 @@ from trainer_side.whole_number import shown
 _log = logging.getLogger("holdfast.trainer")
 
 
-class MetricsGiven:
+class StepMetrics:
     """The metrics of this rank, and whether those of the last step went into a checkpoint. Training thread."""
 
     def __init__(self, rank: int) -> None:
@@ -39,7 +39,7 @@ class MetricsGiven:
             check_metrics(metrics, "step()")
             self._unsaved_step = step if metrics else -1
 
-    def to_save(self, metrics: Any, step: int) -> dict[str, float] | None:
+    def values_for_save(self, metrics: Any, step: int) -> dict[str, float] | None:
         """Return the values to save with `step`; None except on rank 0. Raises `ConfigError` as `check_metrics`."""
         check_metrics(metrics, "save()")
         return metric_values(metrics, step) if self._rank == 0 else None

@@ -202,11 +202,11 @@ class Parcel:
         self._holes = np.concatenate(
             [np.arange(begin // width, end // width) for begin, end in holes] or [np.arange(0)]
         )
-        self._aside = np.empty(len(self._holes), self._dtype)
+        self._hole_bytes = np.empty(len(self._holes), self._dtype)
 
-    def put_aside(self, area: torch.Tensor) -> None:
+    def save_holes(self, area: torch.Tensor) -> None:
         """Keep the bytes of the holes, before `send`. Nothing else writes there until `put_back`."""
-        np.take(self._words(area), self._holes, out=self._aside, mode="clip")  # `raise` would copy `out`
+        np.take(self._words(area), self._holes, out=self._hole_bytes, mode="clip")  # `raise` would copy `out`
 
     def send(self, memory: torch.Tensor, area: torch.Tensor) -> None:
         """Queue the transfers on the current stream: one for each run."""
@@ -215,7 +215,7 @@ class Parcel:
 
     def put_back(self, area: torch.Tensor) -> None:
         """Restore the bytes of the holes, once the transfers have arrived."""
-        self._words(area)[self._holes] = self._aside
+        self._words(area)[self._holes] = self._hole_bytes
 
     def _words(self, area: torch.Tensor) -> np.ndarray[Any, Any]:
         """The area as words, without the odd bytes at its end, where no hole is."""
@@ -223,7 +223,7 @@ class Parcel:
 
 
 @dataclass
-class Crossing:
+class BatchTransfer:
     """A batch on its way to the host. Without a parcel its pieces cross one by one."""
 
     batch: Batch
@@ -283,13 +283,13 @@ class LiveBatches:
             self._packings.clear()
             self._views.clear()
 
-    def crossing(self, number: int) -> Crossing:
+    def crossing(self, number: int) -> BatchTransfer:
         parcel = self._parcels[number] if self.is_there else None
         memory = None if parcel is None else self.slots[number % self._count]
-        return Crossing(self.batches[number], parcel, memory)
+        return BatchTransfer(self.batches[number], parcel, memory)
 
     def queue(
-        self, number: int, crossing: Crossing, area: torch.Tensor, stream: DeviceStream, sources: Sources
+        self, number: int, crossing: BatchTransfer, area: torch.Tensor, stream: DeviceStream, sources: Sources
     ) -> None:
         """Queue one batch on the current stream."""
         with torch.inference_mode(mode=False):  # inference tensors could not be written to later

@@ -27,7 +27,7 @@ from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.fingerprint import DeviceSamples
 from trainer_side.save.layout_agreement import LayoutAgreement
-from trainer_side.save.left_out import LeftOut
+from trainer_side.save.left_out import LeftOutCheck
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import CopyEngine, Staging
 from trainer_side.save.staging_pool import StagingPool, areas_max
@@ -35,7 +35,7 @@ from trainer_side.save.tearing import TearCheck
 from trainer_side.state import accelerator
 from trainer_side.state.position_names import PerRankNames, SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
-from trainer_side.state.tree import GivenState, classify, collect, settle
+from trainer_side.state.tree import UserState, classify, collect, settle
 from trainer_side.tiers.tier import SliceWriter
 
 
@@ -60,8 +60,8 @@ class Planner:
 
     def __init__(
         self,
-        given: GivenState,
-        left_out: LeftOut,
+        given: UserState,
+        left_out: LeftOutCheck,
         pool: StagingPool,
         engine: CopyEngine,
         context: RankContext,
@@ -89,21 +89,21 @@ class Planner:
         # At the first save all ranks wait for each other.
         if self._plan is None:
             self._agreeing.check_fresh_run()
-        with self._names.telling() as told:
+        with self._names.record_param_groups() as told:
             if self._plan is None:
                 collected = self._agreeing.collect()
             else:
-                self._given.take_new()
-                collected = collect(self._state, may_arrive=True)
+                self._given.refresh()
+                collected = collect(self._state, allow_pending=True)
         if self._plan is not None:
             self._names.look(collected, told)
             self._own_names.look(collected)
         tree = collected if self._agreed.union is None else self._agreeing.named(collected, self._agreed)
-        self._widen(tree)
+        self._apply_granted_room(tree)
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
             if taken is not None:
-                if self._left_out.looks_left:
+                if self._left_out.inspections_left:
                     self._left_out.look(collected)
                 self._tiers.council.fits(step)
                 return self._plan, taken
@@ -125,7 +125,7 @@ class Planner:
         assert taken is not None
         return planned, taken
 
-    def _widen(self, tree: Any) -> None:
+    def _apply_granted_room(self, tree: Any) -> None:
         """Renew the plan if rank 0 was granted more space. Every rank was told the same, so no agreement is needed."""
         before = self._agreed
         wanted = max(self._link.job.new_pickle_reserve_bytes, self._tiers.council.new_pickle_reserve_bytes)
@@ -147,12 +147,12 @@ class Planner:
         try:
             planned = self._renew(tree)
         except Outgrown:
-            self._tiers.council.concur(None)
+            self._tiers.council.confirm_ready(None)
             raise
         except HoldfastError as error:
-            self._tiers.council.concur(error)
+            self._tiers.council.confirm_ready(error)
             raise
-        self._tiers.council.concur(None)
+        self._tiers.council.confirm_ready(None)
         return planned
 
     @property
@@ -190,7 +190,7 @@ class Planner:
                 return area()
             return area(slot=slot.memory, move=slot.copy or ctypes.memmove)
 
-        self._pool.furnish(make, layout, slice_plan.area_bytes, count_max, pinned=pinned)
+        self._pool.prepare(make, layout, slice_plan.area_bytes, count_max, pinned=pinned)
         self._events.emit(
             "plan",
             {

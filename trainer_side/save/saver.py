@@ -36,10 +36,10 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.save_record import SaveRecord
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from trainer_side.link.stager_message import StagerMessage
-from trainer_side.opaque import only_shapes
+from trainer_side.opaque import is_fake_mode
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route
-from trainer_side.save.device_stream import in_order_with, stream_of
+from trainer_side.save.device_stream import ordered_with_streams, stream_of
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.finished_step import FinishedStep
 from trainer_side.save.planner import Planner, SavePlan
@@ -55,7 +55,7 @@ from trainer_side.transfer import Transfer
 
 
 @contextlib.contextmanager
-def no_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause Python's cyclic garbage collector for the whole process. Any thread, one at a time.
 
     A capture makes thousands of short-lived objects, and a plan keeps dozens for each tensor. Every few hundred new
@@ -132,17 +132,17 @@ class Saver:
     ) -> bool:
         """Begin a save, as `Checkpointer.save`. `wait_seconds_max`: For room, regardless of the settings."""
         begun, saved_at_unix = time.monotonic(), time.time()
-        self._settle_late(step)
+        self._clear_late(step)
         reach(Point.SAVE_BEGUN)
-        self._copier.look_whether_quiet()
+        self._copier.compare_if_due()
         self._tiers.follow(self._link.job.attempt)
         if (refusal := self._refusal()) is not None:
             return self._decline(step, refusal)
         try:
-            with no_collections():
+            with gc_paused():
                 plan, taken = self._planner.take(step)
         except PeerLost as lost:
-            if not self._link.job.has_lost(lost) or self._tiers.takes_steps:
+            if not self._link.job.is_last_loss(lost) or self._tiers.accepts_steps:
                 raise  # a rank is lost, not the stager: continuing would leave the ranks at different steps
             return self._decline(step, DeclineCause.STAGER_LOST.because(lost))
         except Outgrown as outgrown:
@@ -160,7 +160,7 @@ class Saver:
             # The training thread waits here, so the captured state does not change meanwhile.
             wait_seconds = self._pool.wait(step, wait_seconds_max)
             answer = self._link.answer(step)
-            if answer is not None and not self._tiers.takes_steps:
+            if answer is not None and not self._tiers.accepts_steps:
                 self._link.tell(StagerMessage.fits(step))
                 return self._decline(step, answer, tell=False)  # all were told the same
             place = self._reserve(step, record)
@@ -169,7 +169,7 @@ class Saver:
             return self._no_room(step, no_room.reason, is_late=wait_seconds_max is not None)
         record.wait_seconds = wait_seconds
         try:
-            with no_collections():
+            with gc_paused():
                 job = self._begin(step, plan, taken, place, answer, record, begun)
         except torch.OutOfMemoryError as error:
             # The training itself may still fit into the full device, so only the save fails.
@@ -180,7 +180,7 @@ class Saver:
             self._undo(step, place, error)
             raise
         if job is not None:
-            self._copier.finish_what_would_tear(job)
+            self._copier.finish_inside_save(job)
         return job is not None
 
     def _reserve(self, step: int, record: SaveRecord) -> Reservation:
@@ -191,7 +191,7 @@ class Saver:
             raise PoolFull(stuck)
         return place
 
-    def _settle_late(self, step: int) -> None:
+    def _clear_late(self, step: int) -> None:
         if step != self._late_step:
             self.decline_late()
         self._late_reason = None
@@ -218,11 +218,11 @@ class Saver:
         """Capture what must be captured now, and start copying the rest. `answer`: the stager's refusal, if any."""
         area, device = place.area, _device(taken.sources)
         streams = self._copier.update_streams
-        with contextlib.nullcontext() if device is None else in_order_with(device, streams):
+        with contextlib.nullcontext() if device is None else ordered_with_streams(device, streams):
             begins = self._take(step, plan, taken, area, device)
         record.slice_bytes, record.save_seconds, record.host = area.nbytes, 0.0, socket.gethostname()
         on_device = begins.route is not None and bool(area.live(begins.route).device)
-        inside, compares = self._copier.way_of(step, begins.instant, area.nbytes, on_device=on_device)
+        inside, compare_later = self._copier.choose_copy_mode(step, begins.instant, area.nbytes, on_device=on_device)
         record.copied_inside = inside or begins.instant is None
         self._copier.shut(gate=begins.is_live)
         transfer = (
@@ -230,14 +230,14 @@ class Saver:
             if answer is None
             else Transfer.none(step, record, answer)
         )
-        if transfer.released.is_set() and place.keeping is None:  # refused at once: nothing is copied
+        if transfer.released.is_set() and place.tier_write is None:  # refused at once: nothing is copied
             self._copier.reopen()
             nowhere = Reason(OTHER, "no local tier has a free slot, and there is no stager")
             area.drop()
             self._decline(step, transfer.reason or nowhere, tell=False)
             return None
         record.save_seconds = time.monotonic() - begun
-        area.tell((lambda: None) if place.keeping is None else place.keeping.nudge)
+        area.tell((lambda: None) if place.tier_write is None else place.tier_write.nudge)
         self._pool.send(place, transfer)
         job = CopyJob(
             transfer,
@@ -246,10 +246,10 @@ class Saver:
             taken,
             begins.after,
             begins.fingerprints,
-            place.keeping,
+            place.tier_write,
             begins.instant,
             inside=inside,
-            compares=compares,
+            compare_later=compare_later,
             device=device,
             route=begins.route,
         )
@@ -257,7 +257,7 @@ class Saver:
         # thread delays getting it back by ten microseconds. `instant` keeps the tensors that are checked.
         taken.tensors.clear()
         self._copier.copy(job)
-        self._ledger.begun(transfer, place.keeping)
+        self._ledger.begun(transfer, place.tier_write)
         return job
 
     def _take(
@@ -278,13 +278,13 @@ class Saver:
         fingerprints = None
         if plan.watched:
             fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared, plan.samples)
-            fingerprints.take_now(sources, also_gated=not is_live)
+            fingerprints.sample_now(sources, also_gated=not is_live)
         after = None if device is None else stream_of(device).record()
         return _Taken(is_live, instant, fingerprints, after, route)
 
     def _undo(self, step: int, place: Reservation, error: BaseException) -> None:
         """Give up a save that has raised an exception, unless its copy has begun."""
-        if self._copier.reopen_if_idle():
+        if self._copier.reopen_gate_if_idle():
             failed = DeclineCause.COPY_FAILED.because(f"save() was ended by {type(error).__name__}")
             self._give_back(place, failed)
             self._link.decline(step, failed)
@@ -294,17 +294,17 @@ class Saver:
         self._pool.give_back(place, reason)
 
     def _refusal(self) -> Reason | None:
-        if (problem := self._link.job.problem) is not None and not self._tiers.takes_steps:
+        if (problem := self._link.job.problem) is not None and not self._tiers.accepts_steps:
             return DeclineCause.STAGER_LOST.because(problem)
         if (died := self._copier.problem) is not None:
             return DeclineCause.COPY_FAILED.because(died)
-        if (died := self._tiers.died) is not None and not (self._link.job.lives or self._tiers.takes_steps):
+        if (died := self._tiers.died) is not None and not (self._link.job.lives or self._tiers.accepts_steps):
             return DeclineCause.FAILED.because(died)
         if accelerator.is_capturing():
             return DeclineCause.COPY_FAILED.because(
                 "save() was called while a graph is being recorded; call it between replays"
             )
-        if only_shapes():
+        if is_fake_mode():
             return DeclineCause.COPY_FAILED.because(
                 "save() was called where torch only traces (fake tensors are active); call it outside of that"
             )

@@ -34,7 +34,7 @@ _KNOWN_STEPS = {
 }
 
 
-def why_not_split(optimizer: Optimizer) -> str:
+def unsplittable_reason(optimizer: Optimizer) -> str:
     """Return why the step of this optimizer cannot be split; empty if it can."""
     step = type(optimizer).step
     if not step.__module__.startswith("torch.optim") or step.__qualname__ not in _KNOWN_STEPS:
@@ -58,11 +58,11 @@ def _is_compiled(step: Any) -> bool:
     return False
 
 
-def communicates(optimizer: Optimizer) -> str:
+def collective_step_reason(optimizer: Optimizer) -> str:
     """Return why the next step of this optimizer is collective; empty if each rank takes it by itself.
 
     Split, it would run this rank's collective operations in another order than the other ranks': they would hang, or
-    combine unrelated tensors. Only for an optimizer that `why_not_split` accepts, once the gradients are computed.
+    combine unrelated tensors. Only for an optimizer that `unsplittable_reason` accepts, once the gradients are computed.
     """
     name = _KNOWN_STEPS[type(optimizer).step.__qualname__]
     for group in optimizer.param_groups:
@@ -102,7 +102,7 @@ def split_step(
     """Update parameters as they become free; leave the last piece to the step that called the hook.
 
     Call it as the last of the optimizer's step-pre-hooks: hooks after it would see some parameters updated.
-    `optimizer`: Accepted by `why_not_split`. `arguments`: Those of `step()`, as a pre-hook gets them; the first is the
+    `optimizer`: Accepted by `unsplittable_reason`. `arguments`: Those of `step()`, as a pre-hook gets them; the first is the
     optimizer. `held`: Whether a parameter, or a tensor of its state, is still being copied; never true again once
     false. `wait_for_more`: Returns when a held parameter may be free; called only while one is held.
 
@@ -147,10 +147,10 @@ def _makes_state(optimizer: Optimizer) -> bool:
     )
 
 
-def with_gradients(arguments: StepArguments) -> tuple[StepArguments, bool]:
+def run_closure(arguments: StepArguments) -> tuple[StepArguments, bool]:
     """Run the closure of a step now, since no piece of the step may precede the gradients.
 
-    The optimizers that `why_not_split` accepts begin by calling it once, too. Returns arguments whose closure only
+    The optimizers that `unsplittable_reason` accepts begin by calling it once, too. Returns arguments whose closure only
     returns the loss, and True; without a closure the arguments unchanged, and False.
     """
     args, kwargs = arguments

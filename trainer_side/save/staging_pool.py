@@ -29,10 +29,10 @@ import torch
 from holdfast.errors import ConfigError, StateError
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
-from holdfast.image.slices import areas_of
+from holdfast.image.slices import area_bytes_by_rank
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.link.stager_message import StagerMessage
-from trainer_side.save.host_memory import Make, MemoryAhead, in_slot, locked_buffer
+from trainer_side.save.host_memory import Make, MemoryPreallocator, slot_tensor, locked_buffer
 from trainer_side.save.rank_context import RankContext
 from trainer_side.tiers.medium import address_of
 from trainer_side.tiers.tier import SliceWriter
@@ -54,7 +54,7 @@ def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None)
     """
     if host_bytes_max is None:
         return in_flight_max
-    areas = areas_of(layout)
+    areas = area_bytes_by_rank(layout)
     rank = areas.index(max(areas))
     if areas[rank] > host_bytes_max:
         raise ConfigError(
@@ -65,7 +65,7 @@ def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None)
     return min(in_flight_max, host_bytes_max // areas[rank])
 
 
-class _All:
+class _AllEvents:
     """Several events as one."""
 
     def __init__(self, events: Sequence[threading.Event]) -> None:
@@ -82,11 +82,11 @@ class _All:
 class AreaUse:
     """A checkpoint that reads an area: on its way to the stager, into local tiers, or both."""
 
-    def __init__(self, transfer: Transfer, keeping: TierWrite | None) -> None:
-        self.transfer, self.keeping = transfer, keeping
-        kept = [keeping.released] if keeping is not None else []
-        self.released = _All([transfer.released, *kept])  # nothing reads the area any more
-        self.settled = _All([transfer.settled, *kept])  # its outcome is known, at the stager and in the tiers
+    def __init__(self, transfer: Transfer, tier_write: TierWrite | None) -> None:
+        self.transfer, self.tier_write = transfer, tier_write
+        kept = [tier_write.released] if tier_write is not None else []
+        self.released = _AllEvents([transfer.released, *kept])  # nothing reads the area any more
+        self.settled = _AllEvents([transfer.settled, *kept])  # its outcome is known, at the stager and in the tiers
 
     @property
     def step(self) -> int:
@@ -101,7 +101,7 @@ class Areas:
         self.count_max = 0
         self._areas: list[Staging] = []
         self._slots: dict[int, Staging] = {}  # by address
-        self._sent_from: dict[Staging, AreaUse] = {}  # last use of each area
+        self._last_use: dict[Staging, AreaUse] = {}  # last use of each area
         self._flights: list[AreaUse] = []  # uses that may be unfinished, oldest first
 
     @property
@@ -118,7 +118,7 @@ class Areas:
         """
         assert not self.being_read(), "an area is still being sent"
         self._make, self.count_max = make, count_max
-        self._sent_from.clear()
+        self._last_use.clear()
         self._areas.clear()  # frees their memory before the new area is allocated
         self._slots.clear()
         if not in_slots:
@@ -133,7 +133,7 @@ class Areas:
         if not self.has_room():
             return None
         for area in self._areas:
-            if area not in self._sent_from or self._sent_from[area].released.is_set():
+            if area not in self._last_use or self._last_use[area].released.is_set():
                 return area
         if self._make is None or len(self._areas) >= self.count_max:
             return None
@@ -153,7 +153,7 @@ class Areas:
     def has_room(self) -> bool:
         return len(self.in_flight()) <= self.count_max
 
-    def take_slot(self, writer: SliceWriter) -> Staging:
+    def slot_area(self, writer: SliceWriter) -> Staging:
         """Return the area in this slot of a tier. The tier guarantees that nothing reads the slot."""
         assert writer.memory is not None
         assert self._make is not None
@@ -162,10 +162,10 @@ class Areas:
             self._slots[address] = self._make(writer)
         return self._slots[address]
 
-    def send(self, area: Staging, transfer: Transfer, keeping: TierWrite | None = None) -> None:
+    def send(self, area: Staging, transfer: Transfer, tier_write: TierWrite | None = None) -> None:
         """Note that `transfer` and `keeping` read from `area` until they are released."""
-        flight = AreaUse(transfer, keeping)
-        self._sent_from[area] = flight
+        flight = AreaUse(transfer, tier_write)
+        self._last_use[area] = flight
         self._flights = [*self.in_flight(), flight]
 
     def being_read(self) -> list[AreaUse]:
@@ -195,7 +195,7 @@ class Reservation:
     """The areas and slots that one step has on this rank."""
 
     area: Staging
-    keeping: TierWrite | None  # None where no slot of a local tier is free, or there are no tiers
+    tier_write: TierWrite | None  # None where no slot of a local tier is free, or there are no tiers
 
 
 class StagingPool:
@@ -205,7 +205,7 @@ class StagingPool:
         self._areas = areas
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._config = context.ledger, context.config
-        self._ahead: MemoryAhead | None = None
+        self._ahead: MemoryPreallocator | None = None
 
     # -- for a plan ----------------------------------------------------------------------------------------------
 
@@ -222,16 +222,16 @@ class StagingPool:
         ]
         for before in late:
             reason = DeclineCause.LATE.because(
-                f"its tensors have changed since, and {self._waited_for(before, self._config.full_seconds_max)}"
+                f"its tensors have changed since, and {self._describe_wait(before, self._config.full_seconds_max)}"
             )
             self._link.decline(before.step, reason)
-            if before.keeping is not None:
-                before.keeping.cancel(reason)
+            if before.tier_write is not None:
+                before.tier_write.cancel(reason)
         deadline = time.monotonic() + self._config.stager_seconds_max
         for before in late:
             if not before.released.wait(max(0.0, deadline - time.monotonic())):
-                if before.keeping is not None:
-                    self._tiers.let_go(before.keeping)  # a hanging device must not end the training
+                if before.tier_write is not None:
+                    self._tiers.let_go(before.tier_write)  # a hanging device must not end the training
                 if before.released.is_set():
                     continue
                 raise self._link.job.problem or StateError(
@@ -240,7 +240,7 @@ class StagingPool:
                     f"{self._config.stager_seconds_max:g} s"
                 )
 
-    def furnish(
+    def prepare(
         self, make: MakeArea, layout: Layout, area_bytes: int, count_max: int, *, pinned: bool
     ) -> None:
         """Prepare areas and slots for a new plan, after `clear`.
@@ -252,26 +252,26 @@ class StagingPool:
 
         def prepared(slot: SliceWriter | None) -> Staging:
             if slot is None or slot.memory is None:
-                return make(slot, self._made_ahead(next(numbers)))
-            return make(slot, self._made_ahead(address_of(slot.memory)))
+                return make(slot, self._claim_preallocated(next(numbers)))
+            return make(slot, self._claim_preallocated(address_of(slot.memory)))
 
         if self._ahead is not None:
             self._ahead.stop()
         self._areas.renew(prepared, count_max, in_slots=self._tiers.is_direct)
         self._tiers.prepare(layout)
         if pinned:
-            self._ahead = MemoryAhead(self._to_make(max(1, area_bytes), count_max))
+            self._ahead = MemoryPreallocator(self._memory_makers(max(1, area_bytes), count_max))
 
     def close(self) -> None:
         """Free memory that was made ahead of its use. No save follows."""
-        self._tiers.stop_making()
+        self._tiers.stop_making_slots()
         if self._ahead is not None:
             self._ahead.close(self._config.full_seconds_max)
 
-    def _made_ahead(self, key: int) -> torch.Tensor | None:
+    def _claim_preallocated(self, key: int) -> torch.Tensor | None:
         return None if self._ahead is None else self._ahead.take(key)
 
-    def _to_make(self, area_bytes: int, count_max: int) -> dict[int, Make]:
+    def _memory_makers(self, area_bytes: int, count_max: int) -> dict[int, Make]:
         """Return how to make the locked memory of later saves: slots by address, or areas by number."""
         if self._tiers.is_direct:
             slots = self._tiers.slot_memories()
@@ -283,7 +283,7 @@ class StagingPool:
 
     def _locked_slot(self, number: int, slot: memoryview) -> torch.Tensor | None:
         # Locking would fault in missing pages in a single thread.
-        return in_slot(slot, pinned=True) if self._tiers.await_slot(number) else None
+        return slot_tensor(slot, pinned=True) if self._tiers.await_slot(number) else None
 
     # -- for a step ----------------------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class StagingPool:
                 if not gone and waited_seconds > seconds_max:
                     raise PoolFull(
                         DeclineCause.LATE.because(
-                            f"{self._waited_for(oldest, seconds_max)}. Find out why the store is slow, enlarge the "
+                            f"{self._describe_wait(oldest, seconds_max)}. Find out why the store is slow, enlarge the "
                             'ring, save less often, or set on_full = "skip"'
                         )
                     )
@@ -341,48 +341,48 @@ class StagingPool:
 
     def send(self, place: Reservation, transfer: Transfer) -> None:
         """Start the step, which keeps its area until the stager and every tier have read it."""
-        keeping = place.keeping
-        self._areas.send(place.area, transfer, keeping)
+        tier_write = place.tier_write
+        self._areas.send(place.area, transfer, tier_write)
         transfer.record.in_flight = len(self._areas.in_flight())
-        if keeping is not None:
-            keeping.link_released = transfer.released
-            self._tiers.keep(keeping, place.area)
+        if tier_write is not None:
+            tier_write.link_released = transfer.released
+            self._tiers.keep(tier_write, place.area)
 
     def give_back(self, place: Reservation, reason: Reason) -> None:
         """Release the reservation of a step that is not saved. Slots already in use are left to their lanes."""
-        if place.keeping is not None and place.keeping.area is None:
-            self._tiers.drop(place.keeping, reason)
+        if place.tier_write is not None and place.tier_write.area is None:
+            self._tiers.drop(place.tier_write, reason)
 
     # -- details -------------------------------------------------------------------------------------------------
 
     def _take_slot(self, step: int, record: SaveRecord) -> Reservation | None:
         """Reserve a slot of the first tier as the area; None if none of its slots is free."""
-        keeping = self._take_slots(step, record) if self._areas.has_room() else None
-        if keeping is None:
+        tier_write = self._take_slots(step, record) if self._areas.has_room() else None
+        if tier_write is None:
             return None
-        if keeping.source_is_slot < 0:
-            self._tiers.drop(keeping, DeclineCause.BUSY.because("no slot of the first tier is free"))
+        if tier_write.source_tier < 0:
+            self._tiers.drop(tier_write, DeclineCause.BUSY.because("no slot of the first tier is free"))
             return None
-        return Reservation(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
+        return Reservation(self._areas.slot_area(tier_write.writers[tier_write.source_tier]), tier_write)
 
     def _take_slots(self, step: int, record: SaveRecord) -> TierWrite | None:
         """Reserve free slots. With `on_full="wait"`, wait for slots that a verdict will free soon after the seal."""
         if not self._tiers.tiers:
             return None
-        if self._config.on_full == "skip" or not self._tiers.takes_steps:
+        if self._config.on_full == "skip" or not self._tiers.accepts_steps:
             return self._tiers.begin(step, record)
         begun = time.monotonic()
         until = begun + self._config.full_seconds_max
-        keeping = self._tiers.begin(step, record, wait_until=until)
+        tier_write = self._tiers.begin(step, record, wait_until=until)
         self._ledger.waited(time.monotonic() - begun)
-        return keeping
+        return tier_write
 
     def _busy(self) -> Reason:
         """Why there is no staging area for another step now."""
         reading = self._areas.being_read()
         if len(reading) < self._areas.count_max:
             in_flight = len(self._areas.in_flight())
-            if self._tiers.takes_steps and in_flight <= self._areas.count_max:
+            if self._tiers.accepts_steps and in_flight <= self._areas.count_max:
                 return DeclineCause.BUSY.because("no slot of the first local tier is free")
             return DeclineCause.BUSY.because(f"the {in_flight} checkpoints before are not staged yet")
         before = len(reading)
@@ -392,7 +392,7 @@ class StagingPool:
             f"{which} still being {'sent' if sent else 'written to local tiers'}"
         )
 
-    def _waited_for(self, flight: AreaUse, seconds_max: float) -> str:
+    def _describe_wait(self, flight: AreaUse, seconds_max: float) -> str:
         before = flight.transfer
         who = f"rank {self._link.job.rank} waited {seconds_max:g} s for step {before.step}"
         if before.released.is_set() and before.settled.is_set():

@@ -29,7 +29,7 @@ from holdfast.image.replicas import first_row
 from trainer_side.save.copy_plan import Batch, CopyPiece, SlicePlan
 from trainer_side.save.process_memory import AT_EACH_BYTE, PROCESS_BEGIN, PROCESS_BYTES, WORD_BYTES
 from trainer_side.state import accelerator
-from trainer_side.state.accelerator import brought
+from trainer_side.state.accelerator import copy_to_host
 from trainer_side.state.skeleton import Capture
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.survey import Sources, StorageSource
@@ -88,7 +88,7 @@ class TearCheck:
         self.whole = np.array([piece.entry in whole for piece in self.pieces], bool)
         self.copies = np.array([piece.offset for piece in self.pieces], np.int64)
         self._pieces_of_entry = [piece.entry for piece in self.pieces]
-        self._looks: dict[int, BatchLook] = {}
+        self._looks: dict[int, BatchChecks] = {}
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # indices of the checked tensors
         self._dtensors: list[int] = []  # of the DTensors, whose local tensors are checked, too
@@ -130,7 +130,7 @@ class TearCheck:
             self._on_host = here, TearCheck(layout, replace(slice_plan, gated=pieces), here, watched)
         return self._on_host[1]
 
-    def look(self, batch: Batch) -> BatchLook:
+    def look(self, batch: Batch) -> BatchChecks:
         """Return the checks of a batch, cached: batches stay the same as long as no tensor moves. Copy thread."""
         found = self._looks.get(id(batch))
         if found is None or found.batch is not batch:
@@ -139,7 +139,7 @@ class TearCheck:
             places = [*map(self.place_of.__getitem__, batch.offsets)]
             entries = dict.fromkeys(self._pieces_of_entry[place] for place in places)
             tensors = [place for entry in entries for place in self.tensors_of.get(entry, ())]
-            found = self._looks[id(batch)] = BatchLook(batch, np.array(places, np.int64), tensors)
+            found = self._looks[id(batch)] = BatchChecks(batch, np.array(places, np.int64), tensors)
         return found
 
     def _choose(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> None:
@@ -154,7 +154,7 @@ class TearCheck:
         self.tensors_of = tensors_of
 
 
-class BatchLook(NamedTuple):
+class BatchChecks(NamedTuple):
     """The checks of one batch."""
 
     batch: Batch
@@ -208,7 +208,7 @@ class SavedInstant:
         look = self.check.look(batch)
         return self._changed(look.places, look.tensors)
 
-    def copied_wrong(self, batch: Batch, area: torch.Tensor) -> str:
+    def find_miscopied(self, batch: Batch, area: torch.Tensor) -> str:
         """Return a tensor whose words in the staging area differ from those at `save()`. Copy thread."""
         places, check = self.check.look(batch).places, self.check
         words = self._device_words
@@ -218,7 +218,7 @@ class SavedInstant:
         here = _read(copies, check.wide[places], self._readable[places])
         return self._path(places, here != self._words[places])
 
-    def changed_uncounted(self, area: torch.Tensor) -> str:
+    def find_uncounted_change(self, area: torch.Tensor) -> str:
         """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes.
 
         Training thread, on the training's stream. The area has all bytes of this instant.
@@ -280,7 +280,7 @@ class DeviceWords:
                 begin = piece.entry_offset + at
                 parts.append(memory[begin : begin + self._width(place)])
                 nbytes += self._width(place)
-        self._here, self._arrived = brought(torch.cat(parts))
+        self._here, self._arrived = copy_to_host(torch.cat(parts))
 
     def wrong(self, places: Iterable[int], area: torch.Tensor) -> int | None:
         """Return one of these places whose words in the staging area differ; None without one."""

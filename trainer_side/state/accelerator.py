@@ -60,7 +60,7 @@ def record(device: torch.device) -> StreamEvent:
     return event
 
 
-def brought(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None]:
+def copy_to_host(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None]:
     """Copy a small tensor to host memory on its device's current stream; return the copy and the event of its arrival.
 
     A tensor in host memory is returned as it is, without an event.

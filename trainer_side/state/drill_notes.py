@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from holdfast import supervised as diary
-from trainer_side.state.tree import unmarked
+from trainer_side.state.tree import unwrap_per_rank
 from trainer_side.state.value_crc import tensor_crc, tensors_in
 
 _ATTRIBUTES_MAX = 10_000
 
 
-class PlainCounters:
+class CounterNotes:
     """Records the changed numbers on modules at each step, on rank 0 of a drill. Training thread."""
 
     def __init__(self, state: Mapping[str, Any], *, rank: int) -> None:
-        self._state, self._wanted = state, rank == 0 and diary.is_drilled()
+        self._state, self._wanted = state, rank == 0 and diary.is_in_drill()
         self._before: dict[str, float] | None = None
 
     def note(self, step: int) -> None:
@@ -55,13 +55,13 @@ _CALLS_MAX = 256  # in one step; the last CRC covers all further calls
 _calls: list[int] = []  # since the last step
 
 
-class SeenBatches:
+class BatchNotes:
     """Records the batches of each step, if this process is in a drill. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        if not diary.is_drilled():
+        if not diary.is_in_drill():
             return
-        for module in unmarked(state).values():
+        for module in unwrap_per_rank(state).values():
             if isinstance(module, torch.nn.Module):
                 with suppress(Exception):  # a module that takes no hooks is left out
                     module.register_forward_pre_hook(note_call, with_kwargs=True)

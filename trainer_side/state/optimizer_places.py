@@ -17,7 +17,7 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import Given, children, containers, tensor_paths
+from trainer_side.state.tree import ReturnedGroups, children, containers, tensor_paths
 
 _DEPTH_MAX = 6
 _OBJECTS_MAX = 20_000  # a data set may be a list of millions
@@ -36,10 +36,10 @@ def optimizers_of(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
 
 def reachable(state: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the objects of the state, and those in their attributes and containers, each once."""
-    return (value for _, value in with_paths(state))
+    return (value for _, value in reachable_with_paths(state))
 
 
-def with_paths(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def reachable_with_paths(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """As `reachable`, each with the names and keys that lead to it, such as `loop/nets/0`."""
     seen: set[int] = set()
     pending: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in reversed(list(state.items()))]
@@ -66,7 +66,7 @@ def _below(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def located(
-    tree: Mapping[str, Any], state: Mapping[str, Any], given: Given
+    tree: Mapping[str, Any], state: Mapping[str, Any], given: ReturnedGroups
 ) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers of a state by the path of their dictionary in its tree.
 
@@ -85,12 +85,12 @@ def located(
 
 def forms(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield all dictionaries that look like an optimizer's, with their paths; a shared one comes once."""
-    for prefix, node in containers(tree, is_leaf=is_form):
-        if is_form(node):
+    for prefix, node in containers(tree, is_leaf=is_optimizer_dict):
+        if is_optimizer_dict(node):
             yield prefix.removesuffix("/"), node
 
 
-def is_form(node: Any) -> bool:
+def is_optimizer_dict(node: Any) -> bool:
     """Whether this looks like a result of `Optimizer.state_dict()`."""
     if not isinstance(node, dict) or not isinstance(node.get("state"), dict):
         return False
@@ -114,7 +114,7 @@ def matched(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, tor
 
     Empty if the saved state has another number of parameters: loading refuses it, or is the optimizer's own code.
     """
-    if not is_form(saved):
+    if not is_optimizer_dict(saved):
         return []
     numbers, parameters = numbers_of(saved), parameters_of(optimizer)
     return [*zip(numbers, parameters, strict=True)] if len(numbers) == len(parameters) else []

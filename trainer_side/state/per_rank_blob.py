@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed, unfilled
+from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed, fill_disabled
 from trainer_side.state.pickling import ReadablePickler
 
 _PICKLE = SimpleNamespace(Pickler=ReadablePickler, __name__="pickle")
@@ -70,7 +70,7 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
     try:
         refuse_packed(file, name)
         refuse_costly_pickle(file, name)
-        with unfilled():
+        with fill_disabled():
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may make the unpickler raise anything
         raise DamageError(
@@ -78,7 +78,7 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
         ) from error
 
 
-def beside_of(blob: torch.Tensor | bytes | bytearray | memoryview) -> bytes:
+def read_trailer(blob: torch.Tensor | bytes | bytearray | memoryview) -> bytes:
     """Return the bytes that `encode` put beside the value; empty in blobs of earlier versions. Call `decode` first."""
     raw = _raw(blob)
     (length,) = _LENGTH.unpack_from(raw)

@@ -95,7 +95,7 @@ def _refuse_unpacked(what: str, file_bytes: int, stated_bytes: int) -> None:
 
 
 @contextmanager
-def unfilled() -> Iterator[None]:
+def fill_disabled() -> Iterator[None]:
     """Context in which torch does not fill new tensors, even if the script has asked it to. One thread at a time."""
     settings: Any = torch.utils.deterministic  # a module with a property, which its stubs do not have
     before = settings.fill_uninitialized_memory

@@ -37,7 +37,7 @@ from trainer_side.state.tree import children, with_changes
 _PYTHON = (bool, int, float, complex, str, bytes)
 
 
-class MetNumpyScalar(pickle.PicklingError):
+class NumpyScalarFound(pickle.PicklingError):
     """Ends a pickling: the tree must be pickled `with_python_scalars`."""
 
 
@@ -123,19 +123,19 @@ class ReadablePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, protocol: int | None = None) -> None:
         super().__init__(file, protocol)
         self._out = file
-        self._meets_scalars = True
+        self._raise_on_scalars = True
 
     def reducer_override(self, value: Any) -> Any:
-        if self._meets_scalars and is_scalar(value):
-            raise MetNumpyScalar
+        if self._raise_on_scalars and is_scalar(value):
+            raise NumpyScalarFound
         return NotImplemented
 
     def dump(self, value: Any) -> None:
         try:
             super().dump(value)
-        except MetNumpyScalar:
+        except NumpyScalarFound:
             # The remaining scalars lie inside other objects, and torch refuses them.
-            self._meets_scalars = False
+            self._raise_on_scalars = False
             self.clear_memo()
             self._empty()
             super().dump(with_python_scalars(value))
@@ -162,7 +162,7 @@ REFUSED = (
 _BUILTINS = re.compile(rb"c(?:__builtin__|builtins)\n\w+")
 
 
-class _HeadOnly(Exception):
+class _StopAfterPickle(Exception):
     """Ends torch.save after the pickle; not an error."""
 
 
@@ -195,9 +195,9 @@ class Pickling:
 
         def stop(pickled: bytes) -> bytes:
             taken.append(pickled)
-            raise _HeadOnly
+            raise _StopAfterPickle
 
-        with contextlib.suppress(_HeadOnly):
+        with contextlib.suppress(_StopAfterPickle):
             self.save(value, SparseFile(), stop)
         return taken[0]
 

@@ -25,17 +25,17 @@ import torch
 
 from holdfast.errors import DamageError, StateError
 from trainer_side.state.optimizer_places import (
-    is_form,
+    is_optimizer_dict,
     located,
     module_parameters,
     on_host,
     optimizers_of,
     reachable,
-    with_paths,
+    reachable_with_paths,
 )
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import local_of
-from trainer_side.state.tree import Given, children, telling, tensor_paths, unmarked, view_of
+from trainer_side.state.tree import ReturnedGroups, children, record_param_groups, tensor_paths, unwrap_per_rank, view_key
 
 _MAGIC = b"HFNAMES1"
 _END = struct.Struct(f"<I{len(_MAGIC)}s")
@@ -61,7 +61,7 @@ def positions(
     `tree`: Has live tensors. `optimizers`: By the path of their dictionaries in the tree.
     """
     names: dict[int, list[str]] = {}
-    for path, parameter in module_parameters(unmarked(state)):
+    for path, parameter in module_parameters(unwrap_per_rank(state)):
         names.setdefault(id(parameter), []).append(path)
     places: dict[Any, list[str]] | None = None
     inner: dict[int, list[str]] | None = None
@@ -75,7 +75,7 @@ def positions(
                 if own is None:
                     if places is None:
                         places = _places(tree, optimizers)
-                    own = places.get(view_of(local_of(parameter))) or _own_name(group, number)
+                    own = places.get(view_key(local_of(parameter))) or _own_name(group, number)
                 if not own:
                     inner = _inner_names(state) if inner is None else inner
                     own = inner.get(id(parameter), [])
@@ -91,7 +91,7 @@ def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
     For parameters whose object saves them as copies, or not at all.
     """
     names: dict[int, list[str]] = {}
-    for path, value in with_paths(unmarked(state)):
+    for path, value in reachable_with_paths(unwrap_per_rank(state)):
         for name, parameter in module_parameters({path: value} if "/" in path else {}):
             names.setdefault(id(parameter), []).append(name)
     return names
@@ -128,7 +128,7 @@ def tensor_lists(at: str, value: Any, tree: Any) -> Iterator[tuple[str, Sequence
     pending = [(at, tree)]
     while pending:
         path, node = pending.pop()
-        if id(node) in seen or not isinstance(node, dict | list | tuple) or is_form(node):
+        if id(node) in seen or not isinstance(node, dict | list | tuple) or is_optimizer_dict(node):
             continue
         seen.add(id(node))
         if isinstance(node, list) and len(node) > 1 and all(isinstance(one, torch.Tensor) for one in node):
@@ -147,10 +147,10 @@ def _parameters_of(value: Any, names: Mapping[int, Sequence[str]]) -> list[torch
 
 
 def _places(tree: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[Any, list[str]]:
-    """Return the paths of the tensors outside of optimizers, by `view_of` their memory."""
+    """Return the paths of the tensors outside of optimizers, by `view_key` their memory."""
     places: dict[Any, list[str]] = {}
     for path, tensor in tensor_paths(tree):
-        view = view_of(local_of(tensor))
+        view = view_key(local_of(tensor))
         if view is not None and tensor.numel() and not any(path.startswith(f"{at}/") for at in optimizers):
             places.setdefault(view, []).append(path)
     return places
@@ -171,21 +171,21 @@ class SavedNames:
     def __init__(self, state: Mapping[str, Any], *, is_writer: bool) -> None:
         self._state, self._is_writer = state, is_writer
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._parameters: Parameters | None = None
+        self._parameters: ParameterOrder | None = None
         self.trailer = b""  # the end of data.pkl; empty where the state has no optimizer
 
-    def telling(self) -> AbstractContextManager[Given]:
+    def record_param_groups(self) -> AbstractContextManager[ReturnedGroups]:
         """Return the context of `tree.telling` in which the caller collects the state."""
         if self._is_writer and not self._optimizers:
             self._optimizers = optimizers_of(self._state)
-        return telling(self._optimizers)
+        return record_param_groups(self._optimizers)
 
-    def look(self, tree: Mapping[str, Any], given: Given) -> None:
+    def look(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
         """Rebuild the names if an optimizer has other parameters, or another order of them."""
         if self._is_writer and (self._parameters is None or self._parameters.have_changed()):
             self._make(tree, given)
 
-    def renew(self, tree: Mapping[str, Any], given: Given) -> None:
+    def renew(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
         """Rebuild the names because the state has other tensors. The next save names new optimizers."""
         if not self._is_writer:
             return
@@ -194,8 +194,8 @@ class SavedNames:
         if list(map(id, found)) != list(map(id, self._optimizers)):
             self._optimizers, self._parameters = found, None
 
-    def _make(self, tree: Mapping[str, Any], given: Given) -> None:
-        self._parameters = Parameters(self._optimizers)
+    def _make(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
+        self._parameters = ParameterOrder(self._optimizers)
         try:
             found = located(tree, self._state, given)
             self.trailer = to_trailer(positions(self._state, tree, found), on_host(tree, found))
@@ -203,7 +203,7 @@ class SavedNames:
             self.trailer = b""  # the state cannot be saved; the agreement of the ranks reports it
 
 
-class Parameters:
+class ParameterOrder:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._sizes, parameters = self._now()
@@ -246,7 +246,7 @@ def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]
         raise DamageError(f"{source}: the names behind the pickle cannot be read: {error!r:.200}") from error
 
 
-def on_host_in(record: bytes) -> frozenset[str]:
+def read_on_host(record: bytes) -> frozenset[str]:
     """Return the result of `on_host` at the time of the save, from a data.pkl that `from_record` has read."""
     return frozenset(map(str, _said(record).get("on_host", ())))
 
@@ -294,7 +294,7 @@ class PerRankNames:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
-        self._known: dict[str, tuple[Parameters, bytes]] = {}
+        self._known: dict[str, tuple[ParameterOrder, bytes]] = {}
 
     def look(self, tree: Mapping[str, Any], *, is_new: bool = False) -> None:
         """Rebuild the names of values whose optimizers have other parameters or another order; of all if `is_new`."""
@@ -306,14 +306,14 @@ class PerRankNames:
                 known = self._known[name] = self._made(name, value, tree)
             value.names = known[1]
 
-    def _made(self, name: str, value: PerRank, tree: Mapping[str, Any]) -> tuple[Parameters, bytes]:
+    def _made(self, name: str, value: PerRank, tree: Mapping[str, Any]) -> tuple[ParameterOrder, bytes]:
         optimizers = optimizers_of({name: value.value})
         try:
-            with telling(optimizers) as given:
+            with record_param_groups(optimizers) as given:
                 whole = {**tree, name: value.snapshot()}
-            here = unmarked(self._state)
+            here = unwrap_per_rank(self._state)
             every = positions(here, whole, located({name: whole[name]}, {name: here[name]}, given))
         except Exception:  # noqa: BLE001 - the script's own code; the save that follows reports its error
             every = {}
         own = {path: groups for path, groups in every.items() if path.partition("/")[0] == name}
-        return Parameters(optimizers), to_trailer(own)
+        return ParameterOrder(optimizers), to_trailer(own)

@@ -26,7 +26,7 @@ from torch._utils import _rebuild_parameter, _rebuild_tensor_v2, _rebuild_tensor
 
 from trainer_side.state.pickling import (
     REFUSED,
-    MetNumpyScalar,
+    NumpyScalarFound,
     Pickling,
     builtins_in,
     is_scalar,
@@ -34,11 +34,11 @@ from trainer_side.state.pickling import (
     with_python_scalars,
     with_readable_empty_bytes,
 )
-from trainer_side.state.survey import Outline, StorageSource, Survey, TensorFacts, Walked
-from trainer_side.state.tree import Arriving, settle
+from trainer_side.state.survey import Outline, StorageSource, Survey, TensorFacts, TreeContents
+from trainer_side.state.tree import PendingNumber, settle
 
 # With str, the classes whose values are pickled without naming a class.
-_KEPT = frozenset({bool, int, float, type(None), Arriving})
+_KEPT = frozenset({bool, int, float, type(None), PendingNumber})
 
 
 class Snapshot(NamedTuple):
@@ -52,7 +52,7 @@ class Snapshot(NamedTuple):
     text_length: int  # of all its strings together; keys do not count
 
 
-class _UnknownError(ValueError):
+class _UnknownClassError(ValueError):
     """The tree holds a value of a class that is not copied."""
 
 
@@ -61,14 +61,14 @@ def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
 
     `known`: By id(), the replacement of a tensor or a container.
     """
-    copying = _Copying(known)
+    copying = _TreeCopier(known)
     try:
         return Snapshot(copying.of(tree), copying.text_length)
-    except (_UnknownError, RecursionError):
+    except (_UnknownClassError, RecursionError):
         return None
 
 
-class _Copying:
+class _TreeCopier:
     def __init__(self, known: Mapping[int, Any]) -> None:
         self.text_length = 0
         self._copies = {**known}  # by id(): the tree keeps the originals alive meanwhile
@@ -94,7 +94,7 @@ class _Copying:
         elif kind is list or kind is tuple:
             copied = kind([one if type(one) in _KEPT else self.of(one) for one in value])
         else:
-            raise _UnknownError
+            raise _UnknownClassError
         self._copies[id(value)] = copied
         return copied
 
@@ -107,7 +107,7 @@ class _Constant(NamedTuple):
     attributes: dict[str, Any] | None  # required of a container for that; None for a class without attributes
 
 
-class Constants:
+class ConstantContainers:
     """The containers that hold only tensors in trees of one outline, and their copies.
 
     Keeps only keys of a tree alive. `containers`: Containers of one such tree, outer ones before inner ones; none
@@ -131,7 +131,7 @@ class Constants:
             id(value) for node in containers if id(node) in constant for value in _values(node) or ()
         } & inner
         self._constants = [
-            _Constant(place, _Copying(known).of(node), _Copying(known).of(_attributes(node)))
+            _Constant(place, _TreeCopier(known).of(node), _TreeCopier(known).of(_attributes(node)))
             for place, node in enumerate(containers)
             if id(node) in constant and id(node) not in below
         ]
@@ -170,7 +170,7 @@ class StandIn(_Reduced):
     __slots__ = ()
 
 
-class _Persistent:
+class _StorageStandIn:
     """Stands for a storage."""
 
     __slots__ = ("persistent_id",)
@@ -211,16 +211,16 @@ class Ready:
         `REFUSED` where `Pickling.head` would, too.
         """
         try:
-            out, kinds = self._dumped(value, stand_ins)
-        except MetNumpyScalar:
-            out, kinds = self._dumped(with_python_scalars(value), stand_ins)
+            out, kinds = self._dump(value, stand_ins)
+        except NumpyScalarFound:
+            out, kinds = self._dump(with_python_scalars(value), stand_ins)
         pickled = with_readable_empty_bytes(out)
         kinds.update(builtins_in(pickled))
         return pickled, kinds
 
-    def _dumped(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
+    def _dump(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
         out = io.BytesIO()
-        pickler = _ReadyPickler(out, self._protocol, stand_ins)
+        pickler = _FastPickler(out, self._protocol, stand_ins)
         try:
             pickler.dump(value)
         finally:
@@ -237,7 +237,7 @@ def _kept(job: Pickling, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         inner = _kept(job, on)
         return None if inner is None else (function, (_Reduced(inner), *rest))
     if function in (_rebuild_tensor_v2, _rebuild_tensor_v3) and id(on) in job.persistent_ids:
-        return function, (_Persistent(job.persistent_ids[id(on)][1]), *rest)
+        return function, (_StorageStandIn(job.persistent_ids[id(on)][1]), *rest)
     return None
 
 
@@ -246,7 +246,7 @@ def _kept(job: Pickling, tensor: torch.Tensor) -> tuple[Any, ...] | None:
 _never_persistent = cast(Callable[[Any], Any], deque[Any](maxlen=0).append)
 
 
-class _ReadyPickler(pickle.Pickler):
+class _FastPickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO, protocol: int, stand_ins: Mapping[int, StandIn]) -> None:
         super().__init__(out, protocol)
         self.kinds: set[Any] = set()
@@ -269,12 +269,12 @@ class _ReadyPickler(pickle.Pickler):
         if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
             raise pickle.PicklingError("a tensor that the survey has not found")
         if is_scalar(value):
-            raise MetNumpyScalar
+            raise NumpyScalarFound
         self.kinds.add(kind_of(value))
         return NotImplemented
 
     def _persistent_id(self, value: Any) -> Any:
-        if type(value) is not _Persistent:
+        if type(value) is not _StorageStandIn:
             return None
         self.persistent_id = _never_persistent  # type: ignore[method-assign]
         return value.persistent_id
@@ -283,11 +283,11 @@ class _ReadyPickler(pickle.Pickler):
 class RecognisedTree(NamedTuple):
     """The contents of a recognised tree, and the storages of all its tensors except stand-ins, in its order."""
 
-    walked: Walked
+    walked: TreeContents
     storages: list[torch.UntypedStorage]
 
 
-class Last(NamedTuple):
+class LastPickle(NamedTuple):
     """Size of the last pickle of a snapshot, and its `Snapshot.text_length`."""
 
     pickle_bytes: int
@@ -319,8 +319,8 @@ class Recall:
         self._empty = [number for number, place in enumerate(places) if not place.nbytes]
         self._asked = asked  # places of all tensors but stand-ins
         self.entries = entries  # of the layout, for each tensor of `RecognisedTree.walked`
-        self._constants: Constants | None = None
-        self.last = Last(0, 0)
+        self._constants: ConstantContainers | None = None
+        self.last = LastPickle(0, 0)
         self.holds = True  # False: invalid, `look` recognises no tree any more. Any thread
 
     @classmethod
@@ -367,7 +367,7 @@ class Recall:
             return None
         ready = None if pickled is None else Ready.of(pickled[0], tensors)
         recall = cls(outline, facts, [*places.values()], ready, tuple(entries), tuple(asked))
-        return recall if pickled is None or recall._proves(tree, walked, *pickled) else None
+        return recall if pickled is None or recall._matches_torch(tree, walked, *pickled) else None
 
     def look(self, tree: Mapping[str, Any]) -> RecognisedTree | None:
         """Return the tensors of `tree`, if only values differ from the tree given to `of`; else None."""
@@ -391,12 +391,12 @@ class Recall:
             sources[entry] = source
         return sources
 
-    def pickle(self, tree: Mapping[str, Any], walked: Walked) -> tuple[bytes, set[Any]] | None:
+    def pickle(self, tree: Mapping[str, Any], walked: TreeContents) -> tuple[bytes, set[Any]] | None:
         """Return the bytes of `Pickling.head`, and the classes of values; None if that must report an error."""
         settle(tree)
         return None if self._ready is None else self._pickled(tree, self._ready.stand_ins(walked.tensors))
 
-    def snapshot(self, tree: Mapping[str, Any], walked: Walked) -> Snapshot | None:
+    def snapshot(self, tree: Mapping[str, Any], walked: TreeContents) -> Snapshot | None:
         """Copy the tree as it is now; None if a copy of its containers may lose something."""
         if self._ready is None or self._constants is None or not walked.is_exact:
             return None
@@ -418,7 +418,7 @@ class Recall:
         except REFUSED:
             return None
 
-    def _proves(self, tree: Mapping[str, Any], walked: Walked, job: Pickling, expected: bytes) -> bool:
+    def _matches_torch(self, tree: Mapping[str, Any], walked: TreeContents, job: Pickling, expected: bytes) -> bool:
         """Whether this recall pickles the tree as torch did. Snapshots are enabled only if theirs is the same, too."""
 
         def same(again: tuple[bytes, set[Any]] | None) -> bool:
@@ -429,10 +429,10 @@ class Recall:
         assert self._ready is not None
         if self._outline.is_plain:
             with contextlib.suppress(ValueError):
-                self._constants = Constants(walked.containers, self._ready.stand_ins(walked.tensors))
+                self._constants = ConstantContainers(walked.containers, self._ready.stand_ins(walked.tensors))
         taken = self.snapshot(tree, walked)
         if taken is not None and same(self.pickle_snapshot(taken)):
-            self.last = Last(len(expected), taken.text_length)
+            self.last = LastPickle(len(expected), taken.text_length)
         else:
             self._constants = None
         return True

@@ -31,10 +31,10 @@ from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import encode
 from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
 from trainer_side.state.position_names import laid
-from trainer_side.state.recall import Last, Recall, Snapshot
+from trainer_side.state.recall import LastPickle, Recall, Snapshot
 from trainer_side.state.sparse_file import Literals, SparseFile, ZipParts
 from trainer_side.state.stages import Stages
-from trainer_side.state.stand_ins import Expanded, PerRankStandIns, SplitStandIns
+from trainer_side.state.stand_ins import ExpandedTree, PerRankStandIns, SplitStandIns
 from trainer_side.state.survey import StorageSource, Survey, survey
 from trainer_side.state.tree import Ownership, settle, tensor_paths
 
@@ -79,7 +79,7 @@ class Skeleton:
         self.literals.write(extent.offset, out[: extent.nbytes])
 
 
-class Deferred:
+class DeferredPickle:
     """A data.pkl that any thread makes later, once.
 
     `recall`: Has recognised the tree. A failed pickle invalidates the recall, so the next capture is a full one.
@@ -113,7 +113,7 @@ class Deferred:
         if len(data) + len(self._trailer) > reserve:
             recall.holds = False
             raise Outgrown("", len(data) + len(self._trailer), reserve)
-        recall.last = Last(len(data), self._snapshot.text_length)
+        recall.last = LastPickle(len(data), self._snapshot.text_length)
         return {skeleton.zip_parts.pickle_entry: laid(data, self._trailer, reserve)}
 
 
@@ -124,7 +124,7 @@ class Capture(NamedTuple):
     sources: list[StorageSource | None]
     # By entry: data.pkl and the serialization id (rank 0), this rank's `PerRank` values.
     contents: dict[int, bytes]
-    deferred: Deferred | None  # makes the bytes of data.pkl if `contents` lacks them
+    deferred: DeferredPickle | None  # makes the bytes of data.pkl if `contents` lacks them
     signature: tuple[Any, ...]
     # All tensors of the tree; torch counts in-place changes in each, or in the tensor that it was detached from.
     tensors: list[torch.Tensor]
@@ -241,7 +241,7 @@ def capture(
         if filled is None:
             return None
         united = filled
-    expanded = Expanded(united, {}) if shards is None else shards.again(united)
+    expanded = ExpandedTree(united, {}) if shards is None else shards.again(united)
     if expanded is None:
         return None
     full = expanded.tree
@@ -255,7 +255,7 @@ def capture(
             sources[entry] = source
     contents: dict[int, bytes] = {}
     deferred = None
-    if isinstance(data_pkl, Deferred):
+    if isinstance(data_pkl, DeferredPickle):
         deferred = data_pkl
     elif data_pkl is not None:
         contents[parts.pickle_entry] = data_pkl
@@ -278,11 +278,11 @@ def _own_blobs(per_rank: Mapping[str, PerRank], skeleton: Skeleton) -> dict[int,
     return blobs
 
 
-class _TakenNow(NamedTuple):
+class _CapturedTree(NamedTuple):
     """The tensors of a capture and, on rank 0, the padded data.pkl."""
 
     sources: list[StorageSource | None]
-    data_pkl: bytes | Deferred | None
+    data_pkl: bytes | DeferredPickle | None
     tensors: list[torch.Tensor]
     tensor_entries: Sequence[int]
 
@@ -293,7 +293,7 @@ _CHARACTER_BYTES_MAX = 4  # in UTF-8
 
 def _recalled(
     full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool, trailer: bytes
-) -> _TakenNow | None:
+) -> _CapturedTree | None:
     """Return the result of `_in_full`, if only values have changed since its last call; else None."""
     for recall in skeleton._recalls:
         seen = recall.look(full)
@@ -302,10 +302,10 @@ def _recalled(
         sources = recall.sources(seen, len(skeleton.layout.entries))
         tensors = seen.walked.tensors
         if skeleton.rank != 0:
-            return _TakenNow(sources, None, tensors, recall.entries)
+            return _CapturedTree(sources, None, tensors, recall.entries)
         snapshot = recall.snapshot(full, seen.walked) if defer else None
-        if snapshot is not None and (deferred := Deferred(recall, snapshot, skeleton, trailer)).fits:
-            return _TakenNow(sources, deferred, tensors, recall.entries)
+        if snapshot is not None and (deferred := DeferredPickle(recall, snapshot, skeleton, trailer)).fits:
+            return _CapturedTree(sources, deferred, tensors, recall.entries)
         pickled = recall.pickle(full, seen.walked)
         reserve = skeleton.pickle_reserve_bytes
         if (
@@ -314,17 +314,17 @@ def _recalled(
             and pickled[1] <= skeleton._accepted
         ):
             if snapshot is not None:
-                recall.last = Last(len(pickled[0]), snapshot.text_length)
-            return _TakenNow(sources, laid(pickled[0], trailer, reserve), tensors, recall.entries)
+                recall.last = LastPickle(len(pickled[0]), snapshot.text_length)
+            return _CapturedTree(sources, laid(pickled[0], trailer, reserve), tensors, recall.entries)
     return None
 
 
-def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _TakenNow | None:
+def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _CapturedTree | None:
     """Survey and pickle; None if the tensors are not those of the plan."""
     zip_parts = skeleton.zip_parts
     skeleton._recalls.clear()
     settle(full)
-    if SplitStandIns.are_in(full):
+    if SplitStandIns.has_split(full):
         return None
     found = survey(full)
     if found.signature != skeleton.signature:
@@ -351,11 +351,11 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _Ta
     entries = [zip_parts.storage_entries[number] for number in numbers if number is not None]
     assert len(entries) == len(tensors), "all tensors were surveyed"
     data_pkl = None if pickled is None else laid(pickled[1], trailer, skeleton.pickle_reserve_bytes)
-    return _TakenNow(sources, data_pkl, tensors, entries)
+    return _CapturedTree(sources, data_pkl, tensors, entries)
 
 
 def _pickled(
-    full: Mapping[str, Any], found: Survey, skeleton: Skeleton, beside_bytes: int
+    full: Mapping[str, Any], found: Survey, skeleton: Skeleton, trailer_bytes: int
 ) -> tuple[Pickling, bytes]:
     """Pickle the tree for this save, and make sure that torch.load accepts the pickle."""
     job = Pickling(found)
@@ -364,8 +364,8 @@ def _pickled(
         pickled = job.head(full)
     except REFUSED as error:
         raise blame(full, found, error) from error
-    if len(pickled) + beside_bytes > entry.nbytes:
-        raise Outgrown("", len(pickled) + beside_bytes, entry.nbytes)
+    if len(pickled) + trailer_bytes > entry.nbytes:
+        raise Outgrown("", len(pickled) + trailer_bytes, entry.nbytes)
     if not job.kinds <= skeleton._accepted:
         # A class of values that the plan has not seen: check again that torch.load accepts it.
         padded = entry.offset, pickled.ljust(entry.nbytes, b"\0")

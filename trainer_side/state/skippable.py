@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.checkpoints.branches import Rewound
 from holdfast.telemetry.events import EventLog
-from trainer_side.state.tree import unmarked
+from trainer_side.state.tree import unwrap_per_rank
 
 _log = logging.getLogger("holdfast.restore")
 
@@ -17,7 +17,7 @@ class Skippable:
     """Values of the state with a method `skip_batches(after, steps)`. False without any. Training thread."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        values = unmarked(state).items()
+        values = unwrap_per_rank(state).items()
         self._found = {name: value for name, value in values if hasattr(type(value), "skip_batches")}
         # Methods to call with the number of each step. Loaders that know the batches of a step need none.
         self.told: list[Callable[[int], None]] = [

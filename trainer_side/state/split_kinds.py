@@ -71,18 +71,18 @@ def refuse_split_objects(state: Mapping[str, Any]) -> None:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
-    if refusal := split_objects(state):
+    if refusal := describe_split_object(state):
         raise StateError(refusal)
 
 
-def split_objects(state: Mapping[str, Any]) -> str:
+def describe_split_object(state: Mapping[str, Any]) -> str:
     """Describe the first object whose class splits it among the ranks: its path and the remedy; empty without one.
 
     `PerRank` values belong to one rank each and are not inspected.
     """
     for path, value in _objects(state):
         for kind in type(value).__mro__:
-            found = _OBJECTS.get(_name(kind)) or _of_package(kind, value)
+            found = _OBJECTS.get(_name(kind)) or _package_kind(kind, value)
             if found is not None:
                 return (
                     f"{path} is {found.what} ({_name(type(value))}): a checkpoint of it would have rank 0's part "
@@ -106,7 +106,7 @@ def _objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{name}.optimizer", inner
 
 
-def _of_package(kind: type, value: Any) -> _SplitKind | None:
+def _package_kind(kind: type, value: Any) -> _SplitKind | None:
     """Return the kind of a class from a package with many; only optimizers and modules count."""
     if not (isinstance(value, torch.nn.Module | torch.optim.Optimizer) or hasattr(value, "param_groups")):
         return None

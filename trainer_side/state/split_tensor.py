@@ -105,7 +105,7 @@ def is_split(value: object) -> bool:
     return hasattr(type(value), _CHUNKS) or isinstance(value, Split | StagePart) or is_dtensor(value)
 
 
-def hand_split(value: object) -> Split | None:
+def manual_split(value: object) -> Split | None:
     """Return a tensor that is split by hand as a `Split`; None for DTensors and tensors that are not split.
 
     StateError: an object with a chunk list does not hold its part in one piece of its own memory; the message lacks the
@@ -113,7 +113,7 @@ def hand_split(value: object) -> Split | None:
     """
     if isinstance(value, Split):
         return value
-    return _of_chunks(value) if hasattr(type(value), _CHUNKS) and not is_dtensor(value) else None
+    return _split_from_chunks(value) if hasattr(type(value), _CHUNKS) and not is_dtensor(value) else None
 
 
 def held(value: object) -> Held | None:
@@ -129,15 +129,15 @@ def held(value: object) -> Held | None:
             return Held(value.shape, Region((0,) * len(value.shape), value.shape), local)
         value = value.value
     if is_dtensor(value):
-        return _of_dtensor(value)  # type: ignore[arg-type]
-    split = hand_split(value)
+        return _part_of_dtensor(value)  # type: ignore[arg-type]
+    split = manual_split(value)
     if split is None:
         return None
     local = split.tensor.detach()
     return Held(split.shape, Region(split.start, tuple(local.shape)), _plain(local))
 
 
-def held_at(path: str, value: object) -> Held | None:
+def held_part_at(path: str, value: object) -> Held | None:
     """As `held`; the message has the path."""
     try:
         return held(value)
@@ -149,7 +149,7 @@ def live_of(value: Any) -> torch.Tensor:
     """Return the tensor in which torch counts in-place changes: for a DTensor itself, not its local tensor."""
     if isinstance(value, StagePart):
         return live_of(value.value)
-    split = hand_split(value)
+    split = manual_split(value)
     tensor: torch.Tensor = value if split is None else split.tensor
     return tensor
 
@@ -175,11 +175,11 @@ def writable(value: object) -> AbstractContextManager[object]:
 
 
 def is_dtensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and _is_kind_of_dtensor(type(value))
+    return isinstance(value, torch.Tensor) and _is_dtensor_class(type(value))
 
 
 @lru_cache(maxsize=256)  # called for each tensor several times at each save, on the training thread
-def _is_kind_of_dtensor(kind: type) -> bool:
+def _is_dtensor_class(kind: type) -> bool:
     # By name, so that scripts without DTensors need not import torch.distributed.tensor.
     return any(
         base.__module__.startswith("torch.distributed.tensor") and base.__qualname__ == "DTensor"
@@ -187,7 +187,7 @@ def _is_kind_of_dtensor(kind: type) -> bool:
     )
 
 
-def _of_chunks(value: Any) -> Split:
+def _split_from_chunks(value: Any) -> Split:
     """Make a `Split` from the object's chunk list for torch.distributed.checkpoint, and its `shape` of the whole."""
     kind = f"a {type(value).__module__}.{type(value).__qualname__}"
     try:
@@ -226,7 +226,7 @@ def _parts_of(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.
     return found
 
 
-def _of_dtensor(tensor: DTensor) -> Held:
+def _part_of_dtensor(tensor: DTensor) -> Held:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for placement in tensor.placements:

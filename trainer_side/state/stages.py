@@ -166,6 +166,6 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}{key}", value
 
 
-def held_whole(tensor: torch.Tensor) -> bool:
+def is_sendable_in_place(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor that not every rank has can be sent as it lies in memory."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

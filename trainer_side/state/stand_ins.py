@@ -24,8 +24,8 @@ from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import (
     Held,
     StagePart,
-    hand_split,
-    held_at,
+    manual_split,
+    held_part_at,
     is_dtensor,
     is_split,
     live_of,
@@ -52,7 +52,7 @@ class _Row(NamedTuple):
     changed: dict[Any, int]  # key → row of a container in which a value is replaced, at any depth
 
 
-class FoundAgain(NamedTuple):
+class MatchedTree(NamedTuple):
     """A later tree with stand-ins in place of its DTensors; the DTensors and local tensors, in the order of `paths`."""
 
     tree: Any
@@ -118,7 +118,7 @@ class DTensorPlaces:
                 rows[parent].changed[key] = number
         return cls(rows, paths, dtensors)
 
-    def look(self, tree: Any) -> FoundAgain | None:
+    def look(self, tree: Any) -> MatchedTree | None:
         """Find the DTensors of another tree; None if they may be other parts, or at other places."""
         nodes, dtensors = [tree], list[Any]()
         if type(tree) not in _CONTAINERS:
@@ -136,7 +136,7 @@ class DTensorPlaces:
             return None
         if not all(map(torch.Tensor.is_contiguous, local)):
             return None
-        return FoundAgain(self._replaced(nodes), dtensors, local)
+        return MatchedTree(self._replaced(nodes), dtensors, local)
 
     def _replaced(self, nodes: list[Any]) -> Any:
         done = nodes
@@ -154,7 +154,7 @@ def _are_different(nodes: Sequence[Any]) -> bool:
     return len({*map(id, nodes)}) == len(nodes)
 
 
-class _Mark(NamedTuple):
+class _ShardKey(NamedTuple):
     """If these fields are unchanged at a later save, so is the rank's region. Cheap to compare."""
 
     mesh: object
@@ -164,12 +164,12 @@ class _Mark(NamedTuple):
     local_shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, value: Any) -> _Mark:
+    def of(cls, value: Any) -> _ShardKey:
         if isinstance(value, StagePart):
             if is_split(value.value):
                 return cls.of(value.value)
             return cls(None, value.is_here, value.shape, value.value.dtype, tuple(value.value.shape))
-        split = hand_split(value)
+        split = manual_split(value)
         if split is not None:
             return cls(None, split.start, split.shape, split.tensor.dtype, tuple(split.tensor.shape))
         local = local_of(value)
@@ -178,12 +178,12 @@ class _Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class _KnownShard:
-    mark: _Mark
+    mark: _ShardKey
     region: Region
     stand_in: torch.Tensor
 
 
-class Expanded(NamedTuple):
+class ExpandedTree(NamedTuple):
     """A tree with whole tensors in place of the split ones."""
 
     tree: Any  # containers without split tensors are the original objects
@@ -208,10 +208,10 @@ class SplitStandIns:
         return [*self._path_of]
 
     @staticmethod
-    def are_in(tree: Any) -> bool:
+    def has_split(tree: Any) -> bool:
         return any(is_split(value) for _, node in containers(tree) for _, value in children(node))
 
-    def expand(self, tree: Any) -> Expanded:
+    def expand(self, tree: Any) -> ExpandedTree:
         """Put new stand-ins in place of all split tensors. StateError: one cannot be saved; names its path."""
         found: dict[str, Held] = {}
         live: dict[str, torch.Tensor] = {}
@@ -220,7 +220,7 @@ class SplitStandIns:
         def replace(path: str, value: Any) -> Any:
             if not is_split(value):
                 return value
-            part = held_at(path, value)
+            part = held_part_at(path, value)
             assert part is not None, "it is split"
             found[path], live[path] = part, live_of(value)
             local = part.local
@@ -234,17 +234,17 @@ class SplitStandIns:
                 self._path_of[whole.untyped_storage()._cdata] = path
             else:
                 whole = whole.detach()  # tied here, so tied in the file
-            self._known[path] = _KnownShard(_Mark.of(value), part.region, whole)
+            self._known[path] = _KnownShard(_ShardKey.of(value), part.region, whole)
             return whole
 
-        expanded = Expanded(replaced(tree, replace), found, live)
+        expanded = ExpandedTree(replaced(tree, replace), found, live)
         self._remember(tree)
         return expanded
 
     def _remember(self, tree: Any) -> None:
         self._places = DTensorPlaces.of(tree, {path: known.stand_in for path, known in self._known.items()})
 
-    def again(self, tree: Any) -> Expanded | None:
+    def again(self, tree: Any) -> ExpandedTree | None:
         """Do as `expand` for a later tree; None if its split tensors are not those of the plan."""
         if self._places is not None and (seen := self._places.look(tree)) is not None:
             paths, new = self._places.paths, tuple.__new__  # `Held(…)` runs Python code for each
@@ -254,13 +254,13 @@ class SplitStandIns:
                 for known, local in zip(of_plan, seen.local, strict=True)
             ]
             live = dict(zip(paths, seen.dtensors, strict=True))
-            return Expanded(seen.tree, dict(zip(paths, parts, strict=True)), live)
-        expanded = self._one_by_one(tree)
+            return ExpandedTree(seen.tree, dict(zip(paths, parts, strict=True)), live)
+        expanded = self._expand_one_by_one(tree)
         if expanded is not None:
             self._remember(tree)
         return expanded
 
-    def _one_by_one(self, tree: Any) -> Expanded | None:
+    def _expand_one_by_one(self, tree: Any) -> ExpandedTree | None:
         found: dict[str, Held] = {}
         live: dict[str, torch.Tensor] = {}
 
@@ -268,7 +268,7 @@ class SplitStandIns:
             if not is_split(value):
                 return value
             known = self._known.get(path)
-            if known is None or _Mark.of(value) != known.mark:
+            if known is None or _ShardKey.of(value) != known.mark:
                 raise StateError(f"{path} is another part than planned")
             live[path] = live_of(value)
             local = local_of(live[path]).detach()
@@ -278,13 +278,13 @@ class SplitStandIns:
             return known.stand_in
 
         try:
-            expanded = Expanded(replaced(tree, replace), found, live)
+            expanded = ExpandedTree(replaced(tree, replace), found, live)
         except StateError:
             return None  # the new plan reports any error
         return expanded if found.keys() == self._known.keys() else None
 
     def own(
-        self, classes: Mapping[int, Ownership], expanded: Expanded, patterns: Mapping[str, int]
+        self, classes: Mapping[int, Ownership], expanded: ExpandedTree, patterns: Mapping[str, int]
     ) -> dict[int, Ownership]:
         """Return `classes` with the stand-ins added: split, and gated like their local tensors.
 
@@ -303,7 +303,7 @@ class SplitStandIns:
         return owned
 
     def sources(
-        self, expanded: Expanded, storage_entries: Mapping[int, int]
+        self, expanded: ExpandedTree, storage_entries: Mapping[int, int]
     ) -> dict[int, StorageSource | None]:
         """Map each entry of the layout to its bytes on this rank. `storage_entries`: Stand-in storage → entry."""
         found: dict[int, StorageSource | None] = {}
@@ -315,7 +315,7 @@ class SplitStandIns:
             found[entry] = new(StorageSource, place) if nbytes else None
         return found
 
-    def live(self, expanded: Expanded, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def live(self, expanded: ExpandedTree, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return `tensors` of the expanded tree, with the state's tensors in place of stand-ins."""
         live = {id(known.stand_in): expanded.live[path] for path, known in self._known.items()}
         return [live.get(id(tensor), tensor) for tensor in tensors]

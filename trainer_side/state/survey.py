@@ -21,7 +21,7 @@ from torch.nn.parameter import Parameter
 
 from holdfast.errors import StateError
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import Arriving, Named, children, refusal, tensor_paths
+from trainer_side.state.tree import PendingNumber, Named, children, refusal, tensor_paths
 
 
 class StorageSource(NamedTuple):
@@ -44,7 +44,7 @@ Sources = Sequence[StorageSource | None]
 """Per entry of a layout, where its bytes lie; None if `Capture.contents` or another rank has them."""
 
 
-class Slot(NamedTuple):
+class TensorSpec(NamedTuple):
     """The properties of one tensor of the tree that must stay the same for a plan to fit.
 
     `offset` counts elements from the start of the used part of storage number `storage`.
@@ -72,14 +72,14 @@ class StoragePart(NamedTuple):
 class Survey:
     """Result of `survey`."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSpec, ...]
     parts: tuple[StoragePart, ...]
     numbers: dict[int, int]  # `UntypedStorage._cdata` to the storage's number
     paths: dict[int, str]  # `id()` of each tensor object to its path
     signature: tuple[Any, ...]  # equal for two trees if one plan fits both
 
     @cached_property
-    def first_slots(self) -> dict[int, Slot]:
+    def first_specs(self) -> dict[int, TensorSpec]:
         """The first tensor on each storage."""
         return {slot.storage: slot for slot in reversed(self.slots)}
 
@@ -87,9 +87,9 @@ class Survey:
         """Return the number of the storage under `tensor`; None if it is not in the tree."""
         return self.numbers.get(tensor.untyped_storage()._cdata)
 
-    def description(self, slot: Slot) -> str:
+    def description(self, slot: TensorSpec) -> str:
         """Return the dtype, and all else that must agree for replicas of the tensor to be interchangeable."""
-        first = self.first_slots[slot.storage]
+        first = self.first_specs[slot.storage]
         text = slot.dtype
         if slot.stride != _contiguous_stride(slot.shape):
             text += f", strides {slot.stride}"
@@ -102,7 +102,7 @@ def survey(tree: Any) -> Survey:
     """Find the tensors of `tree` and the used parts of their storages. Training thread. StateError: names a tensor."""
     found = tensor_paths(tree)
     numbers: dict[int, int] = {}
-    used: list[_Used] = []
+    used: list[_UsedRange] = []
     placed: list[int] = []
     for named in found:
         reason = refusal(named.tensor)
@@ -111,7 +111,7 @@ def survey(tree: Any) -> Survey:
         storage = named.tensor.untyped_storage()
         number = numbers.setdefault(storage._cdata, len(used))
         if number == len(used):
-            used.append(_Used(storage))
+            used.append(_UsedRange(storage))
         used[number].include(named)
         placed.append(number)
     parts = tuple(one.part() for one in used)
@@ -122,7 +122,7 @@ def survey(tree: Any) -> Survey:
     return Survey(slots, parts, numbers, paths, (slots, tuple(part.nbytes for part in parts)))
 
 
-class _Used:
+class _UsedRange:
     """The range of a storage that tensors use; grows."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -153,12 +153,12 @@ class _Used:
         return StoragePart(self._storage, start, self._end - start)
 
 
-def _slot(named: Named, number: int, part: StoragePart) -> Slot:
+def _slot(named: Named, number: int, part: StoragePart) -> TensorSpec:
     tensor = named.tensor
     # An empty tensor may point anywhere; it has no bytes.
     offset = int(tensor.storage_offset()) - part.start_bytes // tensor.itemsize if tensor.numel() else 0
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Slot(named.path, dtype, tuple(tensor.shape), tensor.stride(), offset, number)
+    return TensorSpec(named.path, dtype, tuple(tensor.shape), tensor.stride(), offset, number)
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -210,10 +210,10 @@ class _Kinds(dict[type, _Kind]):
 _DICTS = frozenset({dict, OrderedDict, Counter})
 _KINDS = _Kinds({torch.Tensor: _TENSOR, Parameter: _TENSOR, list: _LIST, tuple: _LIST})
 _KINDS.update(dict.fromkeys(_DICTS, _DICT))
-_KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None), Arriving), _PLAIN))
+_KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None), PendingNumber), _PLAIN))
 
 
-class Walked(NamedTuple):
+class TreeContents(NamedTuple):
     """The contents of a tree that has the outline."""
 
     tensors: list[torch.Tensor]  # all of them; those of one container together
@@ -228,7 +228,7 @@ class Outline:
         self._rows = rows
 
     @classmethod
-    def of(cls, tree: Any) -> tuple[Self, Walked] | None:
+    def of(cls, tree: Any) -> tuple[Self, TreeContents] | None:
         """Return the outline of a dict, and its contents.
 
         None if only `tensor_paths` can judge it: tensor subclasses, storages, keys of unknown classes.
@@ -255,14 +255,14 @@ class Outline:
             tensor_places = tuple(place for place, kind in enumerate(kinds) if kind is _TENSOR)
             container_places = tuple(place for place, kind in enumerate(kinds) if kind in _CONTAINERS)
             rows.append(_ContainerRow(keys, types, kinds, tensor_places, container_places, tuple(again)))
-        return cls(rows), Walked(tensors, containers, is_exact=True)
+        return cls(rows), TreeContents(tensors, containers, is_exact=True)
 
     @property
     def is_plain(self) -> bool:
         """Whether the classes of all values are known here."""
         return all(_PLAIN_KINDS.issuperset(row.kinds) for row in self._rows)
 
-    def walk(self, tree: Any) -> Walked | None:
+    def walk(self, tree: Any) -> TreeContents | None:
         """Return the contents of another tree, in the same order; None if it has another outline."""
         tensors: list[torch.Tensor] = []
         containers, seen = [tree], {id(tree)}
@@ -290,7 +290,7 @@ class Outline:
                 if place not in row.again:
                     seen.add(id(value))
                     containers.append(value)
-        return Walked(tensors, containers, is_exact)
+        return TreeContents(tensors, containers, is_exact)
 
 
 def parts_of(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
@@ -311,8 +311,8 @@ class TensorFacts:
         self._asked = (*_FACTS, torch.Tensor.is_conj) if any(map(torch.is_complex, tensors)) else _FACTS
         self._of_each = [[*map(fact, tensors)] for fact in self._asked]
         self._storage_bytes = [*map(torch.UntypedStorage.nbytes, storages)]
-        self._shared_storages = _Identities([*map(_address, storages)])
-        self._same_objects = _Identities([*map(id, tensors)])
+        self._shared_storages = _EqualityPattern([*map(_address, storages)])
+        self._same_objects = _EqualityPattern([*map(id, tensors)])
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self | None:
@@ -343,7 +343,7 @@ class TensorFacts:
         return storages if same else None
 
 
-class _Identities:
+class _EqualityPattern:
     """Which of several values are equal to one another, regardless of the values themselves."""
 
     def __init__(self, values: list[int]) -> None:

@@ -30,9 +30,9 @@ from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import encode, reserve_bytes
 from trainer_side.state.pickling import REFUSED, Pickling, blame
 from trainer_side.state.split_tensor import Held
-from trainer_side.state.stages import held_whole, outline
+from trainer_side.state.stages import is_sendable_in_place, outline
 from trainer_side.state.stand_ins import PerRankStandIns, SplitStandIns
-from trainer_side.state.survey import Slot, StoragePart, Survey, survey
+from trainer_side.state.survey import TensorSpec, StoragePart, Survey, survey
 from trainer_side.state.tree import classify, tensor_paths
 
 _COPIED_BYTES = 4096
@@ -62,11 +62,11 @@ def checksums(found: Survey, leave_out: Collection[str]) -> tuple[int, ...]:
     return tuple(0 if slot.path in leave_out else by_view[_view(slot)] for slot in found.slots)
 
 
-def _view(slot: Slot) -> tuple[object, ...]:
+def _view(slot: TensorSpec) -> tuple[object, ...]:
     return (slot.storage, slot.dtype, slot.offset, slot.shape, slot.stride)
 
 
-def _memory_of(part: StoragePart, slot: Slot) -> torch.Tensor | tuple[int, int]:
+def _memory_of(part: StoragePart, slot: TensorSpec) -> torch.Tensor | tuple[int, int]:
     """Return where a tensor's bytes lie: address and size in host memory, else a one-dimensional uint8 tensor.
 
     A tensor with gaps is copied. Others are read in memory order: the strides are the same on every rank.
@@ -183,12 +183,12 @@ def table(
     ranks: int,
     names: Mapping[str, Sequence[Sequence[str]]] | None = None,
     sums: Sequence[int] = (),
-    beside_bytes: int = 0,
+    trailer_bytes: int = 0,
 ) -> TensorTable:
     """Make this rank's proposal. Training thread; reads every byte of the state once, moves none.
 
     `names`: Parameter names by optimizer, if the ranks have different tensors and propose stages. `sums`: Checksums
-    from a table of the same tensors; computed if empty. `beside_bytes`: Room that data.pkl needs beside the pickle.
+    from a table of the same tensors; computed if empty. `trailer_bytes`: Room that data.pkl needs beside the pickle.
     StateError: a tensor or plain value cannot be saved; names its path.
     """
     needed = {
@@ -225,11 +225,11 @@ def table(
             outline(full), {at: [*zip(of, settings(tree, at), strict=True)] for at, of in names.items()}
         )
         for row, (_, tensor) in enumerate(tensor_paths(full)):
-            if row not in regions and held_whole(tensor):
+            if row not in regions and is_sendable_in_place(tensor):
                 regions[row] = tensor.itemsize, Region((0,) * tensor.dim(), tuple(tensor.shape))
     try:
         is_pickled = rank == 0 or stage is not None
-        pickle_bytes = len(Pickling(found).head(full)) + beside_bytes if is_pickled else 0
+        pickle_bytes = len(Pickling(found).head(full)) + trailer_bytes if is_pickled else 0
     except REFUSED as error:
         raise blame(full, found, error) from error
     digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
@@ -262,7 +262,7 @@ def _refuse_unwritable(path: str) -> None:
     raise StateError(f"tensor {ascii(path[:80])[1:-1]}: {why}")
 
 
-def what_changed(before: TensorTable, now: TensorTable) -> str:
+def describe_change(before: TensorTable, now: TensorTable) -> str:
     """Describe the first tensor that has changed, and count the others."""
     old, new = _described(before), _described(now)
     changes = [

@@ -23,7 +23,7 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 
 from holdfast.errors import StateError
 from holdfast.image.entries import REPLICATED
-from trainer_side.state.accelerator import brought
+from trainer_side.state.accelerator import copy_to_host
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_kinds import is_quantised, subclass_refusal
 from trainer_side.state.split_tensor import local_of
@@ -90,7 +90,7 @@ def replaced(tree: Any, replace: Callable[[str, Any], Any]) -> Any:
     return of(tree, "")
 
 
-class Arriving:
+class PendingNumber:
     """A number in flight from a device, as of this point of the current stream, so that `save()` need not wait.
 
     The copy thread reads it before it pickles the tree. torch's `GradScaler.state_dict()` would wait for all work
@@ -98,7 +98,7 @@ class Arriving:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._here, self._event = brought(tensor.detach())
+        self._here, self._event = copy_to_host(tensor.detach())
 
     def value(self) -> Any:
         """Wait for the number and return it. Any thread."""
@@ -119,11 +119,11 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
         and scale.device.type != "cpu"
     ):
         return {
-            "scale": Arriving(scale),
+            "scale": PendingNumber(scale),
             "growth_factor": scaler.get_growth_factor(),
             "backoff_factor": scaler.get_backoff_factor(),
             "growth_interval": scaler.get_growth_interval(),
-            "_growth_tracker": Arriving(tracker),
+            "_growth_tracker": PendingNumber(tracker),
         }
     return dict(scaler.state_dict())
 
@@ -133,11 +133,11 @@ def settle(tree: Mapping[str, Any]) -> None:
     for below in tree.values():
         if type(below) is dict:
             for key, value in below.items():
-                if type(value) is Arriving:
+                if type(value) is PendingNumber:
                     below[key] = value.value()
 
 
-class GivenState:
+class UserState:
     """Keeps the state to save in step with the script's dictionary, which the script may still change.
 
     Training thread. StateError: a name is empty, is not a string, or has a slash.
@@ -152,14 +152,14 @@ class GivenState:
         self._seen: dict[str, Any] = dict(given)
 
     def problem(self) -> StateError | None:
-        """Call `take_new` and return its error, which the other ranks must learn."""
+        """Call `refresh` and return its error, which the other ranks must learn."""
         try:
-            self.take_new()
+            self.refresh()
         except StateError as error:
             return error
         return None
 
-    def take_new(self) -> None:
+    def refresh(self) -> None:
         """Take the values that the script has put into its dictionary since the last call.
 
         Tensors, plain values and `PerRank` values are taken. An object with a `state_dict()` is refused: `restore()`
@@ -194,7 +194,7 @@ _DEPTH_MAX = 1000  # pickle itself goes no deeper; endless paths would exhaust t
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
-Given = list[tuple[Any, torch.optim.Optimizer]]
+ReturnedGroups = list[tuple[Any, torch.optim.Optimizer]]
 """The `param_groups` that optimizers have returned, each with its optimizer."""
 
 
@@ -212,21 +212,21 @@ class Ownership(NamedTuple):
     gated: bool
 
 
-def unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
+def unwrap_per_rank(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state with each `PerRank` replaced by the value in it."""
     return {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
 
 
-def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, Any]:
+def collect(state: Mapping[str, Any], *, allow_pending: bool = False) -> dict[str, Any]:
     """Return the tree to save: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
 
     The tree holds the live tensors, not copies. Training thread.
 
-    `may_arrive`: Numbers that a device still computes may be `Arriving`; `settle` the tree before use.
+    `allow_pending`: Numbers that a device still computes may be `Arriving`; `settle` the tree before use.
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():
-        if may_arrive and isinstance(value, torch.amp.GradScaler):
+        if allow_pending and isinstance(value, torch.amp.GradScaler):
             tree[name] = scaler_state(value)
         else:
             tree[name] = value.state_dict() if _is_object(value) else value
@@ -234,9 +234,9 @@ def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, 
 
 
 @contextmanager
-def telling(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Given]:
+def record_param_groups(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[ReturnedGroups]:
     """Context that records which `param_groups` each optimizer's `state_dict()` returns. Training thread."""
-    given: Given = []
+    given: ReturnedGroups = []
 
     def note(optimizer: torch.optim.Optimizer, said: Mapping[str, Any]) -> None:
         given.append((said.get("param_groups"), optimizer))
@@ -323,7 +323,7 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     replicated, gated = _roles(state)
     owned: dict[int, Ownership] = {}
     for _, tensor in tensor_paths(tree):
-        view = view_of(local_of(tensor))
+        view = view_key(local_of(tensor))
         if view is None:
             continue  # refused with its path when the plan is made
         before = owned.get(view[0], Ownership(REPLICATED, gated=True))
@@ -332,7 +332,7 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     return owned
 
 
-def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def with_inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Return these and the optimizers that they wrap, at any depth: the inner optimizer changes the parameters."""
     found: list[torch.optim.Optimizer] = []
     pending = [*optimizers]
@@ -355,22 +355,22 @@ def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
     stepped: set[_View | None] = set()
     for value in state.values():
         if isinstance(value, torch.nn.Module):
-            parameters.update(view_of(local_of(parameter)) for parameter in value.parameters())
-            buffers.update(view_of(local_of(buffer)) for buffer in value.buffers())
+            parameters.update(view_key(local_of(parameter)) for parameter in value.parameters())
+            buffers.update(view_key(local_of(buffer)) for buffer in value.buffers())
         elif isinstance(value, torch.optim.Optimizer):
-            for optimizer in with_inner([value]):
+            for optimizer in with_inner_optimizers([value]):
                 state_of = list(optimizer.state.values())
-                moments.update(view_of(local_of(tensor)) for _, tensor in tensor_paths(state_of))
+                moments.update(view_key(local_of(tensor)) for _, tensor in tensor_paths(state_of))
                 groups = optimizer.param_groups
                 stepped.update(
-                    view_of(local_of(parameter)) for group in groups for parameter in group["params"]
+                    view_key(local_of(parameter)) for group in groups for parameter in group["params"]
                 )
     replicated = (parameters | moments) - buffers
     gated = replicated & (stepped | moments)
     return {view for view in replicated if view}, {view for view in gated if view}
 
 
-def view_of(tensor: torch.Tensor) -> _View | None:
+def view_key(tensor: torch.Tensor) -> _View | None:
     """Return a key that a tensor shares with its detached twin in a `state_dict()`; None without a plain storage."""
     if refusal(tensor) is not None:
         return None

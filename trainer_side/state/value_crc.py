@@ -58,7 +58,7 @@ class ValueCrc:
         for leaf in leaves_in(value):
             if isinstance(leaf, torch.Tensor):
                 with suppress(Exception):  # a tensor that cannot be copied does not count
-                    here, there = accelerator.brought(leaf.detach())
+                    here, there = accelerator.copy_to_host(leaf.detach())
                     self._there = there or self._there
                     if there is None:
                         crc = tensor_crc(here, crc)
@@ -87,7 +87,7 @@ class ValueCrc:
         return self._crc
 
 
-class LaterNumber:
+class DeferredNumber:
     """A number, or a tensor of one element that may still be computed on a device."""
 
     def __init__(self, number: Any) -> None:
@@ -96,7 +96,7 @@ class LaterNumber:
         if isinstance(number, torch.Tensor):
             with suppress(Exception):  # a tensor that cannot be copied is not a number
                 self._number = None
-                here, self._there = accelerator.brought(number.detach())
+                here, self._there = accelerator.copy_to_host(number.detach())
                 self._number = here.clone() if self._there is None else here
 
     @property

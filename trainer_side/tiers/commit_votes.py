@@ -63,11 +63,11 @@ class Voter:
         self,
         rank: int,
         on_verdict: Callable[[StepVerdict], None],
-        appointments: AgreedSteps | None,
+        agreed_steps: AgreedSteps | None,
         *,
         silence_seconds_max: float,
     ) -> None:
-        self._rank, self._on_verdict, self._appointments = rank, on_verdict, appointments
+        self._rank, self._on_verdict, self._agreed_steps = rank, on_verdict, agreed_steps
         self._silence_seconds_max = silence_seconds_max
         self.new_pickle_reserve_bytes = 0  # as in `RankCouncil`
         self.on_doubt: Callable[[Doubt], None] = lambda _: None
@@ -80,7 +80,7 @@ class Voter:
         return len(self._undecided)
 
     @property
-    def is_asking(self) -> bool:
+    def has_question(self) -> bool:
         return self._question is not None
 
     def sealed(self, tier: int, order: Order, now: float) -> None:
@@ -112,8 +112,8 @@ class Voter:
                 self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, frame.arg)
             case Kind.DOUBTED:
                 self.on_doubt(Doubt.from_frame(frame))
-            case Kind.SAVE_AT if self._appointments is not None:
-                return self._hear_appointment(frame, self._appointments)
+            case Kind.SAVE_AT if self._agreed_steps is not None:
+                return self._handle_save_at(frame, self._agreed_steps)
             case _:
                 raise ProtocolError(f"rank {self._rank}: rank 0 sent {frame.kind.name}, which it must not")
         return None
@@ -132,8 +132,8 @@ class Voter:
         """Expect nothing more from rank 0. An error answers a pending question."""
         if error is not None:
             self._answer(error)
-        if self._appointments is not None:
-            self._appointments.end()
+        if self._agreed_steps is not None:
+            self._agreed_steps.end()
 
     def _answer(self, answer: Agreement | HoldfastError | None) -> bool:
         """Answer a pending question; return whether there was one."""
@@ -146,12 +146,12 @@ class Voter:
             question.set_result(answer)
         return True
 
-    def _hear_appointment(self, frame: Frame, appointments: AgreedSteps) -> bytes | None:
+    def _handle_save_at(self, frame: Frame, agreed_steps: AgreedSteps) -> bytes | None:
         try:
-            answer = appointments.heard(Announcement.from_frame(frame))
+            answer = agreed_steps.heard(Announcement.from_frame(frame))
         except ProtocolError as error:
             _log.error("rank %d: ignores a step to save after a notice: %s", self._rank, error)
-            appointments.end()  # otherwise training would wait at a step that this rank has promised
+            agreed_steps.end()  # otherwise training would wait at a step that this rank has promised
             return None
         return None if answer is None else answer.to_frame(Kind.AT, attempt=frame.attempt)
 
@@ -159,7 +159,7 @@ class Voter:
 class CommitVotes(RankCouncil):
     """One rank's votes on slices, its questions to the other ranks, and the thread that carries both. Any thread.
 
-    The thread of the votes calls `on_verdict` with every verdict, and `on_turn` repeatedly, even after rank 0 has
+    The thread of the votes calls `on_verdict` with every verdict, and `on_poll` repeatedly, even after rank 0 has
     stopped deciding. `appointments`: The step at which this rank acts on a notice; only in a job without a stager.
     `rank0`: Decides, on rank 0; if None there, neither preemption nor replicas are handled.
     """
@@ -170,15 +170,15 @@ class CommitVotes(RankCouncil):
         limits: VoteLimits,
         *,
         on_verdict: Callable[[StepVerdict], None],
-        on_turn: Callable[[], None] = lambda: None,
-        appointments: AgreedSteps | None = None,
+        on_poll: Callable[[], None] = lambda: None,
+        agreed_steps: AgreedSteps | None = None,
         rank0: Rank0Votes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._port, self._rank, self._on_turn, self._clock = port, port.rank, on_turn, clock
+        self._port, self._rank, self._on_poll, self._clock = port, port.rank, on_poll, clock
         self._answer_seconds_max = limits.agree_seconds_max + _SLACK_SECONDS
         silence_seconds_max = 2 * limits.seal_seconds_max + _SLACK_SECONDS
-        self._voter = Voter(port.rank, on_verdict, appointments, silence_seconds_max=silence_seconds_max)
+        self._voter = Voter(port.rank, on_verdict, agreed_steps, silence_seconds_max=silence_seconds_max)
         if rank0 is None and port.rank == ROOT:
             rank0 = Rank0Votes(port.ranks, limits)
         self._rank0 = rank0
@@ -186,7 +186,7 @@ class CommitVotes(RankCouncil):
         self._outbox: deque[bytes] = deque()
         self._wake = threading.Event()
         self._lost: frozenset[int] = frozenset()
-        self._said_bye = False
+        self._bye_sent = False
         self._leaving: float | None = None
         self._thread = BackgroundThread(
             "holdfast-council", self._run, rank=port.rank, task=_TASK, died=self._give_up
@@ -206,7 +206,7 @@ class CommitVotes(RankCouncil):
     def sealed(self, tier: int, order: Order, layout: str) -> None:
         """Vote for a step: this rank has sealed its slice in this tier. Called once for each slice."""
         self._voter.sealed(tier, order, self._clock())
-        self._vote(Kind.SEALED, tier, order, wire.text_body(layout))
+        self._vote(Kind.SEALED, tier, order, wire.encode_text(layout))
 
     def skipped(self, tier: int, order: Order, why: Reason) -> None:
         """Vote against a step: this rank will never seal its slice in this tier."""
@@ -216,7 +216,7 @@ class CommitVotes(RankCouncil):
         """Ask rank 0 to compare this rank's replicas with the other ranks'. Precedes `sealed` of the step."""
         self._send_root(fingerprints_frame(order, layout_digest, fingerprints))
 
-    def hurry(self, seconds_max: float) -> None:
+    def limit_wait(self, seconds_max: float) -> None:
         self._answer_seconds_max = min(self._answer_seconds_max, seconds_max)
 
     def agree(self, proposal: Proposal) -> Agreement:
@@ -224,7 +224,7 @@ class CommitVotes(RankCouncil):
         assert answer is not None
         return answer
 
-    def concur(self, error: HoldfastError | None) -> None:
+    def confirm_ready(self, error: HoldfastError | None) -> None:
         body = wire.to_json({}) if error is None else wire.error_body(error)
         try:
             self._ask(wire.encode(Kind.READY, body=body), "hear whether all ranks are ready")
@@ -244,7 +244,7 @@ class CommitVotes(RankCouncil):
         if self.problem is None:
             self._send_root(doubt.to_frame(Kind.DOUBT, attempt=0))
 
-    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
+    def set_doubt_callback(self, call: Callable[[Doubt], None]) -> None:
         self._voter.on_doubt = call
 
     def notice(self, notice: Notice) -> None:
@@ -290,7 +290,7 @@ class CommitVotes(RankCouncil):
     def _run(self) -> None:
         while not self._may_leave():
             try:
-                self._on_turn()
+                self._on_poll()
                 busy = self._turn()
             except HoldfastError as error:
                 self._give_up(error)
@@ -299,7 +299,7 @@ class CommitVotes(RankCouncil):
                 self._give_up(thread_died(error, rank=self._rank, name=self._thread.name, task=_TASK))
                 busy = False
             if not busy:
-                awaiting = self._voter.is_asking or self._leaving is not None
+                awaiting = self._voter.has_question or self._leaving is not None
                 self._wake.wait(_AWAITING_PAUSE_SECONDS if awaiting else _PAUSE_SECONDS)
                 self._wake.clear()
         self._voter.end()
@@ -323,7 +323,7 @@ class CommitVotes(RankCouncil):
             self._hear(rank, message)
         self._handle_deaths()
         if self._rank0 is not None:
-            self._tell_all(self._rank0.tick(self._clock()))
+            self._broadcast(self._rank0.tick(self._clock()))
         else:
             self._voter.check_silence(self._clock())
         return busy
@@ -334,22 +334,22 @@ class CommitVotes(RankCouncil):
         except ProtocolError as error:
             raise ProtocolError(f"rank {rank}: {error}") from error
         if self._rank0 is not None:
-            self._tell_all(self._rank0.hear(rank, frame, self._clock()))
+            self._broadcast(self._rank0.hear(rank, frame, self._clock()))
         elif rank == ROOT:
-            self._hear_root(frame)
+            self._handle_root_message(frame)
         else:
             raise ProtocolError(
                 f"rank {rank} sent {frame.kind.name} to rank {self._rank}; only rank 0 may send to other ranks"
             )
 
-    def _tell_all(self, messages: list[bytes]) -> None:
+    def _broadcast(self, messages: list[bytes]) -> None:
         for message in messages:
             for rank in range(self._port.ranks):
                 if rank != ROOT and rank not in self._lost:
                     self._port.send(rank, message)
-            self._hear_root(decode(message))
+            self._handle_root_message(decode(message))
 
-    def _hear_root(self, frame: Frame) -> None:
+    def _handle_root_message(self, frame: Frame) -> None:
         reply = self._voter.hear(frame)
         if reply is not None:
             self._send_root(reply)
@@ -361,7 +361,7 @@ class CommitVotes(RankCouncil):
         new, self._lost = lost - self._lost, lost
         if self._rank0 is not None:
             for rank in sorted(new):
-                self._tell_all(self._rank0.died(rank))
+                self._broadcast(self._rank0.died(rank))
         elif ROOT in new and self._leaving is None:
             raise PeerLost("rank 0 of the training ranks is dead")
 
@@ -382,8 +382,8 @@ class CommitVotes(RankCouncil):
             return False
         if self.problem is not None or self._clock() > self._leaving:
             return True
-        if not self._said_bye:
-            self._said_bye = True
+        if not self._bye_sent:
+            self._bye_sent = True
             self._send_root(wire.encode(Kind.BYE))  # after every vote
         if self._outbox or self._voter.undecided:
             return False

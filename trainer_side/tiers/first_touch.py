@@ -35,16 +35,16 @@ _BESIDE_SECTION_BYTES, _BESIDE_THREADS_MAX = 4 << 20, 2
 _BLOCK_BYTES = 512  # of `st_blocks`
 
 
-def huge_buffer(nbytes: int, *, beside_children: bool = False) -> torch.Tensor:
+def huge_buffer(nbytes: int, *, exclude_from_fork: bool = False) -> torch.Tensor:
     """Allocate `nbytes` (above 0) of zeroed memory, all of it touched, as a one-dimensional uint8 tensor.
 
-    With `beside_children`, forked children do not inherit the memory. Raises `MemoryError` if there is less.
+    With `exclude_from_fork`, forked children do not inherit the memory. Raises `MemoryError` if there is less.
     """
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
-        if beside_children:
+        if exclude_from_fork:
             memory.madvise(mmap.MADV_DONTFORK)
             _beside_children.add(memory)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)

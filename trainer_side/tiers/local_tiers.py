@@ -32,9 +32,9 @@ from trainer_side.ranks.ports import CouncilPort
 from trainer_side.state import accelerator
 from trainer_side.tiers.commit_votes import CommitVotes
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator, farthest
-from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaWatch, VoteLimits
+from trainer_side.tiers.rank0_votes import ROOT, Rank0Votes, ReplicaComparison, VoteLimits
 from trainer_side.tiers.slot_proof import StepProof
-from trainer_side.tiers.tier import KeptSteps, Nearness, Order, SliceWriter, StepVerdict, Tier
+from trainer_side.tiers.tier import TierCounter, Nearness, Order, SliceWriter, StepVerdict, Tier
 from trainer_side.tiers.tier_inventory import TierInventory
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.tiers.tier_write import TierWrite
@@ -56,7 +56,7 @@ class TierJob(NamedTuple):
 class TierReport:
     """Counts and logs the end of each step in each tier, with a warning for each new cause. Any thread."""
 
-    def __init__(self, rank: int, ledger: KeptSteps, events: EventLog) -> None:
+    def __init__(self, rank: int, ledger: TierCounter, events: EventLog) -> None:
         self.events = events
         self._rank, self._ledger = rank, ledger
         self._guard = threading.Lock()
@@ -75,7 +75,7 @@ class TierReport:
                 "written_bytes": outcome.written_bytes,
                 "seconds": outcome.seconds,
                 "crc_seconds": write.sum_seconds,
-                "direct": write.source_is_slot == outcome.tier,
+                "direct": write.source_tier == outcome.tier,
             },
             step=write.step,
         )
@@ -92,7 +92,7 @@ class TierReport:
         if self._is_news(f"{tier.name}: {cause}") and cause != "failed":
             _log.warning("rank %d: step %d is not kept in tier %s: %s", self._rank, step, tier.name, reason)
 
-    def no_slot(self, tier: Tier, step: int, error: HoldfastError) -> None:
+    def report_no_slot(self, tier: Tier, step: int, error: HoldfastError) -> None:
         if self._is_news(str(error)):
             _log.error("rank %d: tier %s gives no slot for step %d: %s", self._rank, tier.name, step, error)
 
@@ -128,7 +128,7 @@ class LocalTiers(TierSet):
         job: TierJob,
         inventory: TierInventory,
         report: TierReport,
-        appointments: AgreedSteps | None = None,
+        agreed_steps: AgreedSteps | None = None,
     ) -> None:
         assert tiers
         self.tiers, self.names = tuple(tiers), ", ".join(tier.name for tier in tiers)
@@ -152,15 +152,15 @@ class LocalTiers(TierSet):
             for number, tier in enumerate(tiers)
         )
         self._preemption: Rank0PreemptionCoordinator | None = None
-        self._watch: ReplicaWatch | None = None
+        self._watch: ReplicaComparison | None = None
         rank0 = None
         if port.rank == ROOT:
-            if appointments is not None:
+            if agreed_steps is not None:
                 self._preemption = self._preemption_coordinator(port.ranks)
-            self._watch = ReplicaWatch(port.ranks, report.events, refuses=config.on_divergence == "refuse")
+            self._watch = ReplicaComparison(port.ranks, report.events, refuses=config.on_divergence == "refuse")
             rank0 = Rank0Votes(port.ranks, limits, self._preemption, self._watch)
         self._votes = CommitVotes(
-            port, limits, on_verdict=self._judge, on_turn=self._look, appointments=appointments, rank0=rank0
+            port, limits, on_verdict=self._judge, on_poll=self._look, agreed_steps=agreed_steps, rank0=rank0
         )
         super().__init__(self._votes)
 
@@ -176,7 +176,7 @@ class LocalTiers(TierSet):
         )
 
     @property
-    def takes_steps(self) -> bool:
+    def accepts_steps(self) -> bool:
         """Whether threads of some tier, and the thread of the votes, are alive."""
         return not isinstance(self._votes.problem, ThreadDied) and any(
             threads.calls.died is None for threads in self._threads
@@ -231,7 +231,7 @@ class LocalTiers(TierSet):
                 _log.error("rank %d: tier %s takes nothing more: %s", self._rank, tier.name, error)
                 continue
             self._left_out.pop(threads.number, None)
-            threads.staff(self._writers_per_tier or tier.writers)
+            threads.ensure_threads(self._writers_per_tier or tier.writers)
             _log.info("rank %d: tier %s: %s", self._rank, tier.name, tier.how)
         self._layout, self._frames = layout, frames_of(layout, self._rank)
         if self._watch is not None:
@@ -256,9 +256,9 @@ class LocalTiers(TierSet):
     def await_slot(self, number: int) -> bool:
         return self.tiers[0].await_slot(number)
 
-    def stop_making(self) -> None:
+    def stop_making_slots(self) -> None:
         for tier in self.tiers:
-            tier.stop_making()
+            tier.stop_making_slots()
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class LocalTiers(TierSet):
             writers,
             layout_digest=layout.digest,
             job=self._job,
-            source_is_slot=0 if direct else -1,
+            source_tier=0 if direct else -1,
             compare=partial(self._votes.compare, order, layout.digest),
         )
 
@@ -302,7 +302,7 @@ class LocalTiers(TierSet):
     def _take(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
         try:
             while True:
-                making = threads.tier.is_making
+                making = threads.tier.is_making_slots
                 hopeless = (not making and self._is_idle_in(threads)) or time.monotonic() >= wait_until
                 writer = self._ask(threads, order)
                 if writer is not None:
@@ -315,7 +315,7 @@ class LocalTiers(TierSet):
                     return DeclineCause.LOST.because(problem)
                 time.sleep(_LOOK_SECONDS)
         except HoldfastError as error:
-            self._report.no_slot(threads.tier, order[1], error)
+            self._report.report_no_slot(threads.tier, order[1], error)
             return DeclineCause.FAILED.because(error)
 
     def _ask(self, threads: TierWriterThreads, order: Order) -> SliceWriter | None:
@@ -412,7 +412,7 @@ class LocalTiers(TierSet):
         if self._closed:
             return
         self._closed = True
-        self.stop_making()
+        self.stop_making_slots()
         for thread in tuple(self._marking):
             thread.join(seconds_max)
         deadline = time.monotonic() + seconds_max

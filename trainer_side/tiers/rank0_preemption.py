@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import ProtocolError
-from holdfast.notices.messages import Effect, carry_out
+from holdfast.notices.messages import Effect, apply_effects
 from holdfast.notices.preemption import PreemptionCoordinator
 from holdfast.notices.should_save import InFlight
 from holdfast.telemetry.events import EventLog
@@ -118,5 +118,5 @@ class Rank0PreemptionCoordinator:
 
     def _do(self, effects: Sequence[Effect]) -> list[bytes]:
         messages: list[bytes] = []
-        carry_out(effects, Kind.SAVE_AT, messages.append, self._events, attempt=self._attempt, log=_log)
+        apply_effects(effects, Kind.SAVE_AT, messages.append, self._events, attempt=self._attempt, log=_log)
         return messages

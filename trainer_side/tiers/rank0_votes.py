@@ -1,7 +1,7 @@
 """Rank 0's part in the commit votes: a pure core. Frames of the ranks go in, messages to all ranks come out.
 
 SEALED, SKIPPED ─► VoteCount    ─► COMPLETE, VOID
-DONE            ─► ReplicaWatch ─► VOID, where replicas differ and such steps are refused
+DONE            ─► ReplicaComparison ─► VOID, where replicas differ and such steps are refused
 PROPOSE, FITS   ─► LayoutRound        ─► RESERVED, or REFUSED
 READY           ─► StartBarrier ─► GO, or REFUSED
 NOTICE, AT      ─► Rank0PreemptionCoordinator ─► SAVE_AT
@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.layout import Layout
-from holdfast.image.replicas import FIELD, Replicas
+from holdfast.image.replicas import FIELD, ReplicaComparer
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Frame, Kind, peer_error
-from holdfast.wire.layout_round import LayoutRound, OneSided
+from holdfast.wire.layout_round import LayoutRound, OneSidedRound
 from holdfast.wire.state_messages import Agreement
 from trainer_side.tiers.rank0_preemption import Rank0PreemptionCoordinator
 from trainer_side.tiers.tier import Order, StepVerdict, read_reason
@@ -61,7 +61,7 @@ class Rank0Votes:
         ranks: int,
         limits: VoteLimits,
         preemption: Rank0PreemptionCoordinator | None = None,
-        watch: ReplicaWatch | None = None,
+        watch: ReplicaComparison | None = None,
     ) -> None:
         self._ranks, self._preemption, self._watch = ranks, preemption, watch
         self._votes = VoteCount(ranks, seconds_max=limits.seal_seconds_max)
@@ -79,10 +79,10 @@ class Rank0Votes:
         order = (frame.attempt, frame.step)
         match frame.kind:
             case Kind.SEALED:
-                self._tell_preemption(frame)
-                return self._verdicts(self._votes.sealed(rank, frame.arg, order, wire.body_text(frame), now))
+                self._notify_preemption(frame)
+                return self._verdicts(self._votes.sealed(rank, frame.arg, order, wire.decode_text(frame), now))
             case Kind.SKIPPED:
-                self._tell_preemption(frame)
+                self._notify_preemption(frame)
                 if self._preemption is not None and rank == ROOT:
                     self._preemption.gave_up(frame.arg, order)
                 return self._verdicts(self._votes.skipped(rank, frame.arg, order, read_reason(frame)))
@@ -103,7 +103,7 @@ class Rank0Votes:
             case Kind.NOTICE | Kind.AT if self._preemption is not None:
                 return self._preemption.hear(rank, frame)
             case Kind.BYE:
-                return self._rank_left(rank, "has ended", by_itself=True)
+                return self._rank_left(rank, "has ended", has_exited=True)
             case _:
                 raise ProtocolError(f"rank {rank} sent {frame.kind.name} to rank 0, which it must not")
 
@@ -118,17 +118,17 @@ class Rank0Votes:
             messages += _answer(error)
         return messages + (self._preemption.tick() if self._preemption is not None else [])
 
-    def _tell_preemption(self, frame: Frame) -> None:
+    def _notify_preemption(self, frame: Frame) -> None:
         # Before the votes are counted, so that the coordinator gets the ranks' votes before the verdict.
         if self._preemption is not None:
             self._preemption.told(frame.arg, (frame.attempt, frame.step))
 
-    def _rank_left(self, rank: int, why: str, *, by_itself: bool = False) -> list[bytes]:
+    def _rank_left(self, rank: int, why: str, *, has_exited: bool = False) -> list[bytes]:
         self._left.add(rank)
         messages = self._preemption.left(rank, why) if self._preemption is not None else []
         messages += self._verdicts(self._votes.lost(rank, why))
         reason = f"rank {rank} {why}"
-        for error in (self._round.lost(rank, reason, by_itself=by_itself), self._start.lost(reason)):
+        for error in (self._round.lost(rank, reason, has_exited=has_exited), self._start.lost(reason)):
             messages += _answer(error)
         return messages
 
@@ -192,7 +192,7 @@ class VoteCount:
         if len(ballot.sealed) == self._ranks:
             return self._complete(tier, order)
         if self._lost.keys() - ballot.sealed:
-            return [self._void(tier, order, self._of_lost(ballot))]
+            return [self._void(tier, order, self._lost_reason(ballot))]
         undecided = self._orders(tier, void=False)
         if len(undecided) > self._open_max:
             crowded = Reason(DeclineCause.LATE, f"more than {self._open_max} steps are undecided")
@@ -228,7 +228,7 @@ class VoteCount:
             if ballot.void:
                 self._forget(tier, order)
             elif rank not in ballot.sealed:
-                found.append(self._void(tier, order, self._of_lost(ballot)))
+                found.append(self._void(tier, order, self._lost_reason(ballot)))
         return found
 
     def overdue(self, now: float) -> list[StepVerdict]:
@@ -272,7 +272,7 @@ class VoteCount:
             if at == tier and (ballot.void is not None) == void
         ]
 
-    def _of_lost(self, ballot: _Ballot) -> Reason:
+    def _lost_reason(self, ballot: _Ballot) -> Reason:
         missing = sorted(self._lost.keys() - ballot.sealed)
         return Reason(DeclineCause.LOST, "; ".join(f"rank {rank} {self._lost[rank]}" for rank in missing))
 
@@ -320,7 +320,7 @@ def fingerprints_frame(order: Order, layout_digest: str, text: str) -> bytes:
     return wire.encode(Kind.DONE, attempt=attempt, step=step, body=body)
 
 
-class ReplicaWatch:
+class ReplicaComparison:
     """Compares the replicas of all ranks on rank 0, as the stager would, for steps that no stager takes.
 
     A rank sends its fingerprints before the first frame of its slice is ready, and so before it seals the slice in any
@@ -330,7 +330,7 @@ class ReplicaWatch:
 
     def __init__(self, ranks: int, events: EventLog, *, refuses: bool) -> None:
         self._ranks, self._events, self._refuses = ranks, events, refuses
-        self._replicas = Replicas()
+        self._replicas = ReplicaComparer()
         self._guard = threading.Lock()
         self._layouts: dict[str, Layout] = {}
         self._said: dict[Order, dict[int, tuple[str, str]]] = {}  # rank → digest of its layout, fingerprints
@@ -389,9 +389,9 @@ def _refusal(frame: Frame) -> tuple[str, str]:
     return body["code"], body["message"]
 
 
-def _answer(answer: Agreement | HoldfastError | OneSided | bool | None) -> list[bytes]:
+def _answer(answer: Agreement | HoldfastError | OneSidedRound | bool | None) -> list[bytes]:
     """Encode the message to all ranks about a round or the start barrier; empty while ranks are missing."""
-    if isinstance(answer, OneSided):
+    if isinstance(answer, OneSidedRound):
         answer = answer.error
     if isinstance(answer, HoldfastError):
         return [wire.encode(Kind.REFUSED, body=wire.error_body(answer))]

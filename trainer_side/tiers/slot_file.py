@@ -37,7 +37,7 @@ from trainer_side.tiers.slot_format import (
     Superblock,
     whole_pages,
 )
-from trainer_side.tiers.tier import Kept
+from trainer_side.tiers.tier import SealedSlice
 from trainer_side.tiers.tier_directory import TierDirectory
 
 _log = logging.getLogger("holdfast.trainer")
@@ -100,17 +100,17 @@ def read_seal(
     return seal
 
 
-class Examined(NamedTuple):
+class SlotFileContents(NamedTuple):
     """A whole slot file. `committed`: the slices that the record names, per slot."""
 
     superblock: Superblock
     layout: Layout
     committed: tuple[Commitment | None, ...]
-    seals_missing: dict[int, str]  # slots that the record names but whose seal is damaged, with the reason
-    kept: tuple[Kept, ...]
+    damaged_seals: dict[int, str]  # slots that the record names but whose seal is damaged, with the reason
+    kept: tuple[SealedSlice, ...]
 
 
-def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layout]) -> Examined:
+def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layout]) -> SlotFileContents:
     """Read everything in a slot file of `place` except the slices. `rank` is the one in the name of the file.
 
     `layouts` holds known layouts, by digest; the layout of the file is added.
@@ -154,18 +154,18 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
                     missing[slot] = str(error)
                 else:
                     seal_crc32, complete = commitment.seal_crc32, commitment.complete
-                    kept.append(Kept(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32))
-            return Examined(superblock, layout, sector.slots, missing, tuple(kept))
+                    kept.append(SealedSlice(seal, layout, source, slot, complete=complete, seal_crc32=seal_crc32))
+            return SlotFileContents(superblock, layout, sector.slots, missing, tuple(kept))
     finally:
         os.close(file)
 
 
-def scan(place: TierDirectory, layouts: dict[str, Layout]) -> tuple[list[Examined], list[str]]:
+def scan(place: TierDirectory, layouts: dict[str, Layout]) -> tuple[list[SlotFileContents], list[str]]:
     """Return all readable slot files of a run, and the damage: unreadable files, and slices of complete steps.
 
     The log names an unreadable file, and the file stays as it is.
     """
-    files: list[Examined] = []
+    files: list[SlotFileContents] = []
     damage: list[str] = []
     for path, rank in place.slot_paths():
         try:
@@ -177,7 +177,7 @@ def scan(place: TierDirectory, layouts: dict[str, Layout]) -> tuple[list[Examine
                     damage.append(str(error))
         else:
             files.append(examined)
-            for slot, reason in examined.seals_missing.items():
+            for slot, reason in examined.damaged_seals.items():
                 committed = examined.committed[slot]
                 if committed is not None and committed.complete:
                     damage.append(f"step {committed.step} (attempt {committed.attempt}): {reason}")

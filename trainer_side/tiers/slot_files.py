@@ -32,7 +32,7 @@ from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.first_touch import can_populate, fill_file, has_hole, missing_bytes
 from trainer_side.tiers.medium import MappedFile, Medium
-from trainer_side.tiers.slot_file import Examined, SlotFile, examine, first_pages
+from trainer_side.tiers.slot_file import SlotFileContents, SlotFile, examine, first_pages
 from trainer_side.tiers.slot_format import Superblock
 from trainer_side.tiers.slot_pages import SlotPages
 from trainer_side.tiers.slot_proof import proofs_of
@@ -73,7 +73,7 @@ class SlotFiles:
     def open(self, layout: Layout, rank: int, layouts: dict[str, Layout]) -> OpenSlots:
         """Open the slot file for this layout, or make it. See `Tier.prepare` for errors."""
         for slots in [self._slots] if self._slots else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]:
-            opened = self._open_found(layout, rank, slots, layouts)
+            opened = self._open_existing(layout, rank, slots, layouts)
             if opened is not None:
                 return opened
         self._place.remove_unfinished(rank)
@@ -82,7 +82,7 @@ class SlotFiles:
         path = next(path for path in self._paths(layout, rank, slots) if not os.path.lexists(path))
         self._make(path, layout, rank, slots, profile.writers)
         try:
-            opened = self._open_found(layout, rank, slots, layouts)
+            opened = self._open_existing(layout, rank, slots, layouts)
         except ConfigError:
             path.unlink(missing_ok=True)  # there is no room for its pages
             raise
@@ -120,7 +120,7 @@ class SlotFiles:
 
     # -- an existing file ----------------------------------------------------------------------------------------
 
-    def _open_found(
+    def _open_existing(
         self, layout: Layout, rank: int, slots: int, layouts: dict[str, Layout]
     ) -> OpenSlots | None:
         for path in self._paths(layout, rank, slots):
@@ -148,7 +148,7 @@ class SlotFiles:
             self._place.slot_path(rank, layout.digest, slots, number) for number in range(1, _BESIDE_MAX + 1)
         ]
 
-    def _attach(self, path: Path, found: Examined, layout: Layout) -> OpenSlots:
+    def _attach(self, path: Path, found: SlotFileContents, layout: Layout) -> OpenSlots:
         missing = self._missing(path, found)
         medium = self._medium(path)
         try:
@@ -167,7 +167,7 @@ class SlotFiles:
             layout,
             found.superblock.rank,
             run=self._place.run,
-            unsealable=tuple(found.seals_missing),
+            unsealable=tuple(found.damaged_seals),
             missing=later,
             pages=SlotPages(make, later, what=what) if later else None,
         )
@@ -176,7 +176,7 @@ class SlotFiles:
 
     # -- pages of a file in memory -------------------------------------------------------------------------------
 
-    def _missing(self, path: Path, found: Examined) -> list[int]:
+    def _missing(self, path: Path, found: SlotFileContents) -> list[int]:
         """Return the slots that lack pages. ConfigError: no room for them beside the promises to other ranks."""
         own = missing_bytes(path)
         if not own:
@@ -189,7 +189,7 @@ class SlotFiles:
             )
         file = open_private_file(path, os.O_RDWR)
         try:
-            if not self._can_make_later():
+            if not self._can_make_lazily():
                 with translated("make", path):
                     reserve(file, path, superblock.file_bytes)
                 return []
@@ -209,7 +209,7 @@ class SlotFiles:
                     promised += missing_bytes(other)
         return promised
 
-    def _make_next(self, path: Path, medium: Medium, found: Examined, missing: Sequence[int]) -> list[int]:
+    def _make_next(self, path: Path, medium: Medium, found: SlotFileContents, missing: Sequence[int]) -> list[int]:
         """Make the pages of slots that hold a slice, and of the first free one; return the other missing slots."""
         free = [slot for slot, named in enumerate(found.committed) if named is None]
         later = [slot for slot in missing if slot in free[1:]]
@@ -238,7 +238,7 @@ class SlotFiles:
         except OSError as error:
             raise self._no_room(superblock, f"slot {slot}: {error.strerror}") from error
 
-    def _can_make_later(self) -> bool:
+    def _can_make_lazily(self) -> bool:
         return self._later and can_populate() and file_system_of(self._place.directory) == "tmpfs"
 
     # -- a new file ----------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class SlotFiles:
             file = open_private_file(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 try:
-                    if self._can_make_later() and superblock.file_bytes > _AT_ONCE_BYTES_MAX:
+                    if self._can_make_lazily() and superblock.file_bytes > _AT_ONCE_BYTES_MAX:
                         os.ftruncate(file, superblock.file_bytes)  # its pages are made once it has its name
                     else:
                         fill_file(file, temporary, superblock.file_bytes)

@@ -39,7 +39,7 @@ class SlotPages:
         self._problem: StoreError | None = None  # the first one; stays until all pages are there
 
     @property
-    def is_making(self) -> bool:
+    def is_making_slots(self) -> bool:
         with self._changed:
             return self._running
 

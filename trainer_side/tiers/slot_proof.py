@@ -44,7 +44,7 @@ def proofs_of(slots: Path) -> list[Path]:
     return sorted(slots.parent.glob(f"{slots.stem}.*.proof*"))
 
 
-def slice_names(run: str, rank: int, layout_digest: str, seal_crc32: int) -> dict[str, Any]:
+def slice_identity(run: str, rank: int, layout_digest: str, seal_crc32: int) -> dict[str, Any]:
     """Identify the slice of a proof, beside its attempt and step. `seal_crc32`: Of its seal, which names the job."""
     return {"run": run, "rank": rank, "layout": layout_digest, "seal_crc32": seal_crc32}
 

@@ -22,15 +22,15 @@ from holdfast.image.proof_record import Digest
 from holdfast.ring.directory import open_private_file
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 from holdfast.store.posix_errors import translated
-from holdfast.store.posix_io import OpenFile, read_whole
+from holdfast.store.posix_io import OpenFile, read_fully
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_file import scan
 from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
-from trainer_side.tiers.slot_proof import proof_path, read_proof, slice_names
+from trainer_side.tiers.slot_proof import proof_path, read_proof, slice_identity
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
-from trainer_side.tiers.tier import Kept, Nearness, Tier
+from trainer_side.tiers.tier import SealedSlice, Nearness, Tier
 from trainer_side.tiers.tier_directory import RankLock, TierDirectory, refuse_disk
 
 _DYING_SECONDS_MAX = 5.0
@@ -117,15 +117,15 @@ class SlotTier(Tier):
             _log.info("tier %s: %s, %d slots in %s", self.name, self.how, self.slots, self._open.file.source)
 
     @property
-    def is_making(self) -> bool:
+    def is_making_slots(self) -> bool:
         opened = self._open
-        return opened is not None and opened.pages is not None and opened.pages.is_making
+        return opened is not None and opened.pages is not None and opened.pages.is_making_slots
 
     def await_slot(self, slot: int) -> bool:
         opened = self._open
         return opened is not None and (opened.pages is None or opened.pages.wait(slot))
 
-    def stop_making(self) -> None:
+    def stop_making_slots(self) -> None:
         opened = self._open
         if opened is not None and opened.pages is not None:
             opened.pages.stop()
@@ -159,20 +159,20 @@ class SlotTier(Tier):
         if opened is not None:  # otherwise another process may be writing here
             opened.prove((attempt, step), digest, self._place.replace_file)
 
-    def proof(self, kept: Kept) -> Digest | None:
+    def proof(self, kept: SealedSlice) -> Digest | None:
         seal, path = kept.seal, proof_path(Path(kept.place), kept.slot)
-        names = slice_names(seal.run, seal.rank, seal.layout_digest, kept.seal_crc32)
+        names = slice_identity(seal.run, seal.rank, seal.layout_digest, kept.seal_crc32)
         try:
             with translated("read", path), open(open_private_file(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123
                 return read_proof(file.read(_PROOF_BYTES_MAX), seal.order, names, source=str(path))
         except StoreMissing:
             return None
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SealedSlice]:
         self._damage = []
         if not self._place.check():
             return []
-        found: list[Kept] = []
+        found: list[SealedSlice] = []
         doubts = self._place.doubts()
         files, self._damage = scan(self._place, self._layouts)
         for file in files:
@@ -184,10 +184,10 @@ class SlotTier(Tier):
     def damage(self) -> Sequence[str]:
         return self._damage
 
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        self._fill(functools.partial(read_whole, Path(kept.place)), kept, offset, view)
+    def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
+        self._fill(functools.partial(read_fully, Path(kept.place)), kept, offset, view)
 
-    def opened(self, kept: Kept) -> Callable[[int, memoryview], None]:
+    def opened(self, kept: SealedSlice) -> Callable[[int, memoryview], None]:
         if self.nearness is not Nearness.MEMORY:
             return functools.partial(self.read_into, kept)
         path = Path(kept.place)
@@ -195,7 +195,7 @@ class SlotTier(Tier):
             return functools.partial(self._fill, OpenFile(path).read, kept)
 
     def _fill(
-        self, read: Callable[[int, memoryview], int], kept: Kept, offset: int, view: memoryview
+        self, read: Callable[[int, memoryview], int], kept: SealedSlice, offset: int, view: memoryview
     ) -> None:
         superblock = self._superblocks.get(kept.place)
         if superblock is None:

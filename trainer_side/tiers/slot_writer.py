@@ -25,7 +25,7 @@ from trainer_side.tiers.file_slots import FileSlots, SlotEntry
 from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment
 from trainer_side.tiers.slot_pages import SlotPages
-from trainer_side.tiers.slot_proof import proof_path, slice_names
+from trainer_side.tiers.slot_proof import proof_path, slice_identity
 from trainer_side.tiers.tier import Order
 
 
@@ -94,14 +94,14 @@ class OpenSlots:
         """Start a thread that makes the missing slots; the file stays mapped until the thread has ended."""
         pages = self.pages
         with self._core:
-            if pages is not None and not self._retired and pages.start(self._made, self._pages_ended):
+            if pages is not None and not self._retired and pages.start(self._made, self._on_pages_ended):
                 self._writers += 1
 
     def _made(self, slot: int) -> None:
         with self._core:
             self._slots.made(slot)
 
-    def _pages_ended(self) -> None:
+    def _on_pages_ended(self) -> None:
         with self._core:
             self._leave()
 
@@ -140,7 +140,7 @@ class OpenSlots:
             if slot is None:
                 return
             reach(Point.PROOF_DUE)
-            names = slice_names(self.run, self.rank, self.layout.digest, self._seals[slot].seal_crc32)
+            names = slice_identity(self.run, self.rank, self.layout.digest, self._seals[slot].seal_crc32)
             write(self._proof_path(slot), ProofRecord(CheckpointId(*order), (digest,), names).to_bytes())
 
     def _proof_path(self, slot: int) -> Path:

@@ -51,7 +51,7 @@ class Nearness(StrEnum):
 
 
 @dataclass(frozen=True)
-class Kept:
+class SealedSlice:
     """A sealed slice found in a tier."""
 
     seal: SliceSeal
@@ -87,7 +87,7 @@ class StepVerdict(NamedTuple):
 
 def reason_body(reason: Reason) -> bytes:
     """Encode the body of a SKIPPED or VOID."""
-    text = wire.text_body(reason.text).decode(errors="replace")
+    text = wire.encode_text(reason.text).decode(errors="replace")
     return wire.to_json({"cause": reason.cause, "reason": text})
 
 
@@ -134,7 +134,7 @@ class SliceWriter(Protocol):
         """Free the slot; does nothing after `seal`."""
 
 
-class Keeps(ABC):
+class SliceKeeper(ABC):
     """A place that keeps slices: a tier of this rank, or the stager's ring."""
 
     name: str  # for people; a tier's as in the setting, such as `nvme:/mnt/nvme0`
@@ -142,7 +142,7 @@ class Keeps(ABC):
     keeps_proofs = False
 
     @abstractmethod
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SealedSlice]:
         """Return all sealed slices of this run, of any rank, newest first. Reads seals, not slices."""
 
     def damage(self) -> Sequence[str]:
@@ -150,22 +150,22 @@ class Keeps(ABC):
         return ()
 
     @abstractmethod
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+    def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
         """Fill `view` with the slice's bytes from `offset` on. Any thread; the caller compares CRCs.
 
         DamageError: the slice is too short. StoreError: the device refused.
         """
 
-    def opened(self, kept: Kept) -> Callable[[int, memoryview], None]:
+    def opened(self, kept: SealedSlice) -> Callable[[int, memoryview], None]:
         """Return `read_into` for one slice, whose file may stay open as long as the result is referenced."""
         return functools.partial(self.read_into, kept)
 
-    def proof(self, kept: Kept) -> Digest | None:  # noqa: ARG002
+    def proof(self, kept: SealedSlice) -> Digest | None:  # noqa: ARG002
         """Return the proof of a slice: the digest of its rank's next step; None if unknown. DamageError: damaged."""
         return None
 
 
-class Tier(Keeps):
+class Tier(SliceKeeper):
     """One tier of one rank. Different threads may call `begin`, `complete`, `void` and `kept`.
 
     StoreError: the device refused.
@@ -193,7 +193,7 @@ class Tier(Keeps):
         """Return the memory of each slot, as `SliceWriter.memory`, in the order of first use; empty without any."""
 
     @property
-    def is_making(self) -> bool:
+    def is_making_slots(self) -> bool:
         """Whether another slot is being made beside training, for a later `begin`. Any thread."""
         return False
 
@@ -201,7 +201,7 @@ class Tier(Keeps):
         """Wait until a slot, as numbered by `memories`, is made; False if it will not be. Any thread."""
         return True
 
-    def stop_making(self) -> None:
+    def stop_making_slots(self) -> None:
         """Make no further slots. Any thread."""
 
     @abstractmethod
@@ -235,7 +235,7 @@ class Tier(Keeps):
         """Release files and memory. Sealed slices stay."""
 
 
-class KeptSteps(Protocol):
+class TierCounter(Protocol):
     """Counts what the tiers of a rank have done (`trainer_side.ledger.Ledger`)."""
 
     def kept(self, tier: str) -> None:

@@ -46,7 +46,7 @@ _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _GIVE = frozenset({"always", "within_size", "advise"})
 
 
-def why_not_memory(name: str, directory: Path) -> str | None:
+def not_in_memory_reason(name: str, directory: Path) -> str | None:
     """Return the error about a memory tier's directory, with the remedy; None if the directory is in memory."""
     kind = file_system_of(directory)
     if kind in IN_MEMORY:
@@ -60,7 +60,7 @@ def why_not_memory(name: str, directory: Path) -> str | None:
 
 def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
     """Refuse (ConfigError) a memory tier on a disk if this rank trains on a device; else log it if `warn`."""
-    problem = why_not_memory(name, directory)
+    problem = not_in_memory_reason(name, directory)
     if problem is None:
         return
     # CUDA copies straight into the slots and locks the pages of a tmpfs. CUDA refuses to lock a mapped file on a disk,
@@ -71,7 +71,7 @@ def refuse_disk(name: str, directory: Path, *, warn: bool = False) -> None:
         _log.warning("%s. Each checkpoint goes through the page cache to the disk", problem)
 
 
-def why_small_pages(directory: Path) -> tuple[str, str] | None:
+def small_pages_reason(directory: Path) -> tuple[str, str] | None:
     """Return why slots in this directory get small pages, and the remedy; None: huge pages, or no tmpfs."""
     mount, forced = mount_of(directory), _chosen(_SHMEM_ENABLED)
     if mount.kind != "tmpfs" or forced == "force":

@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.tiers.tier import Keeps, Kept, Order, StepVerdict, Tier
+from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Order, StepVerdict, Tier
 
 _SECONDS_MAX = 60.0
 
@@ -56,7 +56,7 @@ class TierInventory:
         return verdicts
 
 
-def ask_kept(tier: Keeps, seconds_max: float) -> list[Kept]:
+def list_kept(tier: SliceKeeper, seconds_max: float) -> list[SealedSlice]:
     """Return the slices that a tier keeps. StoreError: the tier has not answered in time."""
     try:
         return within(tier.kept, seconds_max, name="holdfast-tier-kept")
@@ -112,7 +112,7 @@ def _mine(tiers: Sequence[Tier], error: HoldfastError | None, seconds_max: float
         kept = [
             [
                 (one.seal.attempt, one.seal.step, one.seal.rank, one.seal.ranks, one.seal.layout_digest)
-                for one in ask_kept(tier, seconds_max)
+                for one in list_kept(tier, seconds_max)
             ]
             for tier in tiers
         ]

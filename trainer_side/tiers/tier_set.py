@@ -37,11 +37,11 @@ class RankCouncil:
         """Compare this rank's tensors with those of the others; as `ToStager.agree`."""
         raise NotImplementedError
 
-    def hurry(self, seconds_max: float) -> None:
+    def limit_wait(self, seconds_max: float) -> None:
         """Limit the wait of later `agree` calls."""
         raise NotImplementedError
 
-    def concur(self, error: HoldfastError | None) -> None:
+    def confirm_ready(self, error: HoldfastError | None) -> None:
         """Tell the other ranks that this rank has prepared its tiers for the first layout, or why not. Collective.
 
         Raises `error`, or another rank's error with its rank. PeerLost: a rank did not answer in time.
@@ -58,7 +58,7 @@ class RankCouncil:
     def doubt(self, doubt: Doubt) -> None:
         """Tell all ranks, through rank 0, that steps of this rank may be torn. Any thread."""
 
-    def when_doubted(self, call: Callable[[Doubt], None]) -> None:
+    def set_doubt_callback(self, call: Callable[[Doubt], None]) -> None:
         """Register a callback for each doubt of a rank, in the thread of the votes."""
 
     def notice(self, notice: Notice) -> None:
@@ -75,7 +75,7 @@ class StagerCouncil(RankCouncil):
     def agree(self, proposal: Proposal) -> Agreement:
         return self._agree(proposal, seconds_max=self._seconds_max)
 
-    def hurry(self, seconds_max: float) -> None:
+    def limit_wait(self, seconds_max: float) -> None:
         self._seconds_max = seconds_max
 
 
@@ -94,7 +94,7 @@ class TierSet:
         self.council = council
 
     @property
-    def takes_steps(self) -> bool:
+    def accepts_steps(self) -> bool:
         """Whether a step that the stager does not take can still be kept here."""
         return False
 
@@ -144,7 +144,7 @@ class TierSet:
         """Wait until a slot of `slot_memories` may be touched; False if it will not be made. Any thread."""
         return True
 
-    def stop_making(self) -> None:
+    def stop_making_slots(self) -> None:
         """Make no further slots, because no further step will follow. Any thread."""
 
     def begin(self, step: int, record: SaveRecord, *, wait_until: float = 0.0) -> TierWrite | None:

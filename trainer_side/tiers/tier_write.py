@@ -31,7 +31,7 @@ class TierWrite:
     writers: dict[int, SliceWriter]  # by tier
     layout_digest: str = ""
     job: str = ""
-    source_is_slot: int = -1  # the tier whose slot is the area; -1: no slot is
+    source_tier: int = -1  # the tier whose slot is the area; -1: no slot is
     # Holds the frames; None before `LocalTiers.keep`, and after the last tier has read it.
     area: SliceSource | None = None
     # Set when the link has finished reading the area, or if there is no link.
@@ -39,7 +39,7 @@ class TierWrite:
     released: threading.Event = field(default_factory=threading.Event)  # every tier has finished reading it
     # Asks rank 0 to compare this rank's fingerprints with the other ranks'.
     compare: Callable[[str], None] = lambda _fingerprints: None
-    lookers: list[Callable[[], None]] = field(default_factory=list)  # wake the threads that write the step
+    wake_callbacks: list[Callable[[], None]] = field(default_factory=list)  # wake the threads that write the step
     cancelled: threading.Event = field(default_factory=threading.Event)
     cancel_reason: Reason | None = None
     kept_in: set[int] = field(default_factory=set)  # tiers that have sealed the step
@@ -58,7 +58,7 @@ class TierWrite:
         """Whether the step is worth copying: some tier may still seal it."""
         return not self.cancelled.is_set() and not self.released.is_set()
 
-    def is_read_beside(self, tier: int) -> bool:
+    def is_read_by_others(self, tier: int) -> bool:
         """Whether the link, or another tier than `tier`, may still read the area."""
         with self._guard:
             others_over = self.kept_in | self.lost_in.keys() | {tier} >= self.writers.keys()
@@ -73,7 +73,7 @@ class TierWrite:
 
     def nudge(self) -> None:
         """Wake the threads that write the step: a frame is ready. Any thread."""
-        for look in self.lookers:
+        for look in self.wake_callbacks:
             look()
 
     def sum(self, frame: int) -> int:
@@ -91,7 +91,7 @@ class TierWrite:
                     self.sum_seconds += time.perf_counter() - begun
             return self._sums[frame]
 
-    def over_in(self, tier: int, reason: Reason | None = None) -> None:
+    def finish_in(self, tier: int, reason: Reason | None = None) -> None:
         """Note that a tier has finished reading the area: its slice is sealed, or given up for this reason."""
         with self._guard:
             if reason is not None:

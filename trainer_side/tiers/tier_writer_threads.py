@@ -34,7 +34,7 @@ _log = logging.getLogger("holdfast.trainer.tiers")
 
 _LOOK_SECONDS = 2e-3  # while the link reads a slot
 _UNTOLD_SECONDS = 20e-3  # while bytes are being copied: `TierWrite.nudge` announces ready frames
-_FRAMES_LOOKED_AT_MAX = 16  # to find a ready one: frames get ready in about this order
+_FRAMES_CHECKED_MAX = 16  # to find a ready one: frames get ready in about this order
 _SEAL = -1
 
 _T = TypeVar("_T")
@@ -92,7 +92,7 @@ class TierCalls:
             problem = f"tier {self._name} hangs: {what} has not returned for {seconds_max:g} s"
             raise StoreError(problem) from None
 
-    def break_off(self, error: ThreadDied) -> None:
+    def disable(self, error: ThreadDied) -> None:
         """Give the tier nothing more in this job, because a thread that serves it has died."""
         with self._guard:
             self.died = self.died or error
@@ -145,7 +145,7 @@ class WriteOutcome(NamedTuple):
 class TierWriterThreads:
     """The threads of one tier, and the slices and verdicts in flight to it. Any thread.
 
-    `on_over` is called at the end of each slice, in a thread of the tier or in that of `look`, before the area is
+    `on_end` is called at the end of each slice, in a thread of the tier or in that of `look`, before the area is
     released. One call of the tier may take `call_seconds_max`; all calls go through `calls`.
     """
 
@@ -154,23 +154,23 @@ class TierWriterThreads:
         number: int,
         tier: Tier,
         rank: int,
-        on_over: Callable[[WriteOutcome], None],
+        on_end: Callable[[WriteOutcome], None],
         *,
         call_seconds_max: float,
     ) -> None:
-        self.number, self.tier, self._rank, self._on_over = number, tier, rank, on_over
+        self.number, self.tier, self._rank, self._on_end = number, tier, rank, on_end
         self.calls = TierCalls(tier.name, rank, seconds_max=call_seconds_max)
         self._changed = threading.Condition()
         self._parts: list[SlotWrite] = []
         self._verdicts: list[StepVerdict | StepProof] = []  # not delivered to the tier yet
         self._delivering = 0
-        self._slots_read: list[TierWrite] = []  # their slots are areas that others may still read
+        self._shared_slots: list[TierWrite] = []  # their slots are areas that others may still read
         self._logged = ""  # the last failure
         self._orphans: list[SlotWrite] = []  # given up while the tier hung; their slots must be freed
         self._closing = False
         self._threads: list[BackgroundThread] = []
 
-    def staff(self, writers: int) -> None:
+    def ensure_threads(self, writers: int) -> None:
         """Make sure that the tier has this many threads. Training thread."""
         while len(self._threads) < writers:
             name = f"holdfast-tier-{self.number}-{len(self._threads)}"
@@ -197,11 +197,11 @@ class TierWriterThreads:
 
     def keep(self, write: TierWrite) -> None:
         """Begin to write a step, whose area is being filled."""
-        write.lookers.append(self._wake)
+        write.wake_callbacks.append(self._wake)
         with self._changed:
             self._parts.append(SlotWrite(write, write.writers[self.number]))
-            if write.source_is_slot == self.number:
-                self._slots_read.append(write)
+            if write.source_tier == self.number:
+                self._shared_slots.append(write)
             self._changed.notify_all()
 
     def judge(self, verdict: StepVerdict) -> None:
@@ -260,7 +260,7 @@ class TierWriterThreads:
 
     def _died(self, error: ThreadDied) -> None:
         """Handle an exception that ends a thread: the tier takes nothing more, and gives up every step."""
-        self.calls.break_off(error)
+        self.calls.disable(error)
         with self._changed:
             writes = [part.write for part in self._parts]
         for write in writes:
@@ -273,12 +273,12 @@ class TierWriterThreads:
         while True:
             with self._changed:
                 orphan = self._orphans.pop() if self._orphans else None
-                verdicts = self._take_verdicts() if orphan is None else []
+                verdicts = self._pop_deliverable() if orphan is None else []
                 part, frame = self._next() if orphan is None and not verdicts else (None, 0)
                 if part is None and not verdicts and orphan is None:
                     if self._closing and not self._parts and not self._verdicts:
                         return
-                    self._changed.wait(self._look_seconds())
+                    self._changed.wait(self._poll_seconds())
                     continue
             for verdict in verdicts:
                 self._deliver(verdict)
@@ -291,7 +291,7 @@ class TierWriterThreads:
             else:
                 self._write(part, frame)
 
-    def _look_seconds(self) -> float | None:
+    def _poll_seconds(self) -> float | None:
         """Return when to look again without being woken; under the lock."""
         if self._verdicts or any(part.given_up for part in self._parts):
             return _LOOK_SECONDS
@@ -302,12 +302,12 @@ class TierWriterThreads:
         with self._changed:
             self._changed.notify()
 
-    def _take_verdicts(self) -> list[StepVerdict | StepProof]:
+    def _pop_deliverable(self) -> list[StepVerdict | StepProof]:
         """Remove and return the verdicts that may be delivered. Each goes to `_deliver`; under the lock."""
-        self._slots_read = [
+        self._shared_slots = [
             write
-            for write in self._slots_read
-            if write.is_read_beside(self.number) or not write.released.is_set()
+            for write in self._shared_slots
+            if write.is_read_by_others(self.number) or not write.released.is_set()
         ]
         ready = [verdict for verdict in self._verdicts if not self._is_held_back(verdict)]
         self._verdicts = [verdict for verdict in self._verdicts if verdict not in ready]
@@ -318,8 +318,8 @@ class TierWriterThreads:
         if isinstance(verdict, StepProof):
             return any(part.write.order == verdict.order for part in self._parts)
         if verdict.complete:  # the tier may then reuse the slot of any older step
-            return any(write.order <= verdict.order for write in self._slots_read)
-        return any(write.order == verdict.order for write in self._slots_read)
+            return any(write.order <= verdict.order for write in self._shared_slots)
+        return any(write.order == verdict.order for write in self._shared_slots)
 
     def _next(self) -> tuple[SlotWrite | None, int]:
         """Return the next piece of work; under the lock."""
@@ -330,8 +330,8 @@ class TierWriterThreads:
             if write.cancelled.is_set() and not part.given_up:
                 part.given_up = write.cancel_reason
             if part.given_up:
-                mine = write.source_is_slot == self.number
-                if not part.busy and not (mine and write.is_read_beside(self.number)):
+                mine = write.source_tier == self.number
+                if not part.busy and not (mine and write.is_read_by_others(self.number)):
                     part.sealing = True
                     return part, _SEAL
                 continue
@@ -339,7 +339,7 @@ class TierWriterThreads:
                 part.sealing = True
                 return part, _SEAL
             area = write.area
-            for place, frame in enumerate(part.unwritten[:_FRAMES_LOOKED_AT_MAX]):
+            for place, frame in enumerate(part.unwritten[:_FRAMES_CHECKED_MAX]):
                 if area is not None and area.is_ready(write.frames[frame].offset):
                     del part.unwritten[place]
                     part.busy += 1
@@ -402,9 +402,9 @@ class TierWriterThreads:
         """Report how the slice ended, and mark the area as no longer read by this tier."""
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
-            self._on_over(WriteOutcome(self.number, part.write, reason, part.written_bytes, seconds))
+            self._on_end(WriteOutcome(self.number, part.write, reason, part.written_bytes, seconds))
         finally:
-            part.write.over_in(self.number, reason)
+            part.write.finish_in(self.number, reason)
 
     def _abandon(self, part: SlotWrite) -> None:
         try:

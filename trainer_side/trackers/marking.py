@@ -30,7 +30,7 @@ _END_SECONDS_MAX = 5.0  # limit for trackers at the end of training
 _SAVES_MAX = 16  # whose begin is remembered
 
 
-class Marking:
+class MarkSender:
     """Turns events into marks, and sends these to the trackers.
 
     Args:

@@ -30,7 +30,7 @@ class TensorboardTracker(Tracker):
 
     def __init__(self, writer: SummaryWriter) -> None:
         self.run = self._writer = writer
-        self.run_id = _as_said(writer.log_dir)
+        self.run_id = _absolute_folder(writer.log_dir)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -67,5 +67,5 @@ def go_on(start: StartPoint, writer: SummaryWriter) -> TensorboardTracker:
     return tracker
 
 
-def _as_said(folder: str) -> str:
+def _absolute_folder(folder: str) -> str:
     return folder if "://" in folder else str(Path(folder).absolute())

@@ -51,7 +51,7 @@ class Tracker(ABC):
         self.flush()
 
 
-class NoTracker(Tracker):
+class NullTracker(Tracker):
     """Null tracker of ranks other than 0."""
 
     kind = "none"

@@ -20,7 +20,7 @@ from holdfast.crc import crc32
 from tests.support import changes
 from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, init_torch_distributed
-from trainer_side.save.hook_coverage import Quietness
+from trainer_side.save.hook_coverage import CopyPolicy
 from trainer_side.state.tree import collect, tensor_paths
 
 BATCH_SECONDS = 0.002
@@ -56,7 +56,7 @@ def main() -> None:
     if "--uncompared" in sys.argv:
         changes.never_compare()
     if drawn := {int(step) for step in _option("--drawn").split(",") if step}:
-        setattr(Quietness, "is_drawn", drawn.__contains__)  # noqa: B010
+        setattr(CopyPolicy, "is_sampled", drawn.__contains__)  # noqa: B010
     changes.RowsThroughData.begins = int(_option("--from") or 0)
     only = _option("--only")
     if only and int(only) != rank:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from trainer_side.trackers import mlflow_tracker, tensorboard_tracker, wandb_tracker
-from trainer_side.trackers.marking import Marking
+from trainer_side.trackers.marking import MarkSender
 from trainer_side.trackers.start_point import StartPoint
 
 
@@ -26,7 +26,7 @@ def main() -> None:
         tensorboard_tracker.begin(start, str(out / "events"), {}),
         mlflow_tracker.begin(start, {}),
     ]
-    marking = Marking()
+    marking = MarkSender()
     for tracker in trackers:
         marking.add(tracker, start.marks(tracker.last_step))
         for step in range(start.first_step, 6 if attempt == 1 else 7):

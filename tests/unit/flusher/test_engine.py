@@ -90,14 +90,14 @@ class Rig:
         self.inbox.close()
         self._start()
 
-    def new_engine(self, want_room: Callable[[int], bool] = lambda _: False) -> Engine:
+    def new_engine(self, request_room: Callable[[int], bool] = lambda _: False) -> Engine:
         return Engine(
             self.ring,
             self.context,
             self.maintenance,
             writers=ConcurrencyLimit(2),
             listener=self.heard,
-            want_room=want_room,
+            request_room=request_room,
         )
 
     def fill(self, image: Image, step: int, *, tell: bool = True) -> None:
@@ -198,7 +198,7 @@ def test_a_retriable_failure_is_retried_and_the_checkpoint_kept_until_then(
     assert rig.happened(tmp_path, "flush_held") >= 1
     assert rig.happened(tmp_path, "flush_held") == rig.happened(tmp_path, "flush_resumed")
     assert rig.all_free()
-    assert rig.ring.checkpoint_names() == []
+    assert rig.ring.checkpoint_ids() == []
 
 
 @pytest.mark.parametrize("act", ["begin", "write_part", "publish", "create"])
@@ -253,11 +253,11 @@ def test_an_upload_that_no_other_flusher_could_go_on_with_waits_until_the_ring_h
     chunks, asked = image.layout.chunks, list[int]()
     assert chunks > rig.ring.ring_chunks
 
-    def want_room(image_chunks: int) -> bool:
+    def request_room(image_chunks: int) -> bool:
         asked.append(image_chunks)
         return True
 
-    rig.engine = engine = rig.new_engine(want_room)
+    rig.engine = engine = rig.new_engine(request_room)
     engine.begin(KEY, image.layout)
     assert asked == [chunks]
     until = time.monotonic() + DEADLINE_SECONDS
@@ -490,7 +490,7 @@ def test_a_slot_that_is_not_full_is_refused(rig: Rig) -> None:
 
 def test_a_share_that_is_being_given_up_is_not_begun_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flusher.engine.part_chunks_for", lambda *_: 1)
-    rig.ring.note_writers(1, 2)
+    rig.ring.record_writers(1, 2)
     rig.engine.give_up(KEY, PeerLost("its ranks are gone"))
     rig.engine.begin(KEY, IMAGE.layout)
     assert "being given up" in str(rig.heard.failures[KEY])
@@ -513,7 +513,7 @@ def test_recovery_publishes_what_is_whole_and_gives_up_the_rest_by_name(rig: Rig
     assert "1 of" in str(rig.heard.failures[CheckpointId(1, 6)])
     assert "the stager ended" in str(rig.heard.failures[CheckpointId(1, 7)])
     assert rig.all_free()
-    assert rig.ring.checkpoint_names() == []
+    assert rig.ring.checkpoint_ids() == []
     assert rig.store.open_uploads == []
 
 

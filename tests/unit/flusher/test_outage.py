@@ -39,7 +39,7 @@ class Refusing:
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_FIRST", 0.001)
     monkeypatch.setattr(retry_queue, "_PAUSE_SECONDS_MAX", 0.002)
-    monkeypatch.setattr(succession_module, "_STANDS_SECONDS", 0.05)
+    monkeypatch.setattr(succession_module, "_STALL_SECONDS", 0.05)
     made = Rig(tmp_path)
     made.store.before = Refusing()
     yield made
@@ -84,7 +84,7 @@ def test_the_newest_whole_step_takes_the_place_of_an_older_one_step_after_step(r
         rig.fill(IMAGE, step)
         rig.engine.begin(CheckpointId(1, step + 1), IMAGE.layout)
         turn_until(rig, lambda: free_slots(rig) >= IMAGE.layout.chunks)
-        assert rig.ring.checkpoint_names() == [(1, step)]
+        assert rig.ring.checkpoint_ids() == [(1, step)]
         assert isinstance(rig.heard.failures[CheckpointId(1, step - 1)], BusyError)
     rig.fill(IMAGE, 9)
     mend(rig)
@@ -114,11 +114,11 @@ def test_the_newest_whole_step_stays_whatever_comes(rig: Rig) -> None:
     )
     turn_for(rig, 0.2)
     assert rig.heard.failures == {}
-    assert rig.ring.checkpoint_names() == [(1, 5)]
+    assert rig.ring.checkpoint_ids() == [(1, 5)]
 
 
 def test_a_store_that_is_only_slow_costs_no_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(succession_module, "_STANDS_SECONDS", 3600.0)
+    monkeypatch.setattr(succession_module, "_STALL_SECONDS", 3600.0)
     rig.fill(IMAGE, 5)
     rig.fill(IMAGE, 6)
     rig.engine.begin(CheckpointId(1, 7), IMAGE.layout)
@@ -130,7 +130,7 @@ def test_a_store_that_is_only_slow_costs_no_step(rig: Rig, monkeypatch: pytest.M
 def test_a_step_of_which_the_store_has_parts_waits_longer(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    monkeypatch.setattr(succession_module, "_STANDS_SECONDS_BEGUN", seconds)
+    monkeypatch.setattr(succession_module, "_STALL_SECONDS_WRITTEN", seconds)
     rig.store.before = Refusing(begin=1, write_part=2)
     rig.fill(IMAGE, 5)
     turn_until(rig, lambda: free_slots(rig) == 32 - IMAGE.layout.chunks + 2)

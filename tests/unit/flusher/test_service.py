@@ -21,7 +21,7 @@ from flusher.verify_and_prune import Maintenance, MaintenanceRules
 from flusher.workers import Inbox
 from flusher.writer_lease import MemberLease, WriterLease
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.lease import Lease, failures_seen
+from holdfast.checkpoints.lease import Lease, read_failure_count
 from holdfast.checkpoints.share_records import ShareRecords
 from holdfast.config import FlusherConfig
 from holdfast.image.checkpoint_id import CheckpointId
@@ -168,7 +168,7 @@ def test_the_slots_of_a_stager_that_stands_still_are_its_own_until_it_is_dead(be
         bench.service.run()
     assert seen == [SlotState.FILLING]
     assert bench.ring.state(2) is SlotState.FREE
-    assert bench.ring.checkpoint_names() == []
+    assert bench.ring.checkpoint_ids() == []
 
 
 def test_another_job_is_refused_while_the_stager_before_may_still_write(bench: Bench) -> None:
@@ -210,14 +210,14 @@ def test_told_to_end_it_leaves_what_is_being_received_to_the_next_flusher(bench:
         bench.service.run()
         assert bench.service.leaves_ring
     assert bench.ring.state(2) is SlotState.FILLING
-    assert bench.ring.checkpoint_names() == [(1, 7)]
+    assert bench.ring.checkpoint_ids() == [(1, 7)]
 
 
 def test_told_to_end_with_a_dead_stager_it_leaves_nothing(bench: Bench) -> None:
     bench.service._on_signal(signal.SIGTERM, None)
     bench.service.run()
     assert not bench.service.leaves_ring
-    assert bench.ring.checkpoint_names() == []
+    assert bench.ring.checkpoint_ids() == []
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_the_claim_counts_a_job_by_its_end(tmp_path: Path, end: str, failures: i
             ended = pool.submit(stager)
             bench.service.run()
             ended.result(SECONDS_MAX)
-    assert failures_seen(bench.store).failures == failures
-    assert (failures_seen(bench.store).seconds > 0) == (end != "nothing begun")
+    assert read_failure_count(bench.store).failures == failures
+    assert (read_failure_count(bench.store).seconds > 0) == (end != "nothing begun")
 
 
 def test_a_job_that_goes_on_under_the_next_flusher_is_not_counted_as_lost(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_job_that_goes_on_under_the_next_flusher_is_not_counted_as_lost(tmp_pa
         welcome = said.result(SECONDS_MAX)
         assert welcome["resumed"]
         assert FailureCount.from_json(welcome["seen"]).failures == 0
-    assert failures_seen(store).failures == 0
+    assert read_failure_count(store).failures == 0
 
 
 def await_kinds(channel: Channel, kind: str) -> list[Message]:
@@ -358,7 +358,7 @@ def test_a_stager_that_was_hung_up_on_and_dies_leaves_its_slots(bench: Bench) ->
     thread.join()
     assert seen == [SlotState.FILLING]
     assert bench.ring.state(2) is SlotState.FREE
-    assert bench.ring.checkpoint_names() == []
+    assert bench.ring.checkpoint_ids() == []
 
 
 class MemberBench(Bench):
@@ -408,7 +408,7 @@ def play(directory: Path, act: Callable[[MemberBench], None]) -> MemberBench:
         acted = pool.submit(act, bench)
         bench.service.run()
         acted.result(SECONDS_MAX)
-        assert bench.ring.checkpoint_names() == []
+        assert bench.ring.checkpoint_ids() == []
     return bench
 
 

@@ -63,7 +63,7 @@ class Writer:
         self.number = ShareNumber(index, writers)
         self.chunks = Shares.of(IMAGE.layout, writers, 1).chunks_of(index)
         self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1)
-        self.ring.note_writers(1, writers)
+        self.ring.record_writers(1, writers)
         self.store = store
         self.lease = MemberLease() if index else WriterLease(store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")

@@ -9,7 +9,7 @@ from pathlib import Path
 from flusher.stager_handler import StagerHandler
 from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, Channel, Message
 from holdfast.ring.ring import Ring
-from holdfast.wire.failure_count import NONE_SEEN
+from holdfast.wire.failure_count import NO_FAILURES
 
 _SLOTS = 20_000
 
@@ -23,7 +23,7 @@ def test_20000_slots_that_are_free_at_once_are_told_in_several_messages(tmp_path
         held.callback(flusher.close)
         ring = held.enter_context(Ring.create(tmp_path / "run", chunk_bytes=4096, ring_chunks=8, attempt=1))
         handler = StagerHandler(flusher, ring, "file:///run")
-        handler.welcome(NONE_SEEN, resumed=False)
+        handler.welcome(NO_FAILURES, resumed=False)
         # The highest numbers that slots have: seven digits each.
         slots = tuple(range((1 << 20) - _SLOTS, 1 << 20))
         handler.freed(slots)

@@ -127,7 +127,7 @@ def test_a_doubt_marks_what_is_published_and_read_back(
     rig.maintenance.doubt([DoubtedSteps(1, DOUBT), DoubtedSteps(7, Doubt(0, (0, 9), "of another attempt"))])
     rig.wait()
     old, new = rig.read(rig.old), rig.read(rig.new)
-    assert (old.state, old.note, old.told_state) == (State.DURABLE, READ_BACK, "doubtful")
+    assert (old.state, old.note, old.display_state) == (State.DURABLE, READ_BACK, "doubtful")
     assert "model/w was changed after save(2)" in old.doubt
     assert (new.state, new.doubt) == (State.VERIFIED, "")
     assert not rig.maintenance.marks.owed
@@ -149,8 +149,8 @@ def test_a_doubt_marks_what_is_published_later(
     (rig.root / manifest_name(rig.old.file)).write_bytes(rig.old.to_bytes())
     rig.published(rig.old, rig.new)
     rig.wait()
-    assert rig.read(rig.old).told_state == "doubtful"
-    assert rig.read(rig.new).told_state == ("verified" if verify else "durable")
+    assert rig.read(rig.old).display_state == "doubtful"
+    assert rig.read(rig.new).display_state == ("verified" if verify else "durable")
 
 
 def test_a_doubt_waits_for_a_store_that_takes_nothing(tmp_path: Path, held: contextlib.ExitStack) -> None:
@@ -172,7 +172,7 @@ def test_a_doubt_waits_for_a_store_that_takes_nothing(tmp_path: Path, held: cont
     rig.wait()
     assert not refusals
     assert not rig.maintenance.marks.owed
-    assert rig.read(rig.old).told_state == "doubtful"
+    assert rig.read(rig.old).display_state == "doubtful"
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["read back", "not read back"])
@@ -198,7 +198,7 @@ def test_a_mark_that_the_store_refuses_as_a_checkpoint_is_published_is_tried_aga
     rig.wait()
     assert not refusals
     assert not rig.maintenance.marks.owed
-    assert rig.read(rig.old).told_state == "doubtful"
+    assert rig.read(rig.old).display_state == "doubtful"
 
 
 def test_retention_leaves_alone_what_is_being_published(tmp_path: Path, held: contextlib.ExitStack) -> None:

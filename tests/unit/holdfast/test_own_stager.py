@@ -12,7 +12,7 @@ from holdfast import own_stager
 from holdfast.errors import ConfigError, FencedError
 from holdfast.image.shares import ShareNumber
 from holdfast.net.address import Address
-from holdfast.own_stager import OwnStagerNote, OwnStagerPlace, heard, living_own_stager, note_path
+from holdfast.own_stager import OwnStagerNote, OwnStagerEndpoint, heard, find_own_stager, note_path
 
 RUN, OTHER = "/mnt/run", "/mnt/other"
 HERE = Address("127.0.0.1", 29411)
@@ -20,21 +20,21 @@ KEY = b"k" * 32
 
 
 def test_the_next_start_finds_it_while_it_lives_and_not_afterwards(tmp_path: Path) -> None:
-    assert living_own_stager(RUN, tmp_path) is None
+    assert find_own_stager(RUN, tmp_path) is None
     note = OwnStagerNote(RUN, tmp_path, HERE, KEY)
-    assert living_own_stager(RUN, tmp_path) == OwnStagerPlace("127.0.0.1:29411", KEY.decode())
-    assert living_own_stager("file:///mnt/run/", tmp_path) is not None, "another spelling of the same store"
-    assert living_own_stager(OTHER, tmp_path) is None
+    assert find_own_stager(RUN, tmp_path) == OwnStagerEndpoint("127.0.0.1:29411", KEY.decode())
+    assert find_own_stager("file:///mnt/run/", tmp_path) is not None, "another spelling of the same store"
+    assert find_own_stager(OTHER, tmp_path) is None
     assert stat.S_IMODE(note_path(RUN, tmp_path).stat().st_mode) == 0o600
     note.close()
     note.close()
-    assert living_own_stager(RUN, tmp_path) is None
+    assert find_own_stager(RUN, tmp_path) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_the_note_tells_the_share(tmp_path: Path) -> None:
     note = OwnStagerNote(RUN, tmp_path, HERE, KEY, ShareNumber(1, 3))
-    found = living_own_stager(RUN, tmp_path)
+    found = find_own_stager(RUN, tmp_path)
     assert found is not None
     assert found.share == "2/3"
     note.close()
@@ -43,7 +43,7 @@ def test_the_note_tells_the_share(tmp_path: Path) -> None:
 def test_a_stager_of_an_older_version_whose_note_has_no_share_is_found(tmp_path: Path) -> None:
     note = OwnStagerNote(RUN, tmp_path, HERE, KEY)
     note_path(RUN, tmp_path).write_text(f'{{"address": "{HERE}", "key": "{KEY.decode()}"}}')
-    assert living_own_stager(RUN, tmp_path) == OwnStagerPlace(str(HERE), KEY.decode(), "1/1")
+    assert find_own_stager(RUN, tmp_path) == OwnStagerEndpoint(str(HERE), KEY.decode(), "1/1")
     note.close()
 
 
@@ -51,9 +51,9 @@ def test_the_note_of_a_killed_one_says_nothing_and_the_next_one_writes_over_it(t
     dead = OwnStagerNote(RUN, tmp_path, HERE, KEY)
     os.close(dead._fd)  # as the kernel does
     assert note_path(RUN, tmp_path).exists()
-    assert living_own_stager(RUN, tmp_path) is None
+    assert find_own_stager(RUN, tmp_path) is None
     OwnStagerNote(RUN, tmp_path, Address("node-0", 1), KEY)
-    found = living_own_stager(RUN, tmp_path)
+    found = find_own_stager(RUN, tmp_path)
     assert found is not None
     assert found.address == "node-0:1"
 
@@ -72,11 +72,11 @@ def test_two_of_one_run_on_one_machine_are_refused(tmp_path: Path, monkeypatch: 
 def test_a_note_that_is_no_note_says_nothing(tmp_path: Path, text: str) -> None:
     OwnStagerNote(RUN, tmp_path, HERE, KEY)
     note_path(RUN, tmp_path).write_text(text)
-    assert living_own_stager(RUN, tmp_path) is None
+    assert find_own_stager(RUN, tmp_path) is None
 
 
 def test_rank_0_hears_where_it_listens_or_its_own_error() -> None:
-    assert heard(OwnStagerPlace("127.0.0.1:7", "").to_bytes()) == ("127.0.0.1:7", "", "1/1")
+    assert heard(OwnStagerEndpoint("127.0.0.1:7", "").to_bytes()) == ("127.0.0.1:7", "", "1/1")
     with pytest.raises(FencedError, match="another writes"):
         heard(b'{"error": ["fenced", "another writes"]}\n')
     for line in (b"", b"Traceback", b"7", b'{"error": 7}'):

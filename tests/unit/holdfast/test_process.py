@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.process import available_memory_bytes, memory_kills, wait_readable
+from holdfast.process import available_memory_bytes, count_oom_kills, wait_readable
 
 _TWICE = (
     "import os; from holdfast.process import yield_to_training as y; {}; y(5); y(10); y(5); print(os.nice(0))"
@@ -55,9 +55,9 @@ def test_threads_that_run_already_yield_as_well() -> None:
 
 _SCRIPT = """
 import atexit, threading
-from holdfast.process import end_within
+from holdfast.process import call_or_exit
 call = {call}
-atexit.register(lambda: end_within({seconds}, call, "MPI_Finalize"))
+atexit.register(lambda: call_or_exit({seconds}, call, "MPI_Finalize"))
 print("worked")
 """
 
@@ -162,11 +162,11 @@ def test_kills_for_memory_are_those_of_the_group_that_counts_them(
         file = tmp_path / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text.format(3))
-    assert memory_kills(tmp_path) == killed
+    assert count_oom_kills(tmp_path) == killed
 
 
 def test_where_nobody_counts_kills_for_memory_there_are_none(tmp_path: Path) -> None:
-    assert memory_kills(tmp_path) == 0
+    assert count_oom_kills(tmp_path) == 0
 
 
 def test_the_memory_of_this_machine_is_some() -> None:

@@ -135,7 +135,7 @@ def grow(bench: Bench, ring_chunks: int) -> None:
     with Ring.attach(bench.directory) as ring:
         ring.allocate(ring_chunks)
         ring.add_slots(ring_chunks)
-    bench.ring.see_added()
+    bench.ring.refresh_slots()
 
 
 def test_a_flusher_that_comes_back_hears_what_was_given_up_meanwhile(bench: Bench) -> None:
@@ -197,7 +197,7 @@ def test_a_ring_that_could_not_be_kept_starts_over_when_credits_are_settled(benc
     bench.pay_all(step=2)
     assert [rank for rank, _ in bench.port.told(Kind.STAGED)] == [0, 1]
     with Ring.attach(bench.directory) as ring:
-        assert ring.checkpoint_names() == [(4, 2)]
+        assert ring.checkpoint_ids() == [(4, 2)]
 
 
 def test_a_crash_loop_is_slow_and_says_where_to_look(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from holdfast.ring.directory import make_private_directory, runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.store import open_store
 from stager import flusher_process
-from stager.flusher_process import Flusher, FlusherAhead, attach
+from stager.flusher_process import Flusher, PreloadedFlusher, attach
 from tests.support.checkpoints import manifest_of, small_image
 
 _LOADED_BYTES = 40 << 20  # a Python with all modules of a flusher has more, an empty one less
@@ -83,7 +83,7 @@ def test_a_started_flusher_serves_and_is_outside_of_the_job(
 def test_a_flusher_that_was_started_ahead_touches_nothing_and_is_the_one_that_serves(
     config: StagerConfig, tmp_path: Path
 ) -> None:
-    ahead = FlusherAhead(config)
+    ahead = PreloadedFlusher(config)
     pid = ahead.pid
     assert pid is not None
     try:
@@ -105,12 +105,12 @@ def test_a_flusher_that_was_started_ahead_touches_nothing_and_is_the_one_that_se
 
 def test_a_flusher_that_was_started_ahead_ends_where_another_one_serves(config: StagerConfig) -> None:
     lingering = config.model_copy(update={"linger": True})
-    ahead = FlusherAhead(lingering)
+    ahead = PreloadedFlusher(lingering)
     pid = ahead.pid
     assert pid is not None
     waiting = psutil.Process(pid)
     first = attach(lingering)
-    assert FlusherAhead(lingering).pid is None
+    assert PreloadedFlusher(lingering).pid is None
     first.channel.send("finish")
     first.close()
     found = attach(lingering, ahead=ahead)
@@ -125,8 +125,8 @@ def test_a_flusher_that_was_started_ahead_ends_where_another_one_serves(config: 
 _STARTED = """
 import sys, time
 from holdfast.config import StagerConfig
-from stager.flusher_process import FlusherAhead
-ahead = FlusherAhead(StagerConfig(store=sys.argv[1], runtime_dir=sys.argv[2]))
+from stager.flusher_process import PreloadedFlusher
+ahead = PreloadedFlusher(StagerConfig(store=sys.argv[1], runtime_dir=sys.argv[2]))
 print(ahead.pid, flush=True)
 time.sleep(60)
 """
@@ -268,7 +268,7 @@ def test_a_flusher_that_ends_just_as_the_stager_comes_is_replaced(
     else:
         again: list[threading.Thread] = []
 
-        def start(config: StagerConfig, deadline: float, ahead: FlusherAhead | None) -> None:
+        def start(config: StagerConfig, deadline: float, ahead: PreloadedFlusher | None) -> None:
             ends.join()
             again.append(threading.Thread(target=_take_and_end, args=(Listener(directory / SOCKET_NAME),)))
             again[0].start()

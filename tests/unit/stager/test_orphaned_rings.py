@@ -24,7 +24,7 @@ def ring(base: Path, share: int, *, writers: int = 2, steps: int = 1) -> Iterato
     directory = runtime_directory(URL, base, share=share)
     directory.mkdir(mode=0o700)
     with Ring.create(directory, chunk_bytes=4096, ring_chunks=8, attempt=3) as made:
-        made.note_writers(3, writers)
+        made.record_writers(3, writers)
         for step in range(steps):
             made.write_checkpoint(3, step, "staged", "0" * 64, {})
         yield directory

@@ -7,17 +7,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, StepWord
+from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, AnnouncementKind
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.preemption import PreemptionCoordinator
 from holdfast.notices.should_save import InFlight
-from holdfast.wire.pace import Wish
+from holdfast.wire.pace import PaceRequest
 from stager.interval_agreement import IntervalAgreement
 from trainer_side.notice.agreed_steps import AgreedSteps
 from trainer_side.pace.schedule import Schedule, SchedulePhase
 
 WHY = "every n steps: because"
-PROPOSED, APPOINTED, CALLED_OFF = StepWord.PROPOSED, StepWord.APPOINTED, StepWord.CALLED_OFF
+PROPOSED, APPOINTED, CALLED_OFF = AnnouncementKind.PROPOSED, AnnouncementKind.APPOINTED, AnnouncementKind.CALLED_OFF
 
 
 def terminate(seconds: float) -> Notice:
@@ -59,16 +59,16 @@ class AgreeingRank(ABC):
 
 class NoticeRank(AgreeingRank):
     def __init__(self) -> None:
-        self.appointments = AgreedSteps(wait_seconds_max=30, clock=lambda: 0.0)
-        super().__init__(self.appointments)
+        self.agreed_steps = AgreedSteps(wait_seconds_max=30, clock=lambda: 0.0)
+        super().__init__(self.agreed_steps)
 
     def take(self, said: Announcement) -> StepAnswer | None:
-        return self.appointments.heard(said)
+        return self.agreed_steps.heard(said)
 
     def reach(self) -> None:
-        before = self.appointments.notice
-        due = self.appointments.reach(self.step)
-        assert (self.appointments.notice is not before) == (due is not None), (
+        before = self.agreed_steps.notice
+        due = self.agreed_steps.reach(self.step)
+        assert (self.agreed_steps.notice is not before) == (due is not None), (
             "it changes at the same step on all"
         )
         if due is not None:
@@ -219,7 +219,7 @@ class IntervalJob(AgreeingJob):
 
     def wish(self, every: int) -> None:
         if not self.dead:
-            self.do(self.interval.wished(Wish(every, self.ranks[0].step, WHY), self.now))
+            self.do(self.interval.wished(PaceRequest(every, self.ranks[0].step, WHY), self.now))
 
     def begin(self, number: int) -> None:
         self.wish(10 + number)

@@ -29,7 +29,7 @@ def make_plan(
 ) -> Skeleton:
     """Return the plan of one rank, with the reserves of a job of this rank alone."""
     tree = collect(state)
-    proposed = table(state, tree, rank=rank, ranks=ranks, beside_bytes=len(trailer))
+    proposed = table(state, tree, rank=rank, ranks=ranks, trailer_bytes=len(trailer))
     return plan(
         tree,
         classify(state, tree),
@@ -44,7 +44,7 @@ def make_plan(
 def named(state: Mapping[str, Any]) -> bytes:
     """Return the names that rank 0 appends to the pickle."""
     names = SavedNames(state, is_writer=True)
-    with names.telling() as given:
+    with names.record_param_groups() as given:
         tree = collect(state)
     names.renew(tree, given)
     PerRankNames(state).look(tree, is_new=True)

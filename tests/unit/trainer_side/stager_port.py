@@ -17,7 +17,7 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.welcome import Welcome
-from trainer_side.link.greeting import Greeted
+from trainer_side.link.greeting import GreetedStager
 from trainer_side.link.inbox import ShareInbox, StagerInbox
 from trainer_side.link.link import Link
 from trainer_side.link.rejoining import Reconnect
@@ -49,7 +49,7 @@ class FakePort:
         self.polls = 0
         self.one_machine = True
         self.has_threads = False
-        self.crowding = 1.0
+        self.processes_per_core = 1.0
 
     def _check(self) -> None:
         if self.dead:
@@ -137,7 +137,7 @@ def make(
         else StagerInbox(rank, agreed, Schedule(auto=auto, wait_seconds_max=config.stager_seconds_max))
     )
     events = EventLog(config.events, role="trainer", rank=rank)
-    return Link(config, Greeted(port, welcome), inbox, events, rank=rank, again=again, clock=clock)
+    return Link(config, GreetedStager(port, welcome), inbox, events, rank=rank, again=again, clock=clock)
 
 
 def agreed_steps(link: Link) -> AgreedSteps:

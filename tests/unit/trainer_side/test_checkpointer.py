@@ -17,9 +17,9 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
-from holdfast.notices.messages import Announcement, StepWord
-from holdfast.notices.notice import Notice, NoticeKind, Terms
-from holdfast.ring.remains import Asked
+from holdfast.notices.messages import Announcement, AnnouncementKind
+from holdfast.notices.notice import Notice, NoticeKind, SaveInstruction
+from holdfast.ring.remains import FetchKind
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
@@ -56,12 +56,12 @@ class FakeLink:
         self.fitting: list[int] = []
 
     def meet(self, _config: Any, _world: Any, inbox: StagerInbox, _events: Any) -> Self:
-        """In place of `joining.meet_stager`."""
+        """In place of `joining.connect_stager`."""
         self.inbox = inbox
         self.agreed_steps, self.schedule = inbox._agreed_steps, inbox._schedule
         return self
 
-    def fetch(self, asked: Asked, **_: Any) -> None:
+    def fetch(self, asked: FetchKind, **_: Any) -> None:
         return
 
     def tell(self, message: StagerMessage) -> None:
@@ -74,10 +74,10 @@ class FakeLink:
             case Kind.FITS:
                 self.fitting.append(frame.step)
 
-    def appoint(self, step: int, terms: Terms) -> None:
+    def appoint(self, step: int, terms: SaveInstruction) -> None:
         """As the stager does, once every rank has promised the step."""
-        assert self.agreed_steps.heard(Announcement(StepWord.PROPOSED, step, step)) is not None
-        self.agreed_steps.heard(Announcement(StepWord.APPOINTED, step, step, terms.to_json()))
+        assert self.agreed_steps.heard(Announcement(AnnouncementKind.PROPOSED, step, step)) is not None
+        self.agreed_steps.heard(Announcement(AnnouncementKind.APPOINTED, step, step, terms.to_json()))
 
     def agree(self, proposal: Proposal, **_: Any) -> Agreement:
         agreed = LayoutRound(1, SECONDS_MAX).propose(0, proposal, 0.0)
@@ -148,7 +148,7 @@ class Rank:
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     found = FakeLink()
-    monkeypatch.setattr(joining, "meet_stager", found.meet)
+    monkeypatch.setattr(joining, "connect_stager", found.meet)
     return found
 
 
@@ -204,14 +204,14 @@ def test_restore_sets_off_no_search_for_garbage(
 ) -> None:
     seen = []
 
-    def fetch(_: FakeLink, asked: Asked, **_more: Any) -> None:
+    def fetch(_: FakeLink, asked: FetchKind, **_more: Any) -> None:
         seen.append((asked, gc.isenabled()))
 
     monkeypatch.setattr(FakeLink, "fetch", fetch)
     link.job.store_url = str(tmp_path)
     rank = Rank(link)
     assert rank.checkpointer.restore() == 0
-    assert seen == [(Asked.HELD, False), (Asked.PLACE, False)]
+    assert seen == [(FetchKind.HELD, False), (FetchKind.PLACE, False)]
     assert gc.isenabled()
     rank.checkpointer.close()
 
@@ -317,12 +317,12 @@ def test_step_saves_at_the_interval_and_at_the_appointed_step(link: FakeLink) ->
     rank = Rank(link)
     rank.checkpointer._every = 10
     assert steps_begun(rank, range(12)) == [9]
-    link.appoint(14, Terms(True, "there is time", _END))
+    link.appoint(14, SaveInstruction(True, "there is time", _END))
     assert steps_begun(rank, range(12, 14)) == []
     assert event_text(rank) == -1
     assert steps_begun(rank, range(14, 31)) == [14, 19, 29]
     assert event_text(rank) == 3
-    link.appoint(39, Terms(True, "there is time", _END))
+    link.appoint(39, SaveInstruction(True, "there is time", _END))
     assert steps_begun(rank, range(31, 41)) == [39]  # due twice, saved once
 
 
@@ -355,7 +355,7 @@ def test_metrics_of_a_last_step_that_finds_room_at_the_end_are_saved(link: FakeL
 
 def test_a_notice_that_comes_too_late_saves_nothing_and_can_be_seen(link: FakeLink) -> None:
     rank = Rank(link)
-    link.appoint(3, Terms(False, "the deadline has passed", _END))
+    link.appoint(3, SaveInstruction(False, "the deadline has passed", _END))
     assert steps_begun(rank, range(6)) == []
     assert rank.checkpointer.notice is not None
 
@@ -363,16 +363,16 @@ def test_a_notice_that_comes_too_late_saves_nothing_and_can_be_seen(link: FakeLi
 def test_after_a_rebalance_the_interval_is_shorter_for_a_while(link: FakeLink) -> None:
     rank = Rank(link)
     rank.checkpointer._every = 8
-    link.appoint(3, Terms(True, "there is no deadline", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 11))
+    link.appoint(3, SaveInstruction(True, "there is no deadline", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 11))
     assert steps_begun(rank, range(33)) == [3, 5, 7, 9, 11, 15, 23, 31]
 
 
 def test_auto_saves_where_the_schedule_says_and_at_the_appointed_step(link: FakeLink) -> None:
     rank = Rank(link, every="auto")
-    link.appoint(20, Terms(True, "there is time", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 40))
+    link.appoint(20, SaveInstruction(True, "there is time", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 40))
     assert steps_begun(rank, range(70)) == [15, 20, 23, 31, 63]
-    link.schedule.heard(Announcement(StepWord.PROPOSED, 71, 1))
-    link.schedule.heard(Announcement(StepWord.APPOINTED, 71, 1, {"first": 73, "every": 10}))
+    link.schedule.heard(Announcement(AnnouncementKind.PROPOSED, 71, 1))
+    link.schedule.heard(Announcement(AnnouncementKind.APPOINTED, 71, 1, {"first": 73, "every": 10}))
     assert steps_begun(rank, range(70, 100)) == [73, 83, 93]
 
 
@@ -384,7 +384,7 @@ def test_auto_without_a_stager_is_refused(tmp_path: Path) -> None:
 
 def test_numbers_that_leave_steps_out_save_at_the_first_one_after(link: FakeLink) -> None:
     rank = Rank(link)
-    link.appoint(5, Terms(True, "there is time", _END))
+    link.appoint(5, SaveInstruction(True, "there is time", _END))
     assert steps_begun(rank, range(0, 40, 10)) == [10]
 
 
@@ -424,7 +424,7 @@ def test_values_that_outgrow_the_room_they_were_just_given_decline_another_step(
     assert not rank.save(1)
     needed = link.needed_pickle_bytes
     assert needed > 10_000
-    link.job.has_outgrown(2 * needed)  # as the stager gives
+    link.job.grow_pickle_reserve(2 * needed)  # as the stager gives
     grow(50_000)
     assert not rank.save(2), "the room that was given is too small by now"
     assert link.needed_pickle_bytes > link.job.new_pickle_reserve_bytes
@@ -454,7 +454,7 @@ def test_numbers_that_outgrow_the_room_after_the_save_give_the_step_up_and_the_n
     assert not rank.save(3)
     assert link.needed_pickle_bytes > 20_000
     assert {reason.cause for reason in link.declined.values()} == {"outgrown"}
-    link.job.has_outgrown(2 * link.needed_pickle_bytes)
+    link.job.grow_pickle_reserve(2 * link.needed_pickle_bytes)
     assert rank.save(4)
     rank.checkpointer.close()
 

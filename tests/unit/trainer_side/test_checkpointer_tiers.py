@@ -23,7 +23,7 @@ from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.link import link as real
-from trainer_side.link.greeting import Greeted
+from trainer_side.link.greeting import GreetedStager
 from trainer_side.link.inbox import ShareInbox
 from trainer_side.link.stager_group import StagerGroup
 from trainer_side.tiers.local_tiers import LocalTiers, TierJob, TierReport
@@ -50,7 +50,7 @@ class Stagers:
     def meet(self, config: TrainerConfig, _world: Any, inbox: ShareInbox, events: EventLog) -> StagerGroup:
         welcome = Welcome("/run", 1, 4096, 64, 1, 60.0, 5.0)
         links = [
-            real.Link(config, Greeted(port, welcome, name), own, events, rank=0)
+            real.Link(config, GreetedStager(port, welcome, name), own, events, rank=0)
             for port, name, own in zip(
                 self.ports, ("stager 1/2", "stager 2/2"), (inbox, ShareInbox(0, lambda: -1)), strict=True
             )

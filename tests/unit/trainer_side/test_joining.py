@@ -200,7 +200,7 @@ def test_without_tiers_hurry_shortens_the_wait_for_the_other_ranks() -> None:
 
     tiers = TierSet(StagerCouncil(agree))
     tiers.council.agree(Proposal("", [], 0, {}))
-    tiers.council.hurry(3.0)
+    tiers.council.limit_wait(3.0)
     tiers.council.agree(Proposal("", [], 0, {}))
     assert waits == [None, 3.0]
 
@@ -209,11 +209,11 @@ def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() 
     agreement = Agreement(4096, {})
     tiers = TierSet(StagerCouncil(lambda *_, **__: agreement))
     assert tiers.council.agree(Proposal("", [], 0, {})) is agreement
-    tiers.council.concur(None)
+    tiers.council.confirm_ready(None)
     with pytest.raises(ConfigError, match="of the test"):
-        tiers.council.concur(ConfigError("of the test"))
+        tiers.council.confirm_ready(ConfigError("of the test"))
     assert tiers.begin(1, SaveRecord()) is None
-    assert (tiers.takes_steps, tiers.is_prepared, tiers.is_idle, tiers.complete_step) == (
+    assert (tiers.accepts_steps, tiers.is_prepared, tiers.is_idle, tiers.complete_step) == (
         False,
         True,
         True,

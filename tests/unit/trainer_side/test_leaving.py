@@ -36,7 +36,7 @@ class Rank(test_checkpointer.Rank):
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> EndingLink:
     found = EndingLink()
-    monkeypatch.setattr(joining, "meet_stager", found.meet)
+    monkeypatch.setattr(joining, "connect_stager", found.meet)
     return found
 
 

@@ -47,9 +47,9 @@ def test_steps_that_have_ended_take_no_memory_though_nobody_asks_for_the_stats()
 
 def _kept(ledger: Ledger, step: int) -> TierWrite:
     """A step that this rank has in a local tier, in a job without a stager."""
-    keeping = TierWrite((1, step), (), SaveRecord(), {0: cast(Any, None)})
-    ledger.begun(Transfer.none(step, SaveRecord()), keeping)
-    return keeping
+    tier_write = TierWrite((1, step), (), SaveRecord(), {0: cast(Any, None)})
+    ledger.begun(Transfer.none(step, SaveRecord()), tier_write)
+    return tier_write
 
 
 def test_a_step_that_all_ranks_refuse_counts_as_failed_whenever_that_is_heard() -> None:
@@ -57,15 +57,15 @@ def test_a_step_that_all_ranks_refuse_counts_as_failed_whenever_that_is_heard() 
     early = _kept(ledger, 1)
     ledger.refused(1, differ)
     assert (ledger.stats.saved, ledger.stats.failed) == (1, 0), "a tier still reads its area"
-    early.over_in(0, DeclineCause.VOID.because("of all ranks"))
+    early.finish_in(0, DeclineCause.VOID.because("of all ranks"))
     assert ledger.stats.failed == 1
-    _kept(ledger, 2).over_in(0)
+    _kept(ledger, 2).finish_in(0)
     assert (ledger.stats.saved, ledger.stats.failed) == (1, 1)
     ledger.refused(2, differ)
     ledger.refused(2, differ)  # each tier's verdict says it
     assert (ledger.stats.saved, ledger.stats.failed) == (0, 2)
     ledger.refused(3, differ)  # the copy thread is quicker than the training thread
-    _kept(ledger, 3).over_in(0)
+    _kept(ledger, 3).finish_in(0)
     assert (ledger.stats.saved, ledger.stats.failed, ledger.stats.declined) == (0, 3, 0)
     assert ledger.stats.causes == {"the ranks' states differ": 3}
 

@@ -76,7 +76,7 @@ def test_a_compiled_loop_takes_the_samples_of_a_plain_one() -> None:
 
 def test_other_members_of_a_checkpointer_run_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     link = FakeLink()
-    monkeypatch.setattr(joining, "meet_stager", link.meet)
+    monkeypatch.setattr(joining, "connect_stager", link.meet)
     model = torch.nn.Linear(4, 4)
     checkpointer = Checkpointer({"model": model}, config=TrainerConfig(events=None))
     seen: list[Any] = []

@@ -78,7 +78,7 @@ def _see(what: str, files: list[str], most: int) -> None:
 def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeLink:
     found = FakeLink()
     found.job = JobState(0, 1, store_url=str(tmp_path), chunk_bytes=1 << 20, attempt=1)
-    monkeypatch.setattr(joining, "meet_stager", found.meet)
+    monkeypatch.setattr(joining, "connect_stager", found.meet)
     return found
 
 

@@ -25,7 +25,7 @@ def rewind(attempt: int, to: tuple[int, int], *skips: tuple[int, int], newest: i
 
 
 def current(branches: Branches, *labels: str) -> list[str]:
-    return [label for label in labels if branches.is_current(CheckpointId.of_label(label))]
+    return [label for label in labels if branches.is_current(CheckpointId.from_label(label))]
 
 
 def put(store: MemoryStore, made: Rewind) -> None:

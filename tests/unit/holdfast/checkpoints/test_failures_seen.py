@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.lease import Lease, failures_seen, note_attempt
+from holdfast.checkpoints.lease import Lease, read_failure_count, claim_attempt
 from holdfast.errors import FencedError
 from holdfast.wire.failure_count import FailureCount
 from tests.support.memory_store import MemoryStore
@@ -46,7 +46,7 @@ def run() -> Run:
 
 def test_a_new_run_has_seen_nothing(run: Run) -> None:
     assert run.take().seen == FailureCount()
-    assert failures_seen(run.store) == FailureCount()
+    assert read_failure_count(run.store) == FailureCount()
 
 
 def test_an_attempt_that_left_counts_with_its_time_alone(run: Run) -> None:
@@ -55,7 +55,7 @@ def test_an_attempt_that_left_counts_with_its_time_alone(run: Run) -> None:
     run.now += 500.0  # what is staged becomes durable
     lease.end_work(lost=True)
     lease.release()
-    assert failures_seen(run.store) == FailureCount(0, 60.0)
+    assert read_failure_count(run.store) == FailureCount(0, 60.0)
     assert run.seen() == FailureCount(0, 60.0)
 
 
@@ -63,13 +63,13 @@ def test_an_attempt_that_lost_a_rank_is_a_failure(run: Run) -> None:
     lease = run.work(60.0)
     lease.end_work(lost=True)
     lease.release()
-    assert failures_seen(run.store) == FailureCount(1, 60.0)
+    assert read_failure_count(run.store) == FailureCount(1, 60.0)
     assert run.seen() == FailureCount(1, 60.0)
 
 
 def test_an_attempt_whose_writer_says_no_more_is_a_failure_for_the_next_only(run: Run) -> None:
     run.work(60.0)
-    assert failures_seen(run.store) == FailureCount(0, 60.0), "as far as anybody knows it runs"
+    assert read_failure_count(run.store) == FailureCount(0, 60.0), "as far as anybody knows it runs"
     assert run.seen() == FailureCount(1, 60.0)
 
 
@@ -111,7 +111,7 @@ def test_a_job_that_goes_on_under_the_next_flusher_was_not_lost(run: Run) -> Non
     assert lease.seen == FailureCount(0, 60.0)
     run.now += 30.0
     lease.beat()
-    assert failures_seen(run.store) == FailureCount(0, 90.0)
+    assert read_failure_count(run.store) == FailureCount(0, 90.0)
     lease.end_work(lost=True)
     lease.release()
     assert run.seen() == FailureCount(1, 90.0)
@@ -135,7 +135,7 @@ def test_a_damaged_claim_loses_what_it_had_counted_and_no_more(run: Run) -> None
 
 def test_a_job_without_a_stager_keeps_the_count(run: Run) -> None:
     run.work(60.0)
-    assert note_attempt(run.store, 2)
+    assert claim_attempt(run.store, 2)
     assert run.seen() == FailureCount(1, 60.0)
 
 

@@ -13,9 +13,9 @@ from holdfast.errors import StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.layout import Layout
-from holdfast.ring.pages import direct_window
+from holdfast.ring.pages import aligned_buffer
 from holdfast.store.concurrency import AdaptiveLimit, ConcurrencyLimit
-from holdfast.store.parts import PartedUpload
+from holdfast.store.parts import BaseUpload
 
 _MODULE = "holdfast.checkpoints.image_publishing"
 _CHUNK = 4096
@@ -36,7 +36,7 @@ class _Numbered:
         memory[:] = bytes([chunk]) * len(memory)
 
 
-class _Taken(PartedUpload):
+class _Taken(BaseUpload):
     """Keeps the parts that it was given, in their order."""
 
     token = None
@@ -117,11 +117,11 @@ def test_parts_at_work_are_within_the_share_of_memory(monkeypatch: pytest.Monkey
 
     def window(nbytes: int) -> memoryview:
         made.append(nbytes)
-        return direct_window(nbytes)
+        return aligned_buffer(nbytes)
 
     share_bytes = 2 * buffers * 2 * _CHUNK
     monkeypatch.setattr(f"{_MODULE}.available_memory_bytes", lambda: 4 * share_bytes)
-    monkeypatch.setattr(f"{_MODULE}.direct_window", window)
+    monkeypatch.setattr(f"{_MODULE}.aligned_buffer", window)
     list(_written(_Taken(), ConcurrencyLimit(32)))
     assert made == [2 * _CHUNK] * buffers
     made.clear()

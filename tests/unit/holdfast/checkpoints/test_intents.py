@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoints.intents import Intent, clear_intents, forget_intent, intent_name, take_back
+from holdfast.checkpoints.intents import Intent, clear_intents, discard_intent, intent_name, take_back
 from holdfast.checkpoints.publish import writer_id
 from holdfast.crc import crc32
 from holdfast.image.manifest import manifest_name
@@ -99,7 +99,7 @@ def test_intents_of_other_or_later_writers_are_left(store: Store) -> None:
     upload.publish()
     assert FILE in names(store)
     assert intent_name(write_id) in names(store)
-    forget_intent(store, write_id)
+    discard_intent(store, write_id)
     assert names(store) == [FILE]
 
 
@@ -138,6 +138,6 @@ def test_an_intent_under_another_ones_name_removes_nothing(store: Store) -> None
     upload.publish()
     other = intent_name(writer_id(2))
     store.write(other, store.read(intent_name(write_id)))
-    forget_intent(store, write_id)
+    discard_intent(store, write_id)
     assert cleared(store) == []
     assert names(store) == [other, FILE]

@@ -105,12 +105,12 @@ def test_a_zombie_is_dead() -> None:
 
 
 def test_another_boot_or_pid_namespace_is_another_place() -> None:
-    assert not HERE.shares_place(dataclasses.replace(HERE, boot_id="x"))
-    assert not HERE.shares_place(dataclasses.replace(HERE, pid_namespace="x"))
-    assert not HERE.shares_place(dataclasses.replace(HERE, host="x"))
-    assert HERE.shares_place(dataclasses.replace(HERE, pid=1, started=5))
+    assert not HERE.shares_pid_namespace(dataclasses.replace(HERE, boot_id="x"))
+    assert not HERE.shares_pid_namespace(dataclasses.replace(HERE, pid_namespace="x"))
+    assert not HERE.shares_pid_namespace(dataclasses.replace(HERE, host="x"))
+    assert HERE.shares_pid_namespace(dataclasses.replace(HERE, pid=1, started=5))
     unknown = dataclasses.replace(HERE, boot_id="")
-    assert not unknown.shares_place(unknown)
+    assert not unknown.shares_pid_namespace(unknown)
 
 
 def test_a_silent_writer_elsewhere_is_succeeded_after_two_heartbeats() -> None:

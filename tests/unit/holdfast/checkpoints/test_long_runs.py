@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.lease import Lease, _LeaseRecord, _name, names_tell, note_attempt
+from holdfast.checkpoints.lease import Lease, _LeaseRecord, _name, plain_names_are_first, claim_attempt
 from holdfast.checkpoints.lease import newest_attempt as newest_of_store
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import (
@@ -25,8 +25,8 @@ from holdfast.store.base import SMALL_BYTES_MAX
 from tests.support.checkpoints import add_small, manifest_of, small_image
 from tests.support.memory_store import MemoryStore
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.choice import Candidate, Holder, SliceKey, StoreCandidate, candidates, pass_over
-from trainer_side.restore.inventory import InTurn, StoreListing
+from trainer_side.restore.choice import Candidate, Holder, SliceKey, StoreCandidate, candidates, skip_set_aside
+from trainer_side.restore.inventory import CandidateListing, StoreListing
 
 _STEPS = 300
 _TENSORS = 500  # a manifest of more than 64 KiB, of which the beginning is read alone
@@ -40,12 +40,12 @@ class CountedStore(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.read_whole: list[str] = []
+        self.read_fully: list[str] = []
         self.read_begun: list[str] = []
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         if name.startswith("step-"):
-            self.read_whole.append(name)
+            self.read_fully.append(name)
         return super().read(name, bytes_max)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -96,19 +96,19 @@ LOOKS: dict[str, Callable[[Catalog], object]] = {
 
 
 def _restored_first(catalog: Catalog) -> Candidate | None:
-    shelf, silent = StoreListing.look(catalog.store, LonePeers())
+    store_listing, silent = StoreListing.look(catalog.store, LonePeers())
     assert silent is None
-    return InTurn([], shelf, LonePeers()).first()
+    return CandidateListing([], store_listing, LonePeers()).first()
 
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_the_newest_good_one_costs_no_look_at_the_older_ones(store: CountedStore, look: str) -> None:
     Lease.take(store).release()  # the second attempt begins
     _add(store, _large(_STEPS + 1, 2, State.BAD))
-    store.read_whole.clear()
+    store.read_fully.clear()
     assert LOOKS[look](Catalog(store)) == _STEPS
-    assert store.read_whole[0] == f"step-{_STEPS + 1:09d}-a002.json"
-    assert len(store.read_whole) <= 4, "one, then two at once"
+    assert store.read_fully[0] == f"step-{_STEPS + 1:09d}-a002.json"
+    assert len(store.read_fully) <= 4, "one, then two at once"
     assert store.read_begun == []
 
 
@@ -127,7 +127,7 @@ def test_manifests_are_never_all_held_at_once(store: CountedStore) -> None:
     finally:
         tracemalloc.stop()
     assert steps == list(range(_STEPS, 0, -1))
-    assert sorted(store.read_whole) == sorted(
+    assert sorted(store.read_fully) == sorted(
         name for name in store.objects if name.endswith(".json") and "/" not in name
     )
     assert peak_bytes <= _MANIFESTS_HELD_MAX * manifest_bytes, f"{peak_bytes / manifest_bytes:.0f} manifests"
@@ -139,10 +139,10 @@ def test_attempts_of_a_run_of_older_versions_are_told_by_the_manifests_heads(sto
         del store.objects[name]
     _add(store, _large(50, 2, file=step_file_name(50)))
     assert Catalog(store).get().step == 50
-    assert store.read_whole == [f"step-{50:09d}.json"], "whole only what is used"
+    assert store.read_fully == [f"step-{50:09d}.json"], "whole only what is used"
     assert len(store.read_begun) == _STEPS
-    shelf, _ = StoreListing.look(store, LonePeers())
-    first = InTurn([], shelf, LonePeers()).first()
+    store_listing, _ = StoreListing.look(store, LonePeers())
+    first = CandidateListing([], store_listing, LonePeers()).first()
     assert first is not None
     assert (first.attempt, first.step) == (2, 50)
 
@@ -158,17 +158,17 @@ def test_a_manifest_that_another_tool_wrote_is_read_whole_for_its_attempt() -> N
 
 def test_a_claim_says_that_names_tell_attempts_as_long_as_each_writer_did() -> None:
     store = MemoryStore()
-    assert not names_tell(store, store.list()), "no claim"
+    assert not plain_names_are_first(store, store.list()), "no claim"
     for _ in range(5):  # old claims are removed
         Lease.take(store).release()
-        assert names_tell(store, store.list())
-    assert note_attempt(store, 6)
-    assert names_tell(store, store.list())
+        assert plain_names_are_first(store, store.list())
+    assert claim_attempt(store, 6)
+    assert plain_names_are_first(store, store.list())
     assert newest_of_store(store) == 6
     _claim_of_an_older_version(store, 7)
-    assert not names_tell(store, store.list())
+    assert not plain_names_are_first(store, store.list())
     Lease.take(store).release()
-    assert not names_tell(store, store.list()), "what the older version wrote is still there"
+    assert not plain_names_are_first(store, store.list()), "what the older version wrote is still there"
 
 
 def test_names_of_a_run_with_manifests_and_no_claim_do_not_tell_its_attempt() -> None:
@@ -176,7 +176,7 @@ def test_names_of_a_run_with_manifests_and_no_claim_do_not_tell_its_attempt() ->
     add_small(store, 1, attempt=4)
     claim = Lease.take(store)
     assert claim.attempt == 5
-    assert not names_tell(store, store.list())
+    assert not plain_names_are_first(store, store.list())
 
 
 def _claim_of_an_older_version(store: MemoryStore, attempt: int) -> None:
@@ -229,6 +229,6 @@ def test_lazy_candidates_come_in_the_order_of_a_full_listing(seed: int) -> None:
         for _ in range(dice.randrange(3))
     ]
     set_aside = [CheckpointId(dice.randint(1, 3), dice.randrange(9))] if seed % 3 == 0 else []
-    shelf, _ = StoreListing.look(store, LonePeers())
-    in_turn = [*InTurn(holders, shelf, LonePeers(), set_aside)]
-    assert in_turn == [*pass_over(candidates(holders, stored), set_aside)]
+    store_listing, _ = StoreListing.look(store, LonePeers())
+    in_turn = [*CandidateListing(holders, store_listing, LonePeers(), set_aside)]
+    assert in_turn == [*skip_set_aside(candidates(holders, stored), set_aside)]

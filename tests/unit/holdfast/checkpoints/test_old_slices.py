@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.lease import Lease, newest_attempt
-from holdfast.checkpoints.old_slices import old_slices, told_old_slices
+from holdfast.checkpoints.old_slices import old_slices, describe_old_slices
 from holdfast.errors import StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.store.posix import PosixStore
@@ -41,18 +41,18 @@ def store(tmp_path: Path) -> PosixStore:
 
 def test_slices_are_found_by_their_names_newest_first(store: PosixStore) -> None:
     assert old_slices(store.list()) == [CheckpointId(3, 7), CheckpointId(2, 4)]
-    told = told_old_slices("/run", store.list())
+    told = describe_old_slices("/run", store.list())
     assert TOLD in told
     assert "`assemble` of that version make files of them" in told
 
 
 def test_a_step_that_has_become_a_file_is_not_named(store: PosixStore, tmp_path: Path) -> None:
     write_torch_run(tmp_path / "run", {7: STATE})
-    assert "1 step only as slices written by an older holdfast (the newest: step 4)" in told_old_slices(
+    assert "1 step only as slices written by an older holdfast (the newest: step 4)" in describe_old_slices(
         "/run", store.list()
     )
     write_torch_run(tmp_path / "run", {4: STATE})
-    assert told_old_slices("/run", store.list()) == ""
+    assert describe_old_slices("/run", store.list()) == ""
 
 
 def test_no_attempt_gets_the_number_of_one_of_them(store: PosixStore) -> None:
@@ -77,6 +77,6 @@ def test_a_restore_names_them_once_and_finds_no_checkpoint(
     store: PosixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        shelf, silent = StoreListing.look(store, LonePeers())
-    assert (shelf.stored, silent) == ([], None)
+        store_listing, silent = StoreListing.look(store, LonePeers())
+    assert (store_listing.stored, silent) == ([], None)
     assert caplog.text.count(TOLD) == 1

@@ -10,8 +10,8 @@ from holdfast.checkpoints.share_records import (
     ShareRecords,
     ShareSeal,
     ShareStart,
-    checked_image,
-    share_objects,
+    combine_seals,
+    list_share_objects,
     voided,
 )
 from holdfast.errors import DamageError, PeerLost, ProtocolError
@@ -78,15 +78,15 @@ def test_records_of_one_flusher_are_read_by_the_others_until_they_are_cleared() 
     seals = seal_all(records, start)
     assert [records.seal(start, share) for share in range(3)] == seals
     assert seals[0].record == {"stager": {"n": 0}}
-    assert list(share_objects(store.list())) == [KEY]
+    assert list(list_share_objects(store.list())) == [KEY]
     records.clear(3)
-    assert share_objects(store.list()) == {}
+    assert list_share_objects(store.list()) == {}
 
 
 def test_the_image_of_all_seals_is_that_of_the_bytes() -> None:
     store = MemoryStore()
     records, start = begun(store)
-    image = checked_image(start, seal_all(records, start), INDEX, SHARES)
+    image = combine_seals(start, seal_all(records, start), INDEX, SHARES)
     assert image.image_crc32 == zlib.crc32(IMAGE.final)
     assert len(image.chunk_crc32s) == IMAGE.layout.chunks
     assert image.entry_crc32s == tuple(
@@ -111,13 +111,13 @@ def test_a_gap_an_overlap_and_a_missing_share_are_refused() -> None:
     records, start = begun(store)
     seals = seal_all(records, start)
     with pytest.raises(ProtocolError, match="CRCs of 2 shares, expected 3"):
-        checked_image(start, seals[:2], INDEX, SHARES)
+        combine_seals(start, seals[:2], INDEX, SHARES)
     for changes in ({"first_chunk": 1}, {"chunk_crcs": seals[1].chunk_crcs[1:]}, {"layout_digest": "0" * 64}):
         wrong = [seals[0], seals[1].model_copy(update=changes), seals[2]]
         with pytest.raises(ProtocolError, match=r"share 2 of 3 on .* sealed .* nothing is published"):
-            checked_image(start, wrong, INDEX, SHARES)
+            combine_seals(start, wrong, INDEX, SHARES)
     with pytest.raises(ProtocolError, match="share 2 of 3"):
-        checked_image(start, [seals[0], seals[2], seals[1]], INDEX, SHARES)
+        combine_seals(start, [seals[0], seals[2], seals[1]], INDEX, SHARES)
 
 
 def test_the_first_void_stays_and_says_who_and_why() -> None:
@@ -145,9 +145,9 @@ def test_a_share_that_was_given_up_is_begun_no_more_and_the_seals_alone_say_so()
     with pytest.raises(PeerLost, match=r"share 2, on .* its disk is gone"):
         records.seal(start, 1)
     with pytest.raises(PeerLost, match=r"share 2, on .* its disk is gone"):
-        records.refuse_given_up(1)
-    records.refuse_given_up(0)
-    records.refuse_given_up(2)
+        records.require_not_voided(1)
+    records.require_not_voided(0)
+    records.require_not_voided(2)
 
 
 def test_a_share_that_is_sealed_is_given_up_by_the_lead_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ConfigError, StoreMissing
-from holdfast.image.best_rule import BestMode, BestRule, is_metric_name, no_best, rule_of
+from holdfast.image.best_rule import BestMode, BestRule, is_metric_name, no_best_error, rule_of
 from holdfast.image.checkpoint_id import CheckpointId
 
 
@@ -47,9 +47,9 @@ def test_rule_of_takes_the_given_mode_before_the_newest_recorded_one() -> None:
 
 def test_no_best_names_the_metrics_or_asks_for_the_mode() -> None:
     several = [{"loss": 1.0}, {"accuracy": 0.5, "loss": 2.0}]
-    missing, modeless = no_best("/run", "los", several), no_best("/run", "loss", several)
+    missing, modeless = no_best_error("/run", "los", several), no_best_error("/run", "loss", several)
     assert isinstance(missing, StoreMissing)
     assert "accuracy, loss" in str(missing)
     assert isinstance(modeless, ConfigError)
     assert "min or max" in str(modeless)
-    assert "none has metrics" in str(no_best("/run", "loss", []))
+    assert "none has metrics" in str(no_best_error("/run", "loss", []))

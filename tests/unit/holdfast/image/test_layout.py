@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED, Entry, TensorInfo
 from holdfast.image.layout import Layout
-from holdfast.image.slices import area_bytes, areas_of
+from holdfast.image.slices import area_bytes, area_bytes_by_rank
 
 CHUNK_BYTES = 4096
 
@@ -187,7 +187,7 @@ def test_a_truncated_layout_is_refused() -> None:
 
 @given(layout=_layouts())
 def test_the_areas_of_all_ranks_are_those_of_each(layout: Layout) -> None:
-    assert areas_of(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
+    assert area_bytes_by_rank(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
 
 
 def test_preparing_looks_at_each_chunk_once_whatever_the_number_of_ranks(
@@ -207,5 +207,5 @@ def test_preparing_looks_at_each_chunk_once_whatever_the_number_of_ranks(
     assert sum(layout.frames) == 1000
     assert sum(layout.frames) == 1000
     assert looks == 1000
-    assert len(areas_of(layout)) == 512
+    assert len(area_bytes_by_rank(layout)) == 512
     assert looks == 2000

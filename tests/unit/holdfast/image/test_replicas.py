@@ -13,7 +13,7 @@ from holdfast.image.regions import Region, unite
 from holdfast.image.replicas import (
     ROW_BYTES,
     Divergence,
-    Replicas,
+    ReplicaComparer,
     decode,
     digest,
     drift_of,
@@ -75,13 +75,13 @@ def test_every_row_has_its_turn_whatever_steps_are_saved(nbytes: int, every: int
 
 
 def _compare(values: dict[int, tuple[int, int]]) -> Divergence | None:
-    return Replicas().compare(_layout(max(values) + 1), 7, values)
+    return ReplicaComparer().compare(_layout(max(values) + 1), 7, values)
 
 
 def test_the_same_is_no_divergence() -> None:
     assert _compare({0: (1, 2), 1: (1, 2), 2: (1, 2)}) is None
     assert _compare({0: (1, 2)}) is None
-    assert Replicas().compare(_layout(), 7, {}) is None
+    assert ReplicaComparer().compare(_layout(), 7, {}) is None
 
 
 def test_a_majority_says_who_drifted() -> None:
@@ -100,7 +100,7 @@ def test_without_a_majority_all_sides_are_named() -> None:
 
 
 def test_each_rank_and_tensor_is_news_once() -> None:
-    replicas = Replicas()
+    replicas = ReplicaComparer()
     layout = _layout()
 
     def news(values: dict[int, tuple[int, int]]) -> bool:
@@ -123,7 +123,7 @@ def _layout_of(nbytes: int) -> Layout:
 
 
 def test_a_sample_that_is_equal_does_not_clear_a_tensor_that_drifted() -> None:
-    replicas, layout = Replicas(), _layout_of(1 << 20)
+    replicas, layout = ReplicaComparer(), _layout_of(1 << 20)
     assert replicas.compare(layout, 5, {0: (1,), 1: (2,)}) is not None
     assert replicas.compare(layout, 6, {0: (3,), 1: (3,)}) is None, "other rows"
     assert "drifted apart at step 5, in model/w" in replicas.suspicion(6)
@@ -132,7 +132,7 @@ def test_a_sample_that_is_equal_does_not_clear_a_tensor_that_drifted() -> None:
 
 
 def test_a_tensor_that_was_seen_whole_is_cleared() -> None:
-    replicas, layout = Replicas(), _layout_of(400)
+    replicas, layout = ReplicaComparer(), _layout_of(400)
     assert not replicas.suspicion(4)
     assert replicas.compare(layout, 5, {0: (1,), 1: (2,)}) is not None
     assert replicas.suspicion(5)
@@ -203,7 +203,7 @@ def test_split_tensors_with_replicas_are_watched_after_the_whole_ones() -> None:
 
 
 def test_a_region_is_compared_among_its_holders_alone() -> None:
-    layout, replicas = _split_layout(3, 2), Replicas()
+    layout, replicas = _split_layout(3, 2), ReplicaComparer()
     same = {0: (7, 1), 1: (7, 1), 2: (7, 1), 3: (7, 2), 4: (7, 2)}
     assert replicas.compare(layout, 5, same) is None, "shards differ, replicas do not"
     found = replicas.compare(layout, 6, {**same, 1: (7, 9), 4: (7, 3)})

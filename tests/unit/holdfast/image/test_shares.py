@@ -44,10 +44,10 @@ def test_impossible_numbers_are_refused(chunks: int, part_chunks: int, writers: 
 
 @pytest.mark.parametrize("number", [WHOLE, ShareNumber(0, 3), ShareNumber(2, 3), ShareNumber(63, 64)])
 def test_a_share_is_read_as_it_is_written(number: ShareNumber) -> None:
-    assert ShareNumber.of_text(str(number)) == number
+    assert ShareNumber.from_text(str(number)) == number
 
 
 @pytest.mark.parametrize("text", ["", "0/2", "3/2", "1", "1/0", "1/65", "-1/2", "1/2/3", "a/b", "01/2"])
 def test_any_other_text_is_no_share(text: str) -> None:
     with pytest.raises(ValueError, match="such as 2/3"):
-        ShareNumber.of_text(text)
+        ShareNumber.from_text(text)

@@ -20,7 +20,7 @@ from holdfast.image.entries import REPLICATED, SPLIT, Entry
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Pattern, Region, unite
-from holdfast.image.slices import area_bytes, areas_of
+from holdfast.image.slices import area_bytes, area_bytes_by_rank
 
 CHUNK_BYTES = 4096
 Bytes = npt.NDArray[np.uint8]
@@ -176,5 +176,5 @@ def test_a_pattern_that_is_not_there_and_a_holder_that_is_no_rank_are_refused() 
 
 @given(layout=layouts())
 def test_frames_by_chunk_agree_with_frames_by_rank(layout: Layout) -> None:
-    assert areas_of(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
+    assert area_bytes_by_rank(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
     assert layout.frames == tuple(len(list(layout.sends(rank))) for rank in range(layout.ranks))

@@ -121,7 +121,7 @@ def test_an_accepted_whole_covers_each_element_once() -> None:
     boxes = [
         Region((top, left), (height, width)) for (top, height), (left, width) in itertools.product(*spans)
     ]
-    wholes = 0
+    whole_numbers = 0
     for several in itertools.chain.from_iterable(
         itertools.combinations(boxes, count) for count in range(1, 5)
     ):
@@ -137,5 +137,5 @@ def test_an_accepted_whole_covers_each_element_once() -> None:
             assert not exact, several
         else:
             assert exact, several
-            wholes += 1
-    assert wholes > 10
+            whole_numbers += 1
+    assert whole_numbers > 10

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.net import handshake
-from holdfast.net.handshake import Hello, OtherVersion, Status
+from holdfast.net.handshake import Hello, VersionMismatch, Status
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 HELLO = Hello(1, 4, 2, "slurm-17", b"i" * 16, b"n" * 32, resuming=True, generation=3, lead_attempt=12)
@@ -64,10 +64,10 @@ def test_the_stagers_own_proof_is_no_proof_of_a_rank() -> None:
 def test_another_version_is_said_on_both_sides() -> None:
     data = bytearray(HELLO.to_bytes())
     data[8] += 1
-    with pytest.raises(OtherVersion, match="install the same holdfast"):
+    with pytest.raises(VersionMismatch, match="install the same holdfast"):
         handshake.read_hello(bytes(data))
-    with pytest.raises(OtherVersion, match="install the same holdfast"):
-        handshake.answer_challenge(KEY, bytes(data), handshake.refuse_hello(handshake.Status.VERSION), 0)
+    with pytest.raises(VersionMismatch, match="install the same holdfast"):
+        handshake.answer_challenge(KEY, bytes(data), handshake.rejection(handshake.Status.VERSION), 0)
 
 
 @pytest.mark.parametrize("begun", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"HOLDFASX"])

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.net.payload_frame import NUMBERS_AHEAD_MAX, PayloadHeader, TakenNumbers
+from holdfast.net.payload_frame import NUMBERS_AHEAD_MAX, PayloadHeader, ReceivedNumbers
 
 
 def test_a_header_is_read_as_it_was_written() -> None:
@@ -14,7 +14,7 @@ def test_a_header_is_read_as_it_was_written() -> None:
 
 
 def test_each_number_is_taken_once_in_whatever_order_they_come() -> None:
-    taken, numbers = TakenNumbers(), list(range(1, 500))
+    taken, numbers = ReceivedNumbers(), list(range(1, 500))
     random.Random(1).shuffle(numbers)
     for place, number in enumerate(numbers):
         assert number not in taken
@@ -24,7 +24,7 @@ def test_each_number_is_taken_once_in_whatever_order_they_come() -> None:
 
 
 def test_gaps_cost_a_bounded_room_and_no_number_is_far_ahead_of_one() -> None:
-    taken = TakenNumbers()
+    taken = ReceivedNumbers()
     for number in range(2, NUMBERS_AHEAD_MAX + 2, 2):
         taken.add(number)
     assert taken._beyond.bit_length() <= NUMBERS_AHEAD_MAX + 1
@@ -39,7 +39,7 @@ def test_gaps_cost_a_bounded_room_and_no_number_is_far_ahead_of_one() -> None:
 
 
 def test_numbers_in_order_leave_nothing_behind() -> None:
-    taken = TakenNumbers()
+    taken = ReceivedNumbers()
     for number in range(1, 200_000):
         taken.add(number)
     assert taken._beyond == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.notify.alert import Severity, alert_of
+from holdfast.notify.alert import Severity, alert_for
 
 
 def supervisor(event: str, **fields: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def supervisor(event: str, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_an_event_becomes_a_message(said: dict[str, Any], kind: str, title: str, severity: Severity) -> None:
-    alert = alert_of(said)
+    alert = alert_for(said)
     assert alert is not None
     assert (alert.kind, alert.title, alert.severity) == (kind, title, severity)
     assert alert.text
@@ -70,7 +70,7 @@ def test_an_event_becomes_a_message(said: dict[str, Any], kind: str, title: str,
     ],
 )
 def test_the_way_of_a_run_is_no_message(said: dict[str, Any]) -> None:
-    assert alert_of(said) is None
+    assert alert_for(said) is None
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_the_way_of_a_run_is_no_message(said: dict[str, Any]) -> None:
     ],
 )
 def test_a_message_says_what_the_event_says(fields: dict[str, Any], text: str) -> None:
-    alert = alert_of({"role": "flusher", "event": "flush_held", **fields})
+    alert = alert_for({"role": "flusher", "event": "flush_held", **fields})
     assert alert is not None
     assert (alert.kind, alert.text) == ("store_failing", text)
 
 
 def test_a_long_text_is_cut() -> None:
-    alert = alert_of(supervisor("over", cause="crashed") | {"message": "x" * 5000})
+    alert = alert_for(supervisor("over", cause="crashed") | {"message": "x" * 5000})
     assert alert is not None
     assert len(alert.text) == 1000
 
@@ -141,11 +141,11 @@ def test_a_long_text_is_cut() -> None:
 def test_a_stager_without_a_supervisor_tells_of_ranks_proofs_and_ends_itself(
     said: dict[str, Any], kind: str, severity: Severity, text: str
 ) -> None:
-    alert = alert_of({"role": "stager", **said}, is_alone=True)
+    alert = alert_for({"role": "stager", **said}, is_unsupervised=True)
     assert alert is not None
     assert (alert.kind, alert.severity, alert.text) == (kind, severity, text)
 
 
 @pytest.mark.parametrize("event", ["rank_lost", "resume_proof", "stager_ended", "stopped", "gave_up"])
 def test_a_supervised_stager_leaves_those_to_its_supervisor(event: str) -> None:
-    assert alert_of({"role": "stager", "event": event}) is None
+    assert alert_for({"role": "stager", "event": event}) is None

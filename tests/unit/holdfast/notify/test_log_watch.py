@@ -21,7 +21,7 @@ def test_lines_of_stager_and_flusher_are_told_in_order_and_older_lines_are_not(t
     flusher, stager = EventLog(path, role="flusher"), EventLog(path, role="stager")
     try:
         flusher.emit("fenced", {"message": "of the job before"})
-        watch = LogWatch(path, Notifier([Webhook(server.url)], run="run", is_alone=True))
+        watch = LogWatch(path, Notifier([Webhook(server.url)], run="run", is_unsupervised=True))
         stager.emit("rank_lost", {"lost_rank": 1, "reason": "silent"})
         flusher.emit("flush_held", {"message": "503"}, step=3)
         flusher.emit("durable", {"attempt": 1}, step=3)
@@ -37,7 +37,7 @@ def test_lines_of_stager_and_flusher_are_told_in_order_and_older_lines_are_not(t
 def test_a_log_that_begins_later_is_told_whole(tmp_path: Path) -> None:
     path, server = tmp_path / "events.jsonl", PostServer()
     try:
-        watch = LogWatch(path, Notifier([Webhook(server.url)], run="run", is_alone=True))
+        watch = LogWatch(path, Notifier([Webhook(server.url)], run="run", is_unsupervised=True))
         log = EventLog(path, role="stager")
         for rank in range(3000):  # more than one look reads
             log.emit("rank_lost", {"lost_rank": rank, "reason": "x" * 500})
@@ -53,7 +53,7 @@ def test_a_bug_in_the_words_ends_no_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, server = tmp_path / "events.jsonl", PostServer()
-    notifier = Notifier([Webhook(server.url)], run="run", is_alone=True)
+    notifier = Notifier([Webhook(server.url)], run="run", is_unsupervised=True)
     tell, log = notifier.tell, EventLog(path, role="stager")
     failed = list[object]()
 

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.notify.alert import Alert, Severity
 from holdfast.notify.alert_command import AlertCommand
-from holdfast.notify.notifier import Destination, Notifier, RareAlerts
+from holdfast.notify.notifier import Destination, Notifier, AlertRateLimiter
 from holdfast.notify.webhook import Undelivered, Webhook
 from tests.support.post_server import SECRET, PostServer
 
@@ -144,7 +144,7 @@ def test_a_bug_in_a_destination_does_not_end_its_messages(caplog: pytest.LogCapt
 
 
 def test_a_kind_is_sent_once_within_the_window_and_the_next_message_counts_the_rest() -> None:
-    rare = RareAlerts(300.0)
+    rare = AlertRateLimiter(300.0)
     alert = Alert("killed", "killed", "it was killed", Severity.WARNING)
     other = alert._replace(kind="resumed")
     assert rare.passing(alert, 0.0) == alert

@@ -15,7 +15,7 @@ _COST = Cost(iteration_seconds=0.5, stall_seconds=0.2, staged_seconds=3.0, durab
 
 
 def test_the_line_says_interval_stall_and_loss() -> None:
-    advice = advise(_COST, Hazard.of_mtbf(2.0, dollars_per_hour=12.0))
+    advice = advise(_COST, Hazard.from_mtbf(2.0, dollars_per_hour=12.0))
     assert advice.every == 107  # Daly's minimum is at sqrt(2 × 0.2 × 7200) s of work, less a little
     assert advice.lost_seconds == pytest.approx((107 * 0.5 + 0.2) / 2 + 3.0)
     assert advice.line() == "every 107 steps: 0.4 % stall, expected loss 30 s or $0.10 per preemption"
@@ -23,17 +23,17 @@ def test_the_line_says_interval_stall_and_loss() -> None:
 
 
 def test_where_losses_are_frequent_the_bound_and_the_place_decide() -> None:
-    advice = advise(_COST, Hazard.of_mtbf(0.01))
+    advice = advise(_COST, Hazard.from_mtbf(0.01))
     assert advice.every == 18, "durable takes 9 s, so 18 iterations of 0.5 s less the 3 % that it may wait"
     assert advice.overhead <= 0.03
-    assert advise(_COST, Hazard.of_mtbf(0.01), overhead_max=0.5).every == 18, (
+    assert advise(_COST, Hazard.from_mtbf(0.01), overhead_max=0.5).every == 18, (
         "sooner would only wait for the place"
     )
-    assert advise(_COST, Hazard.of_mtbf(0.01), overhead_max=0.0021).every == 191, "0.2 s of stall in 95 s"
+    assert advise(_COST, Hazard.from_mtbf(0.01), overhead_max=0.0021).every == 191, "0.2 s of stall in 95 s"
 
 
 def test_without_any_loss_the_least_that_keeps_the_bound_is_taken() -> None:
-    assert advise(_COST, Hazard(0.0)).every == advise(_COST, Hazard.of_mtbf(0.001)).every
+    assert advise(_COST, Hazard(0.0)).every == advise(_COST, Hazard.from_mtbf(0.001)).every
 
 
 def test_where_staged_is_not_enough_the_loss_is_of_the_time_to_durable() -> None:
@@ -58,4 +58,4 @@ def test_a_hazard_that_is_none_is_refused(per_hour: float, dollars: float | None
 
 def test_no_mean_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="more than 0 hours"):
-        Hazard.of_mtbf(0.0)
+        Hazard.from_mtbf(0.0)

@@ -83,7 +83,7 @@ def test_the_interval_that_holds_keeps_the_bound() -> None:
 
 
 def test_the_interval_with_losses_is_the_one_that_loses_least() -> None:
-    judge = Governor(Hazard.of_mtbf(2.0, 12.0), overhead_max=0.03, every_seconds_max=3600.0)
+    judge = Governor(Hazard.from_mtbf(2.0, 12.0), overhead_max=0.03, every_seconds_max=3600.0)
     change = judge.consider(Cost(0.5, 0.2, 3.0, 9.0), None)
     assert change is not None
     assert change.line() == "every 107 steps: 0.4 % stall, expected loss 30 s or $0.10 per preemption"

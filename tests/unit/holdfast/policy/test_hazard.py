@@ -18,20 +18,20 @@ _priors = st.floats(0.01, 1000)
 
 
 def test_the_line_says_what_was_seen_and_what_follows() -> None:
-    hazard = Hazard.of_seen(FailureCount(3, 5.2 * _HOUR_SECONDS))
+    hazard = Hazard.from_observed(FailureCount(3, 5.2 * _HOUR_SECONDS))
     assert hazard.per_hour == pytest.approx(4 / 8.2)
     assert hazard.line == "failures: 3 in 5.2 h observed, prior 1 in 3 h → one in 2 h"
-    many = Hazard.of_seen(FailureCount(99, 600.0), prior_mtbf_hours=0.5)
+    many = Hazard.from_observed(FailureCount(99, 600.0), prior_mtbf_hours=0.5)
     assert many.line == "failures: 99 in 10 min observed, prior 1 in 30 min → one in 24 s"
-    assert Hazard.of_seen(FailureCount()).line == "failures: 0 in 0 s observed, prior 1 in 3 h → one in 3 h"
-    assert Hazard.of_mtbf(8.0).line == "failures: one in 8 h, as set (mtbf_hours)"
+    assert Hazard.from_observed(FailureCount()).line == "failures: 0 in 0 s observed, prior 1 in 3 h → one in 3 h"
+    assert Hazard.from_mtbf(8.0).line == "failures: one in 8 h, as set (mtbf_hours)"
 
 
 @given(_counts, _priors)
 def test_the_estimate_lies_between_the_prior_and_what_was_seen(
     seen: FailureCount, prior_hours: float
 ) -> None:
-    per_hour = Hazard.of_seen(seen, prior_mtbf_hours=prior_hours).per_hour
+    per_hour = Hazard.from_observed(seen, prior_mtbf_hours=prior_hours).per_hour
     rates = [1 / prior_hours]
     if seen.seconds > 0:
         rates.append(seen.failures * _HOUR_SECONDS / seen.seconds)
@@ -42,9 +42,9 @@ def test_the_estimate_lies_between_the_prior_and_what_was_seen(
 
 @given(_counts, st.floats(1, 1e6))
 def test_a_failure_raises_it_and_time_without_one_lowers_it(seen: FailureCount, seconds: float) -> None:
-    before = Hazard.of_seen(seen).per_hour
-    assert Hazard.of_seen(seen.plus(0.0, failed=True)).per_hour > before
-    assert Hazard.of_seen(seen.plus(seconds, failed=False)).per_hour < before
+    before = Hazard.from_observed(seen).per_hour
+    assert Hazard.from_observed(seen.plus(0.0, failed=True)).per_hour > before
+    assert Hazard.from_observed(seen.plus(seconds, failed=False)).per_hour < before
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.booleans()), max_size=20))
@@ -55,17 +55,17 @@ def test_the_order_of_the_attempts_does_not_matter(attempts: list[tuple[float, b
     for seconds, failed in reversed(attempts):
         back = back.plus(seconds, failed=failed)
     assert there.failures == back.failures == sum(failed for _, failed in attempts)
-    assert Hazard.of_seen(there).per_hour == pytest.approx(Hazard.of_seen(back).per_hour)
+    assert Hazard.from_observed(there).per_hour == pytest.approx(Hazard.from_observed(back).per_hour)
 
 
 @given(st.floats(0.05, 50))
 def test_much_that_was_seen_decides_alone(mtbf_hours: float) -> None:
     seen = FailureCount(10_000, 10_000 * mtbf_hours * _HOUR_SECONDS)
-    assert Hazard.of_seen(seen).per_hour == pytest.approx(1 / mtbf_hours, rel=0.01)
-    assert Hazard.of_seen(FailureCount()).per_hour == pytest.approx(1 / PRIOR_MTBF_HOURS)
+    assert Hazard.from_observed(seen).per_hour == pytest.approx(1 / mtbf_hours, rel=0.01)
+    assert Hazard.from_observed(FailureCount()).per_hour == pytest.approx(1 / PRIOR_MTBF_HOURS)
 
 
 @pytest.mark.parametrize("hours", [0.0, -1.0, math.nan, math.inf])
 def test_a_prior_that_is_no_time_is_refused(hours: float) -> None:
     with pytest.raises(ConfigError, match="expected more than 0 hours"):
-        Hazard.of_seen(FailureCount(), prior_mtbf_hours=hours)
+        Hazard.from_observed(FailureCount(), prior_mtbf_hours=hours)

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import ProtocolError
 from holdfast.process import boot_id
 from holdfast.ring.directory import open_private_file
-from holdfast.ring.near_ring import NearRing, RingPlace, near_ring
+from holdfast.ring.near_ring import NearRing, RingLocation, near_ring
 from holdfast.ring.ring import Ring
 
 ATTEMPT, CHUNK = 3, 2
@@ -33,8 +33,8 @@ def _fill(ring: Ring, step: int, data: bytes) -> None:
     ring.mark_full(1, [(0, 77)], len(data))
 
 
-def _place(ring: Ring) -> RingPlace:
-    return RingPlace(str(ring.directory), ATTEMPT, ring.token, boot_id())
+def _place(ring: Ring) -> RingLocation:
+    return RingLocation(str(ring.directory), ATTEMPT, ring.token, boot_id())
 
 
 def test_parts_of_a_chunk_are_read_while_the_flusher_frees_it_and_after_the_ring_is_gone(ring: Ring) -> None:
@@ -120,7 +120,7 @@ def test_bytes_of_a_slot_that_is_filled_meanwhile_do_not_count(
 def test_a_ring_that_is_not_here_is_not_read(ring: Ring, wrong: dict[str, object]) -> None:
     place = _place(ring)
     assert near_ring(place.to_bytes()) is not None
-    assert near_ring(RingPlace(**(place._asdict() | wrong)).to_bytes()) is None
+    assert near_ring(RingLocation(**(place._asdict() | wrong)).to_bytes()) is None
 
 
 def test_a_ring_of_others_or_a_damaged_one_is_not_read(ring: Ring) -> None:
@@ -144,7 +144,7 @@ def test_a_ring_of_others_or_a_damaged_one_is_not_read(ring: Ring) -> None:
 )
 def test_an_answer_that_is_no_place_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="place of the ring"):
-        RingPlace.from_bytes(data)
+        RingLocation.from_bytes(data)
     assert near_ring(data) is None
 
 

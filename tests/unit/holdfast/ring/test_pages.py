@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.ring.pages import direct_window, use_huge_pages
+from holdfast.ring.pages import aligned_buffer, use_huge_pages
 
 _PAGE_BYTES, _HUGE_BYTES = 4096, 2 << 20
 
@@ -22,7 +22,7 @@ def _address(view: memoryview) -> int:
 
 @pytest.mark.parametrize("nbytes", [1, 5000, _HUGE_BYTES - 1, _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
 def test_a_window_is_zero_and_holds_what_is_written_from_first_to_last_byte(nbytes: int) -> None:
-    view = direct_window(nbytes)
+    view = aligned_buffer(nbytes)
     assert (view.nbytes, view.format) == (nbytes, "B")
     assert not any(view)
     view[:] = b"\x07" * nbytes
@@ -31,13 +31,13 @@ def test_a_window_is_zero_and_holds_what_is_written_from_first_to_last_byte(nbyt
 
 @pytest.mark.parametrize("nbytes", [1, 5000, _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
 def test_a_window_begins_at_a_page_and_a_large_one_at_a_huge_page(nbytes: int) -> None:
-    address = _address(direct_window(nbytes))
+    address = _address(aligned_buffer(nbytes))
     assert address % (_PAGE_BYTES if nbytes < _HUGE_BYTES else _HUGE_BYTES) == 0
 
 
 @pytest.mark.parametrize("nbytes", [5000, 2 * _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
 def test_no_more_of_it_is_resident_than_was_asked_for(nbytes: int) -> None:
-    view = direct_window(nbytes)
+    view = aligned_buffer(nbytes)
     view[:] = bytes(nbytes)
     memory = view.obj
     assert isinstance(memory, mmap.mmap)
@@ -50,7 +50,7 @@ def test_no_more_of_it_is_resident_than_was_asked_for(nbytes: int) -> None:
 def test_whole_huge_pages_are_what_the_kernel_gives() -> None:
     if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         pytest.skip("this kernel gives no huge pages")
-    view = direct_window(2 * _HUGE_BYTES + 5000)
+    view = aligned_buffer(2 * _HUGE_BYTES + 5000)
     view[:] = bytes(view.nbytes)
     assert _huge_bytes(_address(view)) >= 2 * _HUGE_BYTES
 
@@ -61,7 +61,7 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr("holdfast.ring.pages.mmap.mmap", Plain)
-    assert not any(direct_window(_HUGE_BYTES))
+    assert not any(aligned_buffer(_HUGE_BYTES))
 
 
 def _huge_bytes(address: int) -> int:

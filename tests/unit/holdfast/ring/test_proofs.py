@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.proof_record import ProofRecord
-from holdfast.ring.proofs import PROOFS_MAX, PROOFS_NAME, proof_of, read_proofs, write_proofs
+from holdfast.ring.proofs import PROOFS_MAX, PROOFS_NAME, find_proof, read_proofs, write_proofs
 
 FOUND = [ProofRecord(CheckpointId(1, step), ({"step": step + 1},)) for step in range(PROOFS_MAX + 3)]
 
@@ -23,8 +23,8 @@ def test_the_newest_proofs_are_read_back(directory: Path) -> None:
     assert read_proofs(directory) == []
     write_proofs(directory, FOUND)
     assert read_proofs(directory) == FOUND[3:]
-    assert proof_of(directory, FOUND[-1].key) == FOUND[-1]
-    assert proof_of(directory, FOUND[0].key) is None
+    assert find_proof(directory, FOUND[-1].key) == FOUND[-1]
+    assert find_proof(directory, FOUND[0].key) is None
 
 
 def test_damage_is_logged_and_says_nothing(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

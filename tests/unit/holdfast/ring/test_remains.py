@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import ProtocolError
 from holdfast.ring import remains
 from holdfast.ring.journal import SlotState
-from holdfast.ring.remains import held_in, read_held, tell_held
+from holdfast.ring.remains import held_checkpoints, decode_held, encode_held
 from holdfast.ring.ring import Ring
 
 
@@ -27,11 +27,11 @@ def _fill(ring: Ring, slot: int, step: int, chunk: int) -> None:
 
 
 def _held(ring: Ring) -> dict[tuple[int, int], set[int]]:
-    return {(held.attempt, held.step): set(held.chunks) for held in held_in(ring)}
+    return {(held.attempt, held.step): set(held.chunks) for held in held_checkpoints(ring)}
 
 
 def test_a_slot_that_is_free_still_has_its_chunk_until_it_is_filled_again(ring: Ring) -> None:
-    assert held_in(ring) == []
+    assert held_checkpoints(ring) == []
     _fill(ring, 0, 5, 0)
     _fill(ring, 1, 5, 1)
     ring.free(0)
@@ -46,7 +46,7 @@ def test_a_slot_that_is_filled_again_and_given_up_holds_nothing(ring: Ring) -> N
     ring.free(0)
     ring.mark_filling(0, 1, 6, 0)  # no byte arrives: the slot still holds step 5
     ring.free(0)
-    assert held_in(ring) == []
+    assert held_checkpoints(ring) == []
     assert ring.remains_in(0) is None
 
 
@@ -56,7 +56,7 @@ def test_a_told_list_is_read_as_it_was(ring: Ring) -> None:
     said = {"divergence": {"message": "rank 1 drifted"}, "ranks": {"0": {"trackers": {"wandb": "run-7"}}}}
     ring.write_checkpoint(1, 6, "staged", "a" * 64, said)
     ring.write_checkpoint(1, 5, "receiving", "b" * 64, {})
-    here, there = held_in(ring), read_held(tell_held(held_in(ring)))
+    here, there = held_checkpoints(ring), decode_held(encode_held(held_checkpoints(ring)))
     assert [one.drift for one in there] == [one.drift for one in here] == ["rank 1 drifted", ""]
     assert [one.trackers for one in there] == [one.trackers for one in here] == [{"wandb": "run-7"}, {}]
     assert [one[:3] for one in there] == [one[:3] for one in here] == [(1, 6, "a" * 64), (1, 5, "")]
@@ -81,13 +81,13 @@ def test_a_told_list_is_read_as_it_was(ring: Ring) -> None:
 )
 def test_a_list_of_other_things_is_refused(rows: str) -> None:
     with pytest.raises(ProtocolError, match="the list of the ring's contents"):
-        read_held(zlib.compress(rows.encode()))
+        decode_held(zlib.compress(rows.encode()))
 
 
 def test_a_cut_or_oversized_list_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remains, "_RAW_BYTES_MAX", 5000)
-    whole = tell_held([])
-    assert read_held(whole) == []
+    whole = encode_held([])
+    assert decode_held(whole) == []
     for body in (b"", whole[:-1], b"\0" * 20, zlib.compress(b" " * 5000 + b"[]")):
         with pytest.raises(ProtocolError):
-            read_held(body)
+            decode_held(body)

@@ -75,7 +75,7 @@ def test_another_process_sees_bytes_records_checkpoint_and_layout(ring: Ring, di
     assert ring.layout(checkpoint.layout_digest) == layout()
     ring.remove_checkpoint(7, 12)
     ring.remove_checkpoint(7, 12)
-    assert ring.checkpoint_names() == []
+    assert ring.checkpoint_ids() == []
 
 
 def test_slots_are_page_aligned_and_do_not_overlap(ring: Ring) -> None:

@@ -14,7 +14,7 @@ from holdfast.store import (
     open_store,
     part_chunks_for,
     parts_at_once,
-    refuse_missing_parent,
+    require_parent,
 )
 from holdfast.store.generic import GenericStore
 from holdfast.store.posix import PosixStore
@@ -125,7 +125,7 @@ def test_object_stores_are_sent_more_parts_at_once_than_a_disk() -> None:
 def test_a_file_system_that_is_not_mounted_is_named(tmp_path: Path) -> None:
     run = tmp_path / "nfs" / "team" / "run"
     with pytest.raises(StoreError) as caught:
-        refuse_missing_parent(str(run), create=False)
+        require_parent(str(run), create=False)
     for words in (str(run), f"no directory {run.parent}", f"exists is {tmp_path}", "mounted", "--create"):
         assert words in str(caught.value)
     assert not caught.value.retriable
@@ -133,23 +133,23 @@ def test_a_file_system_that_is_not_mounted_is_named(tmp_path: Path) -> None:
 
 
 def test_a_new_run_beside_others_and_an_old_one_are_fine(tmp_path: Path) -> None:
-    refuse_missing_parent(str(tmp_path / "run"), create=False)
-    refuse_missing_parent(f"file://{tmp_path}/run", create=False)
-    refuse_missing_parent(str(tmp_path), create=False)
+    require_parent(str(tmp_path / "run"), create=False)
+    require_parent(f"file://{tmp_path}/run", create=False)
+    require_parent(str(tmp_path), create=False)
 
 
 def test_a_missing_parent_is_made_on_request(tmp_path: Path) -> None:
-    refuse_missing_parent(str(tmp_path / "a" / "b" / "run"), create=True)
+    require_parent(str(tmp_path / "a" / "b" / "run"), create=True)
 
 
 def test_only_paths_are_looked_at() -> None:
-    refuse_missing_parent("s3://no-such-bucket/a/run", create=False)
-    refuse_missing_parent("memory://a/b/run", create=False)
+    require_parent("s3://no-such-bucket/a/run", create=False)
+    require_parent("memory://a/b/run", create=False)
 
 
 def test_a_file_in_the_way_is_left_to_the_stores_own_check(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refuse_missing_parent(str(tmp_path / "file" / "a" / "run"), create=False)
+    require_parent(str(tmp_path / "file" / "a" / "run"), create=False)
 
 
 def test_the_size_of_parts_is_known_without_asking_the_store(tmp_path: Path) -> None:

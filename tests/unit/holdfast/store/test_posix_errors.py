@@ -53,9 +53,9 @@ def test_a_network_file_systems_error_is_retriable_and_names_a_remedy(number: in
 
 def test_missing_is_missing_or_swept() -> None:
     assert isinstance(_raised(errno.ENOENT), StoreMissing)
-    swept = _raised(errno.ENOENT, missing_is="swept")
+    swept = _raised(errno.ENOENT, if_missing="swept")
     assert swept.retriable
-    lost = _raised(errno.ENOENT, missing_is="lost")
+    lost = _raised(errno.ENOENT, if_missing="lost")
     assert (lost.retriable, lost.begin_anew) == (False, True)
     assert not isinstance(swept, StoreMissing)
 

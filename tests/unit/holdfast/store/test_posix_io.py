@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.errors import DamageError
 from holdfast.store.posix import PosixStore
-from holdfast.store.posix_io import PAGE_BYTES, OpenFile, read_whole
+from holdfast.store.posix_io import PAGE_BYTES, OpenFile, read_fully
 
 _FILE_BYTES = 5 * PAGE_BYTES + 123
 
@@ -57,7 +57,7 @@ def test_whole_pages_are_read_directly_and_the_rest_by_the_cache(
     tmp_path: Path, image: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view, reads = aligned(_FILE_BYTES), Reads(monkeypatch)
-    assert read_whole(tmp_path / "file", 0, view) == _FILE_BYTES
+    assert read_fully(tmp_path / "file", 0, view) == _FILE_BYTES
     assert bytes(view) == image
     assert reads.made == [(True, 5 * PAGE_BYTES), (False, 123)]
 
@@ -67,7 +67,7 @@ def test_unaligned_reads_go_through_the_cache(
     tmp_path: Path, image: bytes, monkeypatch: pytest.MonkeyPatch, offset: int, shift: int
 ) -> None:
     view, reads = aligned(3 * PAGE_BYTES)[shift : shift + 2 * PAGE_BYTES], Reads(monkeypatch)
-    assert read_whole(tmp_path / "file", offset, view) == view.nbytes
+    assert read_fully(tmp_path / "file", offset, view) == view.nbytes
     assert bytes(view) == image[offset : offset + view.nbytes]
     assert not any(direct for direct, _ in reads.made)
 
@@ -77,7 +77,7 @@ def test_a_file_system_that_cannot_is_read_by_the_cache(
     tmp_path: Path, image: bytes, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     view, reads = aligned(_FILE_BYTES), Reads(monkeypatch, refused=refused)
-    assert read_whole(tmp_path / "file", 0, view) == _FILE_BYTES
+    assert read_fully(tmp_path / "file", 0, view) == _FILE_BYTES
     assert bytes(view) == image
     assert reads.made == [(False, _FILE_BYTES)]
 

@@ -13,7 +13,7 @@ from holdfast.checkpoints.lease import Lease
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, StoreError, StoreMissing
 from holdfast.store import posix, posix_io, posix_upload
-from holdfast.store.base import BegunUpload
+from holdfast.store.base import InterruptedUpload
 from holdfast.store.posix import PosixStore
 
 DATA = b"x" * 5000
@@ -26,7 +26,7 @@ def uploaded(store: PosixStore, name: str = "step-000000001.pt") -> None:
 
 
 def resumed(store: PosixStore) -> None:
-    store.resume("step-000000001.pt", BegunUpload(5000, 8192, "w1", "inode-1"))
+    store.resume("step-000000001.pt", InterruptedUpload(5000, 8192, "w1", "inode-1"))
 
 
 ACTS: dict[str, Callable[[PosixStore], object]] = {
@@ -143,7 +143,7 @@ def test_a_directory_that_is_swapped_for_a_link_is_not_followed(
     run, before = tmp_path / "run", seen(outside)
     (run / "slices").mkdir(parents=True)
     (run / "slices" / "kept").write_text("ours")
-    real = posix_io.opened_directory
+    real = posix_io.open_directory
 
     def swapped(root: Path, directory: Path) -> AbstractContextManager[int]:
         if directory == run / "slices" and not directory.is_symlink():
@@ -152,7 +152,7 @@ def test_a_directory_that_is_swapped_for_a_link_is_not_followed(
         return real(root, directory)
 
     for module in (posix, posix_upload):
-        monkeypatch.setattr(module, "opened_directory", swapped)
+        monkeypatch.setattr(module, "open_directory", swapped)
     with pytest.raises(StoreError, match=r"slices: is a symbolic link"):
         LATE[act](PosixStore(run))
     assert seen(outside) == before

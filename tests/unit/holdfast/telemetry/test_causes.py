@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import PeerLost
-from holdfast.telemetry.causes import DeclineCause, Reason, cause_in
+from holdfast.telemetry.causes import DeclineCause, Reason, cause_from
 
 
 @pytest.mark.parametrize("cause", DeclineCause)
@@ -36,7 +36,7 @@ def test_a_decline_that_states_no_known_cause_is_counted_as_another(text: str) -
     ],
 )
 def test_the_cause_of_an_event_is_a_field_of_it(fields: dict[str, Any], cause: str) -> None:
-    assert cause_in(fields) == cause
+    assert cause_from(fields) == cause
 
 
 def test_an_error_is_counted_under_the_cause_of_its_code() -> None:

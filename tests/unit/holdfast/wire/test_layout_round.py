@@ -13,7 +13,7 @@ from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from holdfast.wire.frames import decode
 from holdfast.wire.held_regions import HeldRegions, held_rows
-from holdfast.wire.layout_round import LayoutRound, OneSided, pickle_reserve_bytes
+from holdfast.wire.layout_round import LayoutRound, OneSidedRound, pickle_reserve_bytes
 from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [
@@ -124,7 +124,7 @@ def test_a_lost_rank_ends_the_round() -> None:
 def test_a_rank_that_ended_without_a_save_ends_the_open_round_with_the_advice() -> None:
     round_ = LayoutRound(3, 60)
     round_.propose(0, proposal(), 0.0)
-    answer = round_.lost(2, "rank 2 has left", by_itself=True)
+    answer = round_.lost(2, "rank 2 has left", has_exited=True)
     assert isinstance(answer, PeerLost)
     assert "rank 2 has left. Every rank must call step() or save()" in str(answer)
     assert round_.lost(1, "rank 1 has left") is None, "all have heard"
@@ -154,7 +154,7 @@ def test_a_rank_whose_state_alone_has_changed_is_named_at_once(proposes_first: b
     else:
         assert round_.fits(2, 20) is None
         ended = round_.propose(1, CHANGED, 0.0)
-    assert isinstance(ended, OneSided)
+    assert isinstance(ended, OneSidedRound)
     assert (ended.ranks, ended.step) == ((1,), 20)
     assert isinstance(ended.error, StateError)
     assert f"step 20: the state of rank 1 has changed, and that of rank 2 has not: {CHANGED.change}." in str(
@@ -184,7 +184,7 @@ def test_a_rank_that_alone_cannot_save_is_not_waited_for_either() -> None:
     round_ = LayoutRound(2, 60)
     round_.fits(0, 20)
     ended = round_.propose(1, Proposal.refused(ConfigError("no such thing"), 20), 0.0)
-    assert isinstance(ended, OneSided)
+    assert isinstance(ended, OneSidedRound)
     assert isinstance(ended.error, ConfigError)
     assert str(ended.error) == "step 20: rank 1: no such thing"
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError, StateError
-from holdfast.image.replicas import ranks_named
+from holdfast.image.replicas import format_ranks
 from holdfast.wire.frames import decode
 from holdfast.wire.layout_round import LayoutRound
 from holdfast.wire.replica_proof import ReplicaProof, decode_sums, encode_sums, prove
@@ -162,7 +162,7 @@ def test_ranks_that_are_equal_among_each_other_stand_together() -> None:
 def test_a_thousand_ranks_make_no_thousand_words() -> None:
     found = prove(ROWS, {rank: [rank, *SAME[1:]] for rank in range(1000)})
     assert "rank 0 and rank 1 and rank 2 and rank 3 and 996 more groups differ" in found.refusal
-    assert ranks_named(range(1000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"
+    assert format_ranks(range(1000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))

@@ -11,17 +11,17 @@ from operator_side.cluster.ladder import (
     PRICE,
     SPOT_QUOTA,
     VCPU_QUOTA,
-    FleetWish,
+    FleetRequest,
     Order,
     first_order,
     next_order,
 )
 
 CODES = sorted(CAPACITY | PRICE | SPOT_QUOTA | VCPU_QUOTA)
-WISH = FleetWish(("a",), ("s1", "s2"), 3, 2, ("b",), 1)
+WISH = FleetRequest(("a",), ("s1", "s2"), 3, 2, ("b",), 1)
 
 
-def way(wish: FleetWish, code: str) -> list[Order]:
+def way(wish: FleetRequest, code: str) -> list[Order]:
     found = []
     order: Order | None = first_order(wish)
     while order is not None:
@@ -63,7 +63,7 @@ names = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True)
 def test_every_way_ends(
     types: tuple[str, ...], subnets: tuple[str, ...], nodes: int, data: st.DataObject
 ) -> None:
-    wish = FleetWish(
+    wish = FleetRequest(
         types, subnets, nodes, data.draw(st.integers(1, nodes)), ("more",), data.draw(st.integers(0, 8))
     )
     order: Order | None = first_order(wish)

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
 from operator_side.cluster.file import ClusterFile
-from operator_side.cluster.ladder import FleetWish
+from operator_side.cluster.ladder import FleetRequest
 from operator_side.cluster.raising import STAGE, TRAIN, Budget, Cluster
 from tests.unit.operator_side.cluster.fake import Died, FakeCloud
 
@@ -25,7 +25,7 @@ FILE = ClusterFile.model_validate(
         "tags": {"Team": "sea"},
     }
 )
-WISH = FleetWish(("a.large", "b.large"), ("subnet-0a", "subnet-0b"), 3, 2)
+WISH = FleetRequest(("a.large", "b.large"), ("subnet-0a", "subnet-0b"), 3, 2)
 FREE = Budget()
 
 
@@ -180,7 +180,7 @@ def test_a_prefix_in_use_is_refused_before_anything_costs(tmp_path: Path) -> Non
 def test_the_budget_is_looked_at_before(tmp_path: Path, per_hour: float, fits: bool) -> None:
     """Three at 0.40, the cheapest of both types in this zone, and the stager at 0.10."""
     cloud = FakeCloud()
-    wish = FleetWish(WISH.types, ("subnet-0a",), 3, 3)
+    wish = FleetRequest(WISH.types, ("subnet-0a",), 3, 3)
     budget = Budget(per_hour, 0.1)
     if fits:
         cluster(cloud, tmp_path).up(wish, budget)
@@ -193,7 +193,7 @@ def test_the_budget_is_looked_at_before(tmp_path: Path, per_hour: float, fits: b
 
 def test_a_budget_needs_the_price_of_what_is_on_demand(tmp_path: Path) -> None:
     cloud = FakeCloud(["MaxSpotInstanceCountExceeded"])
-    wish = FleetWish(WISH.types, ("subnet-0a",), 2, 2, on_demand_max=2)
+    wish = FleetRequest(WISH.types, ("subnet-0a",), 2, 2, on_demand_max=2)
     with pytest.raises(ConfigError, match="--on-demand-price"):
         cluster(cloud, tmp_path).up(wish, Budget(10.0))
     raised = cluster(FakeCloud(["MaxSpotInstanceCountExceeded"]), tmp_path).up(wish, Budget(10.0, 0.0, 2.0))
@@ -245,5 +245,5 @@ def test_machines_that_die_while_starting_are_said(tmp_path: Path) -> None:
     with pytest.raises(PeerLost, match=r"i-00000000 \(Server.InternalError\) ended while starting"):
         cluster(cloud, tmp_path).up(WISH, FREE)
     cloud.create_trainers = made  # type: ignore[method-assign]
-    raised = cluster(cloud, tmp_path).up(FleetWish(WISH.types, WISH.subnets, 3, 3), FREE)
+    raised = cluster(cloud, tmp_path).up(FleetRequest(WISH.types, WISH.subnets, 3, 3), FREE)
     assert len(raised.trainers) == len(cloud.live(TRAIN)) == 3

@@ -14,7 +14,7 @@ DONE = Verdict(Cause.DONE, "every rank has ended with exit code 0", "done", exit
 
 
 def verdict(step: int, store: Path) -> Verdict:
-    return run._unless_not_durable(DONE, step, str(store))
+    return run._check_durable(DONE, step, str(store))
 
 
 def test_a_run_without_a_step_is_done(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.lease import Lease, note_attempt
+from holdfast.checkpoints.lease import Lease, claim_attempt
 from holdfast.errors import ConfigError, DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import State, manifest_name, step_file_name
 from holdfast.store.posix import PosixStore
@@ -167,9 +167,9 @@ def test_a_step_that_is_not_there_is_refused_with_those_near_it(run: Path) -> No
 
 def test_a_writer_that_lives_is_refused(run: Path) -> None:
     code = (
-        "import sys; from holdfast.checkpoints.lease import Lease, note_attempt; "
+        "import sys; from holdfast.checkpoints.lease import Lease, claim_attempt; "
         "from holdfast.store.posix import PosixStore; store = PosixStore(sys.argv[1]); "
-        "Lease.take(store) if sys.argv[2] == 'flusher' else note_attempt(store, 9); print(flush=True); sys.stdin.read()"
+        "Lease.take(store) if sys.argv[2] == 'flusher' else claim_attempt(store, 9); print(flush=True); sys.stdin.read()"
     )
     for kind in ("flusher", "alone"):
         command = [sys.executable, "-c", code, str(run), kind]
@@ -207,6 +207,6 @@ def test_a_writer_that_wakes_up_late_adds_to_its_own_branch(run: Path) -> None:
     typed(run, "--to", "200")
     publish(run, 500)  # no store joins the check of the claim and the write
     assert newest(run) == (200, 1)
-    assert note_attempt(PosixStore(run), 3)
+    assert claim_attempt(PosixStore(run), 3)
     publish(run, 210, attempt=3)
     assert newest(run) == (210, 3)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from operator_side.drill.batches import name_other_batches
-from operator_side.drill.findings import KillFinding, Struck
+from operator_side.drill.batches import explain_different_batches
+from operator_side.drill.findings import KillFinding, ExecutedKill
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 RANKS = 2
@@ -34,10 +34,10 @@ def wrong_after(
     for number, (first, batches) in enumerate(resumed, 1):
         at = 100.0 * number
         kill = Kill(number, KillTarget.RANKS, notice=False, rank=0, after_step=first, part=0.0)
-        struck.append(Struck(kill, None, at))
+        struck.append(ExecutedKill(kill, None, at))
         findings.append(KillFinding(kill, resumed_from=first - 1, unequal=[9] if number in unequal else []))
         drilled = [*drilled, *trained(first, batches, at + 1)]
-    name_other_batches(findings, struck, reference, drilled)
+    explain_different_batches(findings, struck, reference, drilled)
     return [finding.wrong for finding in findings]
 
 
@@ -105,7 +105,7 @@ def test_several_batches_of_a_step_each_count() -> None:
     resumed = {"time": 11.0, "rank": 0, "batches": {"step": 1, "crcs": [14, 15, 16]}}
     kill = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=0, part=0.0)
     finding = KillFinding(kill, resumed_from=0)
-    name_other_batches([finding], [Struck(kill, None, 10.0)], reference, [*reference, resumed])
+    explain_different_batches([finding], [ExecutedKill(kill, None, 10.0)], reference, [*reference, resumed])
     (said,) = finding.wrong
     assert (
         "step 1 began with the batch that the undisturbed run had 1 batch later, at step 1: the script had a"

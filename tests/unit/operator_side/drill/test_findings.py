@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from operator_side.drill.compare import Compared, Difference, constants
-from operator_side.drill.findings import Samples, Struck, counters, examine, samples
+from operator_side.drill.compare import FileComparison, Difference, constants
+from operator_side.drill.findings import Samples, ExecutedKill, counters, examine, samples
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 LENGTH = 10
@@ -70,7 +70,7 @@ def test_a_script_without_the_sampler_is_not_seen() -> None:
     assert samples(lines, lines) is None
 
 
-def examined(*, resumed: int, staged: int = 3, files: list[Compared] | None = None) -> Any:
+def examined(*, resumed: int, staged: int = 3, files: list[FileComparison] | None = None) -> Any:
     status = [
         {"event": "lost", "time": 17.0},
         {"event": "ended", "time": 18.0},
@@ -81,13 +81,13 @@ def examined(*, resumed: int, staged: int = 3, files: list[Compared] | None = No
     ]
     events = [{"event": "staged", "role": "stager", "step": staged, "time": 15.0}]
     (finding,) = examine(
-        [Struck(KILL, None, 16.5)], diary=trained(1, 0, 6), events=events, status=status, files=files or []
+        [ExecutedKill(KILL, None, 16.5)], diary=trained(1, 0, 6), events=events, status=status, files=files or []
     )
     return finding
 
 
 def test_lost_work_and_phases_are_measured_from_the_kill() -> None:
-    finding = examined(resumed=3, files=[Compared(7, 2, "step-7.pt", ())])
+    finding = examined(resumed=3, files=[FileComparison(7, 2, "step-7.pt", ())])
     assert (finding.last_step, finding.resumed_from, finding.lost_steps, finding.lost_seconds) == (
         6,
         3,
@@ -113,7 +113,7 @@ def test_a_staged_step_that_was_not_resumed_from_is_wrong() -> None:
 
 def test_differing_values_are_named() -> None:
     differs = (Difference("model/0.weight", "CRC 1", "CRC 2"), Difference("scheduler/last_epoch", "7", "3"))
-    finding = examined(resumed=3, files=[Compared(7, 2, "step-7.pt", differs)])
+    finding = examined(resumed=3, files=[FileComparison(7, 2, "step-7.pt", differs)])
     assert finding.exact is False
     (why,) = finding.wrong
     assert "model/0.weight: its bytes differ, scheduler/last_epoch: 7 became 3" in why
@@ -125,7 +125,7 @@ def test_differing_values_are_named() -> None:
 def test_a_value_that_differs_between_runs_and_never_changes_is_a_constant(
     values: list[tuple[str, str]], constant: bool
 ) -> None:
-    files = [Compared(step, 1, f"{step}", (Difference("rng", *pair),)) for step, pair in enumerate(values)]
+    files = [FileComparison(step, 1, f"{step}", (Difference("rng", *pair),)) for step, pair in enumerate(values)]
     assert constants(files, 0) == ({"rng"} if constant else set())
     assert constants([one._replace(step=one.step + 1) for one in files], 0) == set(), (
         "nothing was before the kill"

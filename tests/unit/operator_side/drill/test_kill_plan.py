@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ConfigError
-from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
+from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, SendKill, plan
 from tests.support.seeds import each_seed
 
 CHECKPOINTS = [4, 9, 14, 19, 24, 29]
@@ -52,7 +52,7 @@ def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
     assert sequence.tick(20.0) is None, "not every rank has begun"
     sequence.trains()
     assert sequence.tick(12.9) is None, "half a step is one second"
-    assert sequence.tick(13.0) == Strike(kill)
+    assert sequence.tick(13.0) == SendKill(kill)
     assert sequence.tick(14.0) is None
     assert not sequence._left
 
@@ -69,8 +69,8 @@ def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool
     assert sequence.tick(13.0) is None
     if answered:
         sequence.answered()
-        assert sequence.tick(13.0) == Strike(kill)
-    assert answered or sequence.tick(12.0 + NOTICE_SECONDS) == Strike(kill)
+        assert sequence.tick(13.0) == SendKill(kill)
+    assert answered or sequence.tick(12.0 + NOTICE_SECONDS) == SendKill(kill)
 
 
 def test_the_next_kill_waits_until_training_resumes_and_a_step_of_the_reference_is_staged() -> None:
@@ -79,7 +79,7 @@ def test_the_next_kill_waits_until_training_resumes_and_a_step_of_the_reference_
     sequence.staged(9)
     sequence.trains()
     sequence.stepped(11, 1.0, 1)
-    assert sequence.tick(1.0) == Strike(kills[0])
+    assert sequence.tick(1.0) == SendKill(kills[0])
     assert sequence.tick(2.0) is None
     sequence.staged(14)  # by the attempt that was killed; it resumes from there
     sequence.trains()
@@ -89,7 +89,7 @@ def test_the_next_kill_waits_until_training_resumes_and_a_step_of_the_reference_
     sequence.staged(17)
     assert sequence.tick(5.0) is None, "the reference has no step 17"
     sequence.staged(19)
-    assert sequence.tick(6.0) == Strike(kills[1])
+    assert sequence.tick(6.0) == SendKill(kills[1])
 
 
 @pytest.mark.parametrize("notice", [True, False])
@@ -100,4 +100,4 @@ def test_no_kill_and_no_notice_comes_before_a_checkpoint_was_staged(notice: bool
     sequence.stepped(9, 12.0, 1)
     assert sequence.tick(1000.0) is None
     sequence.staged(4)
-    assert sequence.tick(1000.0) == (GiveNotice(kill) if notice else Strike(kill))
+    assert sequence.tick(1000.0) == (GiveNotice(kill) if notice else SendKill(kill))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from operator_side.drill.torchrun_run import Starts
+from operator_side.drill.torchrun_run import StartTracker
 
 RANKS = 2
 
@@ -16,7 +16,7 @@ def steps(first: int, pids: tuple[int, int], at: float) -> list[dict[str, Any]]:
 
 
 def test_training_is_said_once_when_every_rank_has_done_a_step() -> None:
-    starts = Starts(RANKS)
+    starts = StartTracker(RANKS)
     assert starts.hear([line(0, 10, 1.0, begins=True), line(0, 10, 2.0, step=0)], []) == []
     (said,) = starts.hear([line(1, 11, 3.0, step=0)], [])
     assert (said["event"], said["time"]) == ("training", 3.0)
@@ -24,7 +24,7 @@ def test_training_is_said_once_when_every_rank_has_done_a_step() -> None:
 
 
 def test_new_processes_are_a_new_start_and_train_again() -> None:
-    starts = Starts(RANKS)
+    starts = StartTracker(RANKS)
     starts.hear(steps(0, (10, 11), 1.0), [])
     lines = steps(1, (20, 21), 5.0)
     event = {"event": "restore", "step": 0, "time": 4.0, "role": "trainer"}
@@ -34,7 +34,7 @@ def test_new_processes_are_a_new_start_and_train_again() -> None:
 
 
 def test_late_lines_of_a_killed_process_belong_to_its_own_start() -> None:
-    starts = Starts(RANKS)
+    starts = StartTracker(RANKS)
     starts.hear(steps(0, (10, 11), 1.0), [])
     late = [line(1, 11, 2.0, step=1), line(0, 20, 2.5, begins=True), line(0, 20, 3.0, step=1)]
     assert starts.hear(late, []) == [], "rank 1 has not begun again"

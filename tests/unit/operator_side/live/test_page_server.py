@@ -12,13 +12,13 @@ from http import HTTPStatus
 import pytest
 
 from holdfast.errors import ConfigError, StoreError
-from operator_side.live.page_server import PageServer, Served
+from operator_side.live.page_server import PageServer, Response
 
 
-def pages(name: str, run: str) -> Served | None:
+def pages(name: str, run: str) -> Response | None:
     if name == "broken":
         raise StoreError("the store is away")
-    return Served(f"{name}|{run}".encode(), "text/html") if name in {"", "main"} else None
+    return Response(f"{name}|{run}".encode(), "text/html") if name in {"", "main"} else None
 
 
 @contextlib.contextmanager

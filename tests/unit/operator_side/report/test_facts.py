@@ -13,7 +13,7 @@ from holdfast.telemetry.event_reading import read_line, read_logs
 from holdfast.telemetry.rows import StoredCheckpoint
 from operator_side.report.facts import ring_bytes
 from operator_side.report.goodput import PARTS
-from operator_side.report.sentences import look_at, what_happened
+from operator_side.report.sentences import find_hints, summarize_run
 from tests.unit.operator_side.page.reading import Page
 from tests.unit.operator_side.report.logs import (
     EVENTS,
@@ -223,7 +223,7 @@ def test_a_real_drilled_run() -> None:
     assert first.stalls == {0: 0.1678, 1: 0.1902}
     assert first.ranks[1].host == "vm"
     assert first.pgt2_seconds == pytest.approx(0.6697)
-    said = " ".join(what_happened(facts))
+    said = " ".join(summarize_run(facts))
     assert "It ended well" in said
     assert "interrupted 3 times: at 2026-11-22 13:42:14 UTC (preempted: host vm had a notice" in said
     assert "newest good one is step 64 (attempt 2), read back and found good" in said
@@ -231,7 +231,7 @@ def test_a_real_drilled_run() -> None:
         "a loss is not fully known"
     )
     assert "$12.40 an hour" in said
-    advice = [one.text for one in look_at(facts)]
+    advice = [one.text for one in find_hints(facts)]
     assert any(
         "attempt 3 cost the most" in text and "until its processes had joined" in text for text in advice
     )
@@ -249,9 +249,9 @@ def test_without_a_supervisor_less_is_known_and_said() -> None:
 
 def test_an_empty_run_is_told_to_be_one(tmp_path: Path) -> None:
     facts = facts_of(written(tmp_path / "log", []))
-    assert what_happened(facts)[0].startswith("Nothing is known of this run")
+    assert summarize_run(facts)[0].startswith("Nothing is known of this run")
     assert facts.goodput is None
-    assert not look_at(facts)
+    assert not find_hints(facts)
 
 
 def test_a_log_that_ends_in_the_middle_of_a_line(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_every_cut_of_a_log_is_read(tmp_path: Path) -> None:
     for size in range(0, len(whole), 397):
         path.write_bytes(whole[:size])
         facts = facts_of(path)
-        assert what_happened(facts)
+        assert summarize_run(facts)
 
 
 def test_a_directory_of_holdfast_run_is_both_its_logs(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_steps_that_are_declined_by_all_ranks_are_one(tmp_path: Path) -> None:
     (one,) = facts.checkpoints.not_taken
     assert (one.attempt, one.step, one.kind, one.cause, one.ranks) == (1, 3, "declined", "busy", 2)
     assert [(row.attempt, row.step, row.state) for row in facts.rows] == [(2, 3, "verified")]
-    assert any("50 % of the checkpoints" in advice.text for advice in look_at(facts))
+    assert any("50 % of the checkpoints" in advice.text for advice in find_hints(facts))
 
 
 def stored(step: int, *, state: str = "verified", note: str = "") -> StoredCheckpoint:
@@ -335,10 +335,10 @@ def test_manifests_alone_tell_of_checkpoints(tmp_path: Path) -> None:
         (20, "bad", True),
     ]
     assert facts.rows[0].stall_seconds == 0.5
-    said = " ".join(what_happened(facts))
+    said = " ".join(summarize_run(facts))
     assert "newest good one is step 10" in said
     assert "it does not say when the run trained and when it was idle" in said
-    assert look_at(facts)[0].text.startswith("Step 20 (attempt 1) was read back and is bad: chunk 3 differs")
+    assert find_hints(facts)[0].text.startswith("Step 20 (attempt 1) was read back and is bad: chunk 3 differs")
     assert any("No event log was given" in text for text in facts.unknown)
 
 
@@ -355,7 +355,7 @@ def test_a_manifest_whose_times_are_none(odd: float) -> None:
     facts = facts_of(stored=[one])
     assert facts.rows[0].saved_at_unix is None
     assert "Step" not in Page(page_of(facts)).text
-    assert what_happened(facts)
+    assert summarize_run(facts)
 
 
 def test_ring_bytes_follow_checkpoints_in_flight(tmp_path: Path) -> None:
@@ -395,14 +395,14 @@ def test_the_share_that_is_written_last_is_told(tmp_path: Path) -> None:
             (10.0 * step + 2, "flusher", "seal_read", {**said["3/3"], "host": "kelp-3"}),
             (10.0 * step + 3, "flusher", "seal_read", {**said["2/3"], "host": "kelp-2"}),
         ]
-    told = what_happened(facts_of(written(tmp_path / "log", lines)))
+    told = summarize_run(facts_of(written(tmp_path / "log", lines)))
     (line,) = [line for line in told if "several stagers" in line]
     assert line.startswith(
         "Among 3 checkpoints of several stagers, share 3/3 was the last to be written of 3; "
     )
     assert line.endswith("the last share came 1.00 s after the first at the median.")
     alone = facts_of(written(tmp_path / "one", checkpoint(10, 100.0)))
-    assert not any("several stagers" in line for line in what_happened(alone))
+    assert not any("several stagers" in line for line in summarize_run(alone))
 
 
 def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
         {"attempt": 1, "step": 10, "of_attempt": 4, "message": message},
     )
     facts = facts_of(written(tmp_path / "log", [*supervised(resumed_step=5), line]))
-    assert f"S{message[1:]}." in what_happened(facts)
+    assert f"S{message[1:]}." in summarize_run(facts)
     assert [(one.event, one.step, one.is_notice) for one in facts.happened] == [("set_aside", 10, False)]
 
 

@@ -18,12 +18,12 @@ from operator_side.simulate.scale import (
     Machine,
     Shape,
     best_ring,
-    least_machine,
+    smallest_machine,
     machine,
     staged_seconds,
     stagers_needed,
 )
-from stager.session.session_messages import Done, Durable, FillSlot, GrantCredit, MarkFull, MarkStaged, Tell
+from stager.session.session_messages import Done, Durable, FillSlot, GrantCredit, MarkFull, MarkStaged, SendMessage
 from tests.unit.stager.session.sessions import Stager
 
 _CHUNK = 4096
@@ -57,7 +57,7 @@ def test_messages_and_journal_are_those_of_a_real_session() -> None:
     frames = sum(len(layout.senders(chunk)) for chunk in range(layout.chunks))
     to_stager = layout.ranks + frames + layout.ranks  # OFFER, SENT, DONE
     assert len(stager.of(GrantCredit)) == frames
-    assert [(tell.rank, tell.kind) for tell in stager.of(Tell)] == [(None, Kind.DURABLE)], "to all"
+    assert [(tell.rank, tell.kind) for tell in stager.of(SendMessage)] == [(None, Kind.DURABLE)], "to all"
     assert len(stager.of(MarkStaged)) == 1, "which says STAGED to all"
     said = to_stager + frames + 2 * layout.ranks
     load = MessageLoad.of(Shape(layout.ranks, layout.image_bytes, _CHUNK))
@@ -124,11 +124,11 @@ def test_stagers_by_network_and_store() -> None:
 
 
 def test_the_smallest_machine_that_is_fast_and_roomy_enough() -> None:
-    assert least_machine(10**9, 1) is STAGERS[0]
-    assert least_machine(50 * 10**9, 600) is STAGERS[1], "the first has no room for the image"
-    assert least_machine(10**12, 600) is STAGERS[0], "none has, so the image streams"
-    assert least_machine(10**12, 10) is None
-    assert least_machine(10**12, 600, store_rate=1e6) is None
+    assert smallest_machine(10**9, 1) is STAGERS[0]
+    assert smallest_machine(50 * 10**9, 600) is STAGERS[1], "the first has no room for the image"
+    assert smallest_machine(10**12, 600) is STAGERS[0], "none has, so the image streams"
+    assert smallest_machine(10**12, 10) is None
+    assert smallest_machine(10**12, 600, store_rate=1e6) is None
     assert machine("c7gn.8xlarge") is STAGERS[1]
     with pytest.raises(ConfigError, match=r"c7gn\.4xlarge, .*give its memory"):
         machine("t3.micro")

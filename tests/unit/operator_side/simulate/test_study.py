@@ -21,7 +21,7 @@ from operator_side.simulate.profiles import (
 )
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, IDEAL, SECOND_US, Strategy
-from operator_side.simulate.study import Prices, goodput, lanes_of, on_demand_dollars, total_times
+from operator_side.simulate.study import Prices, goodput, make_lanes, on_demand_dollars, total_times
 from operator_side.simulate.trace_windows import Column, poisson, stack
 
 _JOB = TrainingJob(nodes=8, nodes_min=1, iteration_us=SECOND_US, restart_us=20 * SECOND_US)
@@ -63,7 +63,7 @@ def test_the_loss_that_the_policy_expects_is_the_loss_in_the_replay(every: int) 
 
 def test_the_interval_that_the_policy_chooses_is_the_best_in_the_replay() -> None:
     cost = _STRATEGY.cost(_JOB.iteration_us)
-    chosen = advise(cost, Hazard.of_mtbf(1.0), overhead_max=0.1).every
+    chosen = advise(cost, Hazard.from_mtbf(1.0), overhead_max=0.1).every
     intervals = [chosen // 4, chosen // 2, chosen, 2 * chosen, 4 * chosen]
     rows, _ = goodput(_JOB, [_STRATEGY], intervals, random_losses(3600, 200, 20))
     shares = [row.share.median for row in rows[:-1]]
@@ -109,7 +109,7 @@ def test_total_time_grows_as_losses_come_more_often_and_never_below_the_work() -
     job = TrainingJob(8, 8, SECOND_US, 20 * SECOND_US, target=20_000)
     medians = []
     for mtbf_hours in (0.5, 2.0, 1000.0):
-        some, ideal = total_times(job, lanes_of([_STRATEGY], [50]), mtbf_hours=mtbf_hours, samples=20, seed=1)
+        some, ideal = total_times(job, make_lanes([_STRATEGY], [50]), mtbf_hours=mtbf_hours, samples=20, seed=1)
         assert some.hours is not None
         assert ideal.hours is not None
         assert ideal.strategy == IDEAL
@@ -121,17 +121,17 @@ def test_total_time_grows_as_losses_come_more_often_and_never_below_the_work() -
 
 def test_never_saving_has_no_end_where_losses_come_before_the_first_checkpoint() -> None:
     job = TrainingJob(8, 8, SECOND_US, 20 * SECOND_US, target=2000)
-    never, ideal = total_times(job, lanes_of([_STRATEGY], [2000]), mtbf_hours=0.05, samples=2, seed=1)
+    never, ideal = total_times(job, make_lanes([_STRATEGY], [2000]), mtbf_hours=0.05, samples=2, seed=1)
     assert never.hours is None
     assert ideal.hours is not None
 
 
 def test_total_time_needs_an_end_and_a_mean() -> None:
     with pytest.raises(ConfigError, match="--iterations"):
-        total_times(_JOB, lanes_of([_STRATEGY], [50]), mtbf_hours=1.0, samples=1, seed=1)
+        total_times(_JOB, make_lanes([_STRATEGY], [50]), mtbf_hours=1.0, samples=1, seed=1)
     job = TrainingJob(8, 8, SECOND_US, 0, target=10)
     with pytest.raises(ConfigError, match="more than 0 hours"):
-        total_times(job, lanes_of([_STRATEGY], [50]), mtbf_hours=0.0, samples=1, seed=1)
+        total_times(job, make_lanes([_STRATEGY], [50]), mtbf_hours=0.0, samples=1, seed=1)
 
 
 # -- profiles -----------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_the_interval_is_the_one_that_the_policy_advises(run: Any, tmp_path: Pat
     code, out, _ = run(
         "--mtbf-hours", "2", "--profile", _profile(tmp_path), "--spot-price", "3", "--nodes", "4"
     )
-    advice = advise(Cost(1.8, 0.05, 4.0, 11.0), Hazard.of_mtbf(2, 12.0))
+    advice = advise(Cost(1.8, 0.05, 4.0, 11.0), Hazard.from_mtbf(2, 12.0))
     assert code == 0
     assert f"Checkpointer(state, every={advice.every})" in out
     assert advice.line() in _said(out)

@@ -14,9 +14,9 @@ from rich.console import Console
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import CheckpointStatus, RankStatus, StatusDocument, StatusLine
 from operator_side.commands.status_output import bar, render, spark
-from operator_side.status.ring_files import RingCheckpoint, RingLook
+from operator_side.status.ring_files import RingCheckpoint, RingSnapshot
 from operator_side.status.run_status import Interval, Peer, RunEvidence, RunStatus, compose
-from operator_side.status.share_progress import ShareLook
+from operator_side.status.share_progress import ShareSnapshot
 from tests.support.checkpoints import manifest_of, small_image
 
 NOW = 10_000.0
@@ -46,8 +46,8 @@ def test_a_manifest_that_does_not_say_when_it_was_made_is_left_out(created: str)
     assert StoredCheckpoint.of(manifest_of(small_image(), step=1, created=created)) is None
 
 
-def ring(*checkpoints: RingCheckpoint) -> RingLook:
-    return RingLook(1, 4096, 8, {"free": 4, "filling": 1, "full": 3}, checkpoints)
+def ring(*checkpoints: RingCheckpoint) -> RingSnapshot:
+    return RingSnapshot(1, 4096, 8, {"free": 4, "filling": 1, "full": 3}, checkpoints)
 
 
 def in_ring(step: int, state: Any = "staged", **more: Any) -> RingCheckpoint:
@@ -349,7 +349,7 @@ def test_bars_and_sparks() -> None:
 
 def test_each_share_of_the_step_in_flight_is_told_from_rings_and_seals() -> None:
     lead = said("flusher", checkpoint(15, share="1/4", sealed=("1/4", "3/4")))
-    second = ShareLook(1, ring(in_ring(15, "receiving")), said("flusher", checkpoint(15, share="2/4")))
+    second = ShareSnapshot(1, ring(in_ring(15, "receiving")), said("flusher", checkpoint(15, share="2/4")))
     found = status(ring=ring(in_ring(15)), flusher_said=lead, others=(second,))
     assert [(one.share, one.state) for one in found.shares] == [
         ("1/4", "sealed"),

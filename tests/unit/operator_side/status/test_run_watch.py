@@ -6,7 +6,7 @@ from pathlib import Path
 
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.ring import Ring
-from operator_side.status.run_watch import RunWatch, runs_in
+from operator_side.status.run_watch import RunWatch, find_runs
 
 
 def left(base: Path, url: str, share: int) -> Path:
@@ -14,7 +14,7 @@ def left(base: Path, url: str, share: int) -> Path:
     directory = runtime_directory(url, base, share=share)
     directory.mkdir(mode=0o700)
     with Ring.create(directory, chunk_bytes=4096, ring_chunks=8, attempt=3) as made:
-        made.note_writers(3, 2)
+        made.record_writers(3, 2)
         made.write_checkpoint(3, 7, "staged", "0" * 64, {})
     return directory
 
@@ -24,7 +24,7 @@ def test_rings_of_one_run_are_one_run_and_each_without_a_flusher_is_told_with_it
 ) -> None:
     url = str(tmp_path / "run")
     lead, member = (left(tmp_path, url, share) for share in range(2))
-    assert runs_in(tmp_path) == [lead]
+    assert find_runs(tmp_path) == [lead]
     notes = RunWatch(lead, url).look().notes
     assert any(f"run `holdfast flusher --store {url} --share 1/2`" in note for note in notes)
     assert any(
@@ -35,4 +35,4 @@ def test_rings_of_one_run_are_one_run_and_each_without_a_flusher_is_told_with_it
     assert any("--share 2/2`" in note for note in RunWatch(member, url).look().notes)
     for path in lead.iterdir():
         path.unlink()
-    assert runs_in(tmp_path) == [member]
+    assert find_runs(tmp_path) == [member]

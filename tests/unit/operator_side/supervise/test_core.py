@@ -17,23 +17,23 @@ from operator_side.supervise.limits import Limits
 from operator_side.supervise.supervisor_messages import (
     Action,
     ClockTick,
-    Ended,
+    ProcessExited,
     Event,
-    Exited,
+    MpirunExited,
     Finish,
     HostsSeen,
-    Joined,
+    AllJoined,
     KillAttempt,
     Launch,
-    LookAtFleet,
+    PollFleet,
     Note,
-    Noticed,
-    ProcessBegan,
+    RankNoticed,
+    ProcessStarted,
     RankDead,
     RankRestored,
     RankSilence,
     StepDurable,
-    Stepped,
+    RankStepped,
     StepStaged,
     Stop,
     Terminate,
@@ -65,11 +65,11 @@ class Story:
         self.tell(HostsSeen(self.hosts), seconds=1)
         assert self.core.phase is SupervisorPhase.RUNNING, self.asked
         for rank in range(self.of(Launch)[-1].ranks + 1):
-            self.tell(ProcessBegan(rank, f"h{rank}"))
+            self.tell(ProcessStarted(rank, f"h{rank}"))
         return self
 
-    def end(self, *deaths: Ended, status: int = 1) -> Story:
-        return self.tell(*deaths, Exited(status), HostsSeen(self.hosts))
+    def end(self, *deaths: ProcessExited, status: int = 1) -> Story:
+        return self.tell(*deaths, MpirunExited(status), HostsSeen(self.hosts))
 
     def wait(self) -> Story:
         """Until it wants to start again."""
@@ -89,15 +89,15 @@ class Story:
         return finish.verdict
 
 
-KILLED, BUG = Ended(0, -9), Ended(1, 1, "ValueError")
+KILLED, BUG = ProcessExited(0, -9), ProcessExited(1, 1, "ValueError")
 
 
 def test_a_rank_that_dies_with_its_wrapper_is_no_bug_however_often() -> None:
     """Only the stager tells of it; what the survivor reports is an echo."""
     story = Story()
     for _ in range(3):
-        story.launch().tell(ProcessBegan(0, "a"), ProcessBegan(1, "b"), Joined(), StepStaged(4))
-        story.tell(RankDead(1), Ended(0, 1, "RuntimeError"), Exited(1)).tell(HostsSeen(None))
+        story.launch().tell(ProcessStarted(0, "a"), ProcessStarted(1, "b"), AllJoined(), StepStaged(4))
+        story.tell(RankDead(1), ProcessExited(0, 1, "RuntimeError"), MpirunExited(1)).tell(HostsSeen(None))
         assert story.core.phase is SupervisorPhase.PAUSING, story.asked[-3:]
         story.tell(ClockTick(), seconds=60)
     assert [note.fields["cause"] for note in story.of(Note) if note.event == "ended"] == [Cause.KILLED] * 3
@@ -105,7 +105,7 @@ def test_a_rank_that_dies_with_its_wrapper_is_no_bug_however_often() -> None:
 
 def test_a_rank_that_died_unreported_ends_the_attempt_when_nobody_else_notices() -> None:
     story = Story(lost_seconds_max=30.0).launch()
-    story.tell(ProcessBegan(0, "a"), ProcessBegan(1, "b"), Joined(), RankDead(1)).tell(
+    story.tell(ProcessStarted(0, "a"), ProcessStarted(1, "b"), AllJoined(), RankDead(1)).tell(
         ClockTick(), seconds=29
     )
     assert not story.of(Terminate)
@@ -133,7 +133,7 @@ def test_launches_that_fail_in_different_ways_are_tried_again() -> None:
 def test_killed_then_done() -> None:
     story = Story().launch().tell(StepStaged(5)).end(KILLED)
     assert story.phase is SupervisorPhase.PAUSING, "step 5 is staged only, and the ring has it"
-    story.wait().launch().end(Ended(0, 0), Ended(1, 0), Ended(2, 0), status=0)
+    story.wait().launch().end(ProcessExited(0, 0), ProcessExited(1, 0), ProcessExited(2, 0), status=0)
     assert story.verdict.cause is Cause.DONE
     assert [launch.attempt for launch in story.of(Launch)] == [1, 2]
 
@@ -156,22 +156,22 @@ def test_a_step_counts_once_every_share_of_it_is_staged() -> None:
 
 
 def test_all_stagers_say_that_the_processes_have_met() -> None:
-    story = Story(stagers=2).launch().tell(Joined())
+    story = Story(stagers=2).launch().tell(AllJoined())
     assert not [note for note in story.of(Note) if note.event == "joined"]
-    story.tell(Joined())
+    story.tell(AllJoined())
     assert [note.event for note in story.of(Note)][-1] == "joined"
 
 
 def test_a_stager_that_ends_before_the_others_ends_no_attempt() -> None:
-    story = Story(stagers=2, lost_seconds_max=30).launch().tell(Joined(), Joined(), Ended(3, 0))
+    story = Story(stagers=2, lost_seconds_max=30).launch().tell(AllJoined(), AllJoined(), ProcessExited(3, 0))
     story.tell(ClockTick(), seconds=60)
     assert not story.of(Terminate)
-    story.tell(Ended(2, 0)).tell(ClockTick(), seconds=31)
+    story.tell(ProcessExited(2, 0)).tell(ClockTick(), seconds=31)
     assert story.of(Terminate)
 
 
 def test_a_stager_of_several_that_was_killed_is_named() -> None:
-    story = Story(stagers=2, lost_seconds_max=30).launch().tell(Joined(), Joined(), Ended(3, -9))
+    story = Story(stagers=2, lost_seconds_max=30).launch().tell(AllJoined(), AllJoined(), ProcessExited(3, -9))
     story.tell(ClockTick(), seconds=31)
     assert story.of(Terminate)
     assert any("stager 2/2 has ended" in note.message for note in story.of(Note))
@@ -194,9 +194,9 @@ def test_an_older_step_again_is_no_progress() -> None:
 def test_different_crashes_are_counted_together_only() -> None:
     story = Story(restarts_max=4)
     for number in range(4):
-        story.launch().end(Ended(1, 1, f"Error{number}")).wait()
+        story.launch().end(ProcessExited(1, 1, f"Error{number}")).wait()
     assert not story.of(Finish)
-    story.launch().end(Ended(1, 1, "Error9"))
+    story.launch().end(ProcessExited(1, 1, "Error9"))
     assert "5 attempts in a row" in story.verdict.message
 
 
@@ -216,11 +216,11 @@ def test_a_crash_after_a_kill_is_the_first_one() -> None:
 
 
 def test_a_wrong_setting_is_not_tried_twice() -> None:
-    assert Story().launch().end(Ended(2, 2)).verdict.exit_code == 2
+    assert Story().launch().end(ProcessExited(2, 2)).verdict.exit_code == 2
 
 
 def test_a_rank_that_lost_a_peer_is_ended_after_a_while() -> None:
-    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(Joined(), KILLED)
+    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(AllJoined(), KILLED)
     story.tell(ClockTick(), seconds=29)
     assert not story.of(Terminate)
     story.tell(ClockTick(), seconds=1)
@@ -240,7 +240,7 @@ def test_a_kill_before_all_have_met_ends_the_others_at_once() -> None:
 
 
 def test_after_progress_the_fleet_is_looked_at_again_without_a_pause() -> None:
-    story = Story(pause=_pause_seconds).launch().tell(Joined(), StepStaged(5)).end(KILLED)
+    story = Story(pause=_pause_seconds).launch().tell(AllJoined(), StepStaged(5)).end(KILLED)
     assert story.phase is SupervisorPhase.FINDING
     assert [note.fields["pause_seconds"] for note in story.of(Note) if note.event == "relaunching"] == [0.0]
     story.tell(HostsSeen(None))
@@ -257,34 +257,34 @@ def test_an_attempt_without_progress_is_followed_by_a_pause() -> None:
 
 def test_a_rank_that_left_the_stager_after_a_kill_is_ended_at_once() -> None:
     """There is nothing more to save, so what its process still does is not waited for."""
-    story = Story(lost_seconds_max=30).launch().tell(Joined(), KILLED, ClockTick())
+    story = Story(lost_seconds_max=30).launch().tell(AllJoined(), KILLED, ClockTick())
     assert not story.of(Terminate), "the stager may still receive"
-    story.tell(Ended(2, 0), ClockTick())
+    story.tell(ProcessExited(2, 0), ClockTick())
     assert story.of(Terminate) == [Terminate(gently=False)]
-    story.end(Ended(1, -15), status=-15)
+    story.end(ProcessExited(1, -15), status=-15)
     assert "rank 0 on h0 was killed by SIGKILL" in story.of(Note)[-2].message
 
 
-@pytest.mark.parametrize("first", [[BUG], [Ended(0, 1), RankDead(1)], [Ended(1, 0)]])
+@pytest.mark.parametrize("first", [[BUG], [ProcessExited(0, 1), RankDead(1)], [ProcessExited(1, 0)]])
 def test_without_a_kill_the_others_may_say_why_though_the_stager_has_ended(first: list[Event]) -> None:
-    story = Story(lost_seconds_max=30).launch().tell(Joined(), *first, Ended(2, 0), ClockTick())
+    story = Story(lost_seconds_max=30).launch().tell(AllJoined(), *first, ProcessExited(2, 0), ClockTick())
     assert not story.of(Terminate)
 
 
 def test_a_stager_that_failed_does_not_end_the_others_at_once() -> None:
-    story = Story(lost_seconds_max=30).launch().tell(Joined(), KILLED, Ended(2, 1), ClockTick())
+    story = Story(lost_seconds_max=30).launch().tell(AllJoined(), KILLED, ProcessExited(2, 1), ClockTick())
     assert not story.of(Terminate)
 
 
 def test_a_crash_before_all_have_met_lets_the_others_say_why() -> None:
-    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 1), ClockTick())
+    story = Story(lost_seconds_max=30).launch().tell(ProcessExited(0, 1), ClockTick())
     assert not story.of(Terminate)
     story.tell(ClockTick(), seconds=30)
     assert story.of(Terminate)
 
 
 def test_a_rank_that_ends_well_before_the_others_is_no_loss() -> None:
-    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 0)).tell(ClockTick(), seconds=1000)
+    story = Story(lost_seconds_max=30).launch().tell(ProcessExited(0, 0)).tell(ClockTick(), seconds=1000)
     assert not story.of(Terminate)
 
 
@@ -302,7 +302,7 @@ def test_silence_ends_it_unless_it_is_over_in_time() -> None:
 
 def test_a_process_that_the_supervisor_ends_was_not_killed_from_outside() -> None:
     story = Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(ClockTick(), seconds=30)
-    story.end(Ended(0, -15), Ended(2, -9), status=-15)
+    story.end(ProcessExited(0, -15), ProcessExited(2, -9), status=-15)
     assert [note.fields["cause"] for note in story.of(Note) if note.event == "ended"] == ["lost"]
 
 
@@ -337,9 +337,9 @@ def test_a_single_look_that_misses_a_host_ends_nothing() -> None:
     story.hosts = hosts("a", "b", "c")
     story.launch()
     for _ in range(3):
-        looks = len(story.of(LookAtFleet))
+        looks = len(story.of(PollFleet))
         story.tell(HostsSeen(hosts("a", "c")))
-        assert len(story.of(LookAtFleet)) == looks + 1
+        assert len(story.of(PollFleet)) == looks + 1
         story.tell(HostsSeen(hosts("a", "b", "c")))
     assert not story.of(Terminate)
     # Another host each time: none of them was missing twice.
@@ -351,15 +351,15 @@ def test_a_single_look_that_misses_a_host_ends_nothing() -> None:
 
 
 def test_a_verdict_waits_for_the_second_look_but_not_for_ever() -> None:
-    story = Story(3, 2, look_seconds_max=30)
+    story = Story(3, 2, fleet_seconds_max=30)
     story.hosts = hosts("a", "b", "c")
-    story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c")))
+    story.launch().tell(BUG, MpirunExited(1), HostsSeen(hosts("a", "c")))
     assert story.phase is SupervisorPhase.JUDGING
     story.tell(HostsSeen(hosts("a", "c")))
     assert _told(story, "ended")[-1]["cause"] == "preempted"
-    story = Story(3, 2, look_seconds_max=30)
+    story = Story(3, 2, fleet_seconds_max=30)
     story.hosts = hosts("a", "b", "c")
-    story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c"))).tell(ClockTick(), seconds=30)
+    story.launch().tell(BUG, MpirunExited(1), HostsSeen(hosts("a", "c"))).tell(ClockTick(), seconds=30)
     assert _told(story, "ended")[-1]["cause"] == "crashed", "one look is no evidence"
 
 
@@ -372,25 +372,25 @@ def test_an_mpirun_that_waits_only_for_lost_hosts_is_killed_at_once(why: str) ->
     gone = HostsSeen(hosts("h0", "h2"))
     story.tell(*((gone, gone) if why == "gone" else (RankSilence(1), ClockTick())))
     assert story.of(Terminate) == [Terminate(gently=False)]
-    story.tell(Ended(0, -15), ClockTick())
+    story.tell(ProcessExited(0, -15), ClockTick())
     assert not story.of(KillAttempt), "the stager has not ended yet"
-    story.tell(Ended(3, -15), ClockTick(), ClockTick())
+    story.tell(ProcessExited(3, -15), ClockTick(), ClockTick())
     assert len(story.of(KillAttempt)) == 1
     story.tell(ClockTick(), seconds=5)
     assert len(story.of(KillAttempt)) == 2
-    looks = len(story.of(LookAtFleet))
-    story.tell(Exited(-9))
+    looks = len(story.of(PollFleet))
+    story.tell(MpirunExited(-9))
     if why == "gone":
         assert story.phase is SupervisorPhase.PAUSING, (
             "that it is gone decides it: no further look waits for it"
         )
     else:
-        assert len(story.of(LookAtFleet)) == looks + 1
+        assert len(story.of(PollFleet)) == looks + 1
 
 
 def test_mpirun_that_can_still_end_by_itself_is_given_its_time() -> None:
     story = Story(lost_seconds_max=1, kill_seconds=5).launch().tell(KILLED).tell(ClockTick(), seconds=1)
-    story.tell(Ended(1, -15), Ended(2, -15), ClockTick())
+    story.tell(ProcessExited(1, -15), ProcessExited(2, -15), ClockTick())
     assert not story.of(KillAttempt)
     story.tell(ClockTick(), seconds=5)
     assert story.of(KillAttempt)
@@ -400,7 +400,7 @@ def test_too_few_hosts_are_waited_for_and_asked_for() -> None:
     story = Story(3, 2, hosts_seconds_max=600)
     story.tell(HostsSeen(hosts("a"))).tell(HostsSeen(hosts("a")), seconds=15)
     assert story.of(Launch) == []
-    assert story.of(LookAtFleet) == [LookAtFleet(), LookAtFleet(2)]
+    assert story.of(PollFleet) == [PollFleet(), PollFleet(2)]
     story.tell(HostsSeen(hosts("a", "b")), seconds=15)
     assert story.of(Launch)[0].ranks == 2
 
@@ -411,24 +411,24 @@ def test_hosts_that_never_come_end_it() -> None:
 
 
 def test_a_notice_makes_a_crash_a_preemption() -> None:
-    story = Story().launch().tell(Noticed(1)).end(BUG).wait().launch().tell(Noticed(1)).end(BUG)
+    story = Story().launch().tell(RankNoticed(1)).end(BUG).wait().launch().tell(RankNoticed(1)).end(BUG)
     causes = [note.fields["cause"] for note in story.of(Note) if note.event == "ended"]
     assert causes == ["preempted", "preempted"]
     assert not story.of(Finish)
 
 
 def test_a_hosts_notice_is_known_by_its_ranks() -> None:
-    story = Story().launch().tell(Noticed(1)).end(BUG)
+    story = Story().launch().tell(RankNoticed(1)).end(BUG)
     (note,) = [note for note in story.of(Note) if note.event == "ended"]
     assert "host h1 had a notice" in note.message
 
 
 def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
     story = Story(kill_seconds=5).launch()
-    story.tell(Joined(), seconds=1).tell(RankRestored(0, -1), RankRestored(1, -1), seconds=2)
-    story.tell(Stepped(0, 0), Stepped(0, 1), seconds=4)
+    story.tell(AllJoined(), seconds=1).tell(RankRestored(0, -1), RankRestored(1, -1), seconds=2)
+    story.tell(RankStepped(0, 0), RankStepped(0, 1), seconds=4)
     assert not _told(story, "training"), "one rank alone does not train"
-    story.tell(Stepped(1, 0))
+    story.tell(RankStepped(1, 0))
     assert _told(story, "training")[-1] == {
         "attempt": 1,
         "step": 0,
@@ -437,14 +437,14 @@ def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
         "training_seconds": 4.0,
         "seconds": 7.0,
     }
-    story.tell(KILLED).tell(Exited(1), seconds=8).tell(HostsSeen(None)).wait()
+    story.tell(KILLED).tell(MpirunExited(1), seconds=8).tell(HostsSeen(None)).wait()
     assert _told(story, "lost") == [{"attempt": 1, "rank": 0, "status": -9}]
     # A second loss on the way belongs to the first, and what it had reached is void.
-    story.launch().tell(Joined(), seconds=16).tell(
-        Ended(1, -9), Exited(1), HostsSeen(None), seconds=32
+    story.launch().tell(AllJoined(), seconds=16).tell(
+        ProcessExited(1, -9), MpirunExited(1), HostsSeen(None), seconds=32
     ).wait()
     assert len(_told(story, "lost")) == 2
-    story.launch().tell(RankRestored(0, 3), RankRestored(1, 3), seconds=64).tell(Stepped(0, 4), Stepped(1, 4))
+    story.launch().tell(RankRestored(0, 3), RankRestored(1, 3), seconds=64).tell(RankStepped(0, 4), RankStepped(1, 4))
     assert _told(story, "restored")[-1] == {"attempt": 3, "step": 3}
     told = _told(story, "training")[-1]
     assert set(told) >= {"ended_seconds", "launched_seconds", "restored_seconds", "training_seconds"}
@@ -455,7 +455,7 @@ def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
 
 def test_a_silent_rank_is_lost_when_it_is_given_up() -> None:
     story = Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(ClockTick(), seconds=30)
-    story.end(status=-9).wait().launch().tell(Stepped(0, 1), Stepped(1, 1), seconds=7)
+    story.end(status=-9).wait().launch().tell(RankStepped(0, 1), RankStepped(1, 1), seconds=7)
     told = _told(story, "training")[-1]
     assert told["seconds"] == told["ended_seconds"] + told["launched_seconds"] + 7
 
@@ -465,7 +465,7 @@ def _told(story: Story, event: str) -> list[dict[str, Any]]:
 
 
 def test_the_verdict_does_not_wait_for_a_fleet_that_is_silent() -> None:
-    story = Story(look_seconds_max=30).launch().tell(KILLED, Exited(1)).tell(ClockTick(), seconds=29)
+    story = Story(fleet_seconds_max=30).launch().tell(KILLED, MpirunExited(1)).tell(ClockTick(), seconds=29)
     assert story.core.phase is SupervisorPhase.JUDGING
     story.tell(ClockTick(), seconds=1)
     assert story.core.phase is not SupervisorPhase.JUDGING
@@ -502,16 +502,16 @@ ANY = st.one_of(
         HostsSeen,
         st.one_of(st.none(), st.sets(st.sampled_from("abc")).map(lambda names: hosts(*sorted(names)))),
     ),
-    st.builds(ProcessBegan, RANK, st.sampled_from("abc")),
-    st.builds(Ended, RANK, st.sampled_from([0, 1, 2, -9, -11, -15]), st.sampled_from(["", "ValueError"])),
+    st.builds(ProcessStarted, RANK, st.sampled_from("abc")),
+    st.builds(ProcessExited, RANK, st.sampled_from([0, 1, 2, -9, -11, -15]), st.sampled_from(["", "ValueError"])),
     st.builds(StepStaged, STEP),
     st.builds(StepDurable, STEP),
     st.builds(RankSilence, RANK, st.booleans()),
-    st.builds(Noticed, RANK),
-    st.just(Joined()),
+    st.builds(RankNoticed, RANK),
+    st.just(AllJoined()),
     st.builds(RankRestored, RANK, STEP),
-    st.builds(Stepped, RANK, STEP),
-    st.builds(Exited, st.sampled_from([0, 1, -9])),
+    st.builds(RankStepped, RANK, STEP),
+    st.builds(MpirunExited, st.sampled_from([0, 1, -9])),
     st.builds(Stop, st.just("SIGTERM came")),
 )
 
@@ -527,11 +527,11 @@ def test_the_supervisor_ends_once_in_any_order_of_events(events: list[tuple[Even
     # In the end nothing but time passes, no host is there, and whatever is asked to die does.
     quiet: list[tuple[Event, float]] = [(HostsSeen(()), 40.0), (ClockTick(), 40.0)] * 120
     for event, seconds in [*events, *quiet]:
-        if isinstance(event, Exited) and not runs:
+        if isinstance(event, MpirunExited) and not runs:
             continue
         now += seconds
         asked = core.handle(event, now)
-        if isinstance(event, Exited):
+        if isinstance(event, MpirunExited):
             runs = False
         for action in asked:
             assert not over
@@ -549,7 +549,7 @@ def test_the_supervisor_ends_once_in_any_order_of_events(events: list[tuple[Even
                     over += 1
         if runs and core.phase is SupervisorPhase.ENDING and seconds == 40.0:
             runs = False
-            for action in core.handle(Exited(-9), now):
+            for action in core.handle(MpirunExited(-9), now):
                 assert not isinstance(action, Launch)
                 over += isinstance(action, Finish)
     assert over == 1 or core.phase is SupervisorPhase.RUNNING

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN, CodedEnd, Seen, coded_end
+from operator_side.supervise.exit_codes import AGAIN, ExitDecision, Seen, decide_exit_code
 
 TRAINER, LAUNCHER = 41, 40
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31337"
@@ -28,9 +28,9 @@ def ended(exception: str, text: str = "", pid: int = TRAINER, rank: int = 1) -> 
 
 def end(
     status: int, *reports: dict[str, Any], pid: int = TRAINER, restarts_max: int = 8, **more: Any
-) -> CodedEnd:
+) -> ExitDecision:
     seen = Seen("python", "spot-1", 1, pid, status, reports=reports, **more)
-    return coded_end(seen, restarts_max=restarts_max)
+    return decide_exit_code(seen, restarts_max=restarts_max)
 
 
 SIGTERM = frozenset({signal.SIGTERM})
@@ -176,7 +176,7 @@ def test_codes_of_torchrun(
 
 def test_torchrun_itself_may_be_killed() -> None:
     found = end(-9, *BOTH, pid=LAUNCHER)
-    assert found == CodedEnd(AGAIN, "python was killed by SIGKILL")
+    assert found == ExitDecision(AGAIN, "python was killed by SIGKILL")
 
 
 def test_only_the_ranks_of_the_last_start_by_torchrun_count() -> None:

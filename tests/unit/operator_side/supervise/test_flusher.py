@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from holdfast.ring.ring_keeper import is_kept
-from operator_side.supervise.flusher import KeptFlusher, Segments
+from operator_side.supervise.flusher import KeptFlusher, SegmentFolder
 
 _GIVES_BACK_FIRST = """
 import os, sys, time
@@ -39,17 +39,17 @@ def test_a_flusher_is_waited_for_until_its_process_is_gone_not_its_files(tmp_pat
         process.stdin.flush()
         process.stdout.readline()
         assert not (directory / "flusher.pid").exists()
-        assert not kept.ends_within(0)
+        assert not kept.wait_for_exit(0)
         process.stdin.close()
         # Nobody has waited for it yet: it is a zombie, and counts as gone.
-        assert kept.ends_within(60)
+        assert kept.wait_for_exit(60)
 
 
 def test_where_there_is_none_nothing_is_waited_for(tmp_path: Path) -> None:
     kept = KeptFlusher(tmp_path / "run")
     kept.let_go()
-    assert kept.ends_within(60)
-    assert not kept.left_ring
+    assert kept.wait_for_exit(60)
+    assert not kept.has_leftover_ring
     kept.let_go()
     assert not (tmp_path / "run").exists()
 
@@ -65,7 +65,7 @@ def _ring(tmp_path: Path) -> Path:
 
 def test_the_segment_folder_is_private_named_to_the_job_and_removed(tmp_path: Path) -> None:
     ring = _ring(tmp_path)
-    segments = Segments(ring)
+    segments = SegmentFolder(ring)
     environment = segments.make({"A": "1"})
     folder = Path(environment[VARIABLE])
     assert environment["A"] == "1"
@@ -88,7 +88,7 @@ def test_a_killed_supervisors_folder_is_removed_by_the_next_one(tmp_path: Path) 
     for folder in (dead, living, another_run, strange):
         folder.mkdir()
         (folder / "sm_segment.0").write_bytes(b"x")
-    Segments(ring).make({})
+    SegmentFolder(ring).make({})
     assert not dead.exists()
     assert living.exists(), "another supervisor of this run: its job may live"
     assert another_run.exists()
@@ -97,5 +97,5 @@ def test_a_killed_supervisors_folder_is_removed_by_the_next_one(tmp_path: Path) 
 
 def test_a_place_that_somebody_has_chosen_is_left(tmp_path: Path) -> None:
     ring = _ring(tmp_path)
-    assert Segments(ring).make({VARIABLE: "/elsewhere"}) == {VARIABLE: "/elsewhere"}
+    assert SegmentFolder(ring).make({VARIABLE: "/elsewhere"}) == {VARIABLE: "/elsewhere"}
     assert list(ring.parent.iterdir()) == []

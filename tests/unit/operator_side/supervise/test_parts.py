@@ -24,23 +24,23 @@ from operator_side.supervise.hosts import Host, HostFile, Slurm, place
 from operator_side.supervise.job_output import (
     Output,
     OutputLine,
-    exception_of,
+    find_exception,
     meaning,
     parse_line,
     parse_report,
 )
 from operator_side.supervise.job_processes import JobProcesses, RunFiles
 from operator_side.supervise.supervisor_messages import (
-    Ended,
-    Joined,
+    ProcessExited,
+    AllJoined,
     Launch,
-    Noticed,
-    ProcessBegan,
+    RankNoticed,
+    ProcessStarted,
     RankRestored,
     RankSilence,
     Report,
     StepDurable,
-    Stepped,
+    RankStepped,
     StepStaged,
 )
 
@@ -115,11 +115,11 @@ def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> 
     )
     output.close()
     assert found == [
-        ProcessBegan(0, "h"),
+        ProcessStarted(0, "h"),
         RankRestored(0, -1),
-        Stepped(0, 0),
-        Ended(1, 1, "torch.OutOfMemoryError"),
-        Ended(2, -9, out_of_memory=True),
+        RankStepped(0, 0),
+        ProcessExited(1, 1, "torch.OutOfMemoryError"),
+        ProcessExited(2, -9, out_of_memory=True),
     ]
     assert ("stdout", "step 1") in relayed
     assert not any("ended" in text for _, text in relayed)
@@ -141,9 +141,9 @@ def test_each_of_several_stagers_has_its_file(tmp_path: Path) -> None:
 def test_the_last_traceback_counts_also_with_torchs_prefix() -> None:
     first = ["Traceback (most recent call last):", "  x", "KeyError: 1"]
     second = ["[rank1]: Traceback (most recent call last):", "[rank1]:   x", "[rank1]: ValueError"]
-    assert exception_of(first) == "KeyError"
-    assert exception_of([*first, "text", *second]) == "ValueError"
-    assert exception_of(["ValueError: only said"]) == ""
+    assert find_exception(first) == "KeyError"
+    assert find_exception([*first, "text", *second]) == "ValueError"
+    assert find_exception(["ValueError: only said"]) == ""
 
 
 def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def _notice(kind: NoticeKind) -> dict[str, object]:
         ({"event": "rank_silent", "role": "stager", "silent_rank": 2}, RankSilence(2)),
         ({"event": "rank_back", "role": "stager", "silent_rank": 2}, RankSilence(2, over=True)),
         ({"event": "rank_silent", "role": "stager", "silent_rank": "2"}, None),
-        (_notice(NoticeKind.TERMINATE), Noticed(1)),
+        (_notice(NoticeKind.TERMINATE), RankNoticed(1)),
         (_notice(NoticeKind.REBALANCE), None),
-        ({"event": "stager_ready", "role": "stager", "attempt": 1}, Joined()),
+        ({"event": "stager_ready", "role": "stager", "attempt": 1}, AllJoined()),
         ({"event": "staged", "role": "stager", "step": "3"}, None),
         ({"event": "staged", "role": "stager", "step": 3, "share": "2/3"}, StepStaged(3, ShareNumber(1, 3))),
         ({"event": "staged", "role": "stager", "step": 3, "share": "4/3"}, None),

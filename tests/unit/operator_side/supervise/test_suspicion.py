@@ -9,8 +9,8 @@ import pytest
 from holdfast.image.checkpoint_id import CheckpointId
 from operator_side.supervise.core import SupervisorPhase
 from operator_side.supervise.supervisor_messages import (
-    Ended,
-    KeepEvidence,
+    ProcessExited,
+    RetainCheckpoint,
     Launch,
     Note,
     RankRestored,
@@ -20,7 +20,7 @@ from operator_side.supervise.supervisor_messages import (
 from operator_side.supervise.verdict import Cause
 from tests.unit.operator_side.supervise.test_core import BUG, KILLED, Story
 
-OTHER_BUG, PARTNER = Ended(1, 1, "KeyError"), Ended(0, 1, "RuntimeError")
+OTHER_BUG, PARTNER = ProcessExited(1, 1, "KeyError"), ProcessExited(0, 1, "RuntimeError")
 OLD, GOOD, POISONED = CheckpointId(1, 1), CheckpointId(1, 3), CheckpointId(1, 5)
 
 
@@ -28,7 +28,7 @@ def life(
     story: Story,
     key: CheckpointId | None,
     before: CheckpointId | None,
-    *ends: Ended,
+    *ends: ProcessExited,
     staged: tuple[int, ...] = (),
 ) -> Story:
     """An attempt that is restored from `key`, stages some steps, and ends so."""
@@ -71,7 +71,7 @@ def test_two_equal_crashes_after_the_restore_of_one_checkpoint_set_it_aside() ->
         "step 5 (attempt 1) is set aside: 2 attempts that were restored from it crashed the same way (rank 1 on h1 "
         "ended with exit code 1 (ValueError)); the next attempt goes back to step 3 (attempt 1)"
     )
-    assert story.of(KeepEvidence) == [KeepEvidence(POISONED)]
+    assert story.of(RetainCheckpoint) == [RetainCheckpoint(POISONED)]
     assert [launch.set_aside for launch in story.of(Launch)] == [(), (), ()]
     assert passed_over(story) == (POISONED,)
 
@@ -84,7 +84,7 @@ def test_the_status_file_tells_which_attempt_had_saved_what_is_restored() -> Non
 
 def test_the_job_that_goes_on_from_the_one_before_ends_well() -> None:
     story = life(life(begun(), POISONED, GOOD), POISONED, GOOD)
-    life(story, GOOD, OLD, Ended(0, 0), Ended(1, 0), Ended(2, 0), staged=(5, 7))
+    life(story, GOOD, OLD, ProcessExited(0, 0), ProcessExited(1, 0), ProcessExited(2, 0), staged=(5, 7))
     assert story.verdict.cause is Cause.DONE
 
 
@@ -136,15 +136,15 @@ def test_more_crashes_are_waited_for_where_more_are_asked_for() -> None:
 def test_memory_that_is_used_up_says_nothing_about_a_checkpoint() -> None:
     story = begun()
     for _ in range(2):
-        life(story, POISONED, GOOD, Ended(1, -9, out_of_memory=True))
+        life(story, POISONED, GOOD, ProcessExited(1, -9, out_of_memory=True))
     assert not notes(story)
     assert "the same crash 2 times in a row" in story.verdict.message
     assert "rank 1 on h1 was killed by the kernel because the memory was used up" in story.verdict.message
     assert story.verdict.exit_code == 137
 
 
-@pytest.mark.parametrize("end", [(KILLED,), (Ended(0, -9), PARTNER)])
-def test_a_preemption_never_counts_and_hides_nothing(end: tuple[Ended, ...]) -> None:
+@pytest.mark.parametrize("end", [(KILLED,), (ProcessExited(0, -9), PARTNER)])
+def test_a_preemption_never_counts_and_hides_nothing(end: tuple[ProcessExited, ...]) -> None:
     story = begun()
     for _ in range(3):
         life(story, POISONED, GOOD, *end)
@@ -225,5 +225,5 @@ def test_the_limit_on_restarts_is_kept_and_names_nothing_that_was_not_tried() ->
 
 
 def test_a_wrong_setting_is_none_of_a_checkpoints_faults() -> None:
-    story = life(begun(), POISONED, GOOD, Ended(0, 2))
+    story = life(begun(), POISONED, GOOD, ProcessExited(0, 2))
     assert "a setting or the state is wrong" in story.verdict.message

@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
-from holdfast.notify.alert import alert_of
+from holdfast.notify.alert import alert_for
 from operator_side.supervise.kept_stager import KeptStager
-from operator_side.supervise.torchrun_job import TorchrunJob, as_supervisor, torchrun_arguments, torchrun_line
+from operator_side.supervise.torchrun_job import TorchrunJob, as_supervisor_event, torchrun_arguments, torchrun_line
 
 _SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 _SUCCEEDS = [sys.executable, "-S", "-c", ""]
@@ -26,7 +26,7 @@ class MadeUpStager:
         restarts_max: How many restarts it is given.
     """
 
-    address, restarts, left_ring = "127.0.0.1:29411", 0, False
+    address, restarts, has_leftover_ring = "127.0.0.1:29411", 0, False
 
     def __init__(self, *, status: int | None = None, restarts_max: int = 0, listens: bool = True) -> None:
         self._status, self._restarts_max, self._listens = status, restarts_max, listens
@@ -50,7 +50,7 @@ class MadeUpStager:
     def stop(self) -> None:
         self.stopped = True
 
-    def stopped_within(self, seconds: float) -> bool:
+    def wait_for_exit(self, seconds: float) -> bool:
         del seconds
         return True
 
@@ -119,8 +119,8 @@ def test_torchrun_line_gives_the_ranks_their_grace_and_ties_them(tmp_path: Path)
 
 
 def test_torchrun_job_tells_people_of_lost_ranks_and_of_the_proof_as_a_supervisor_does() -> None:
-    lost = alert_of(
-        as_supervisor({"role": "stager", "event": "rank_lost", "lost_rank": 1, "reason": "silent"})
+    lost = alert_for(
+        as_supervisor_event({"role": "stager", "event": "rank_lost", "lost_rank": 1, "reason": "silent"})
     )
     assert lost is not None
     assert (lost.kind, lost.text) == ("killed", "rank 1 is lost, and torchrun restarts the ranks: silent")
@@ -130,8 +130,8 @@ def test_torchrun_job_tells_people_of_lost_ranks_and_of_the_proof_as_a_superviso
         "verdict": "differs",
         "text": "resume differs: data",
     }
-    proof = alert_of(as_supervisor(verdict))
+    proof = alert_for(as_supervisor_event(verdict))
     assert proof is not None
     assert (proof.kind, proof.text) == ("resume_proof", "resume differs: data")
     staged = {"role": "stager", "event": "staged", "step": 3}
-    assert as_supervisor(staged) is staged
+    assert as_supervisor_event(staged) is staged

@@ -35,8 +35,8 @@ NOT_DURABLE = Death(1, 11, "holdfast.errors.NotDurable")
         (evidence(BUG, gone={"spot-2"}), Cause.PREEMPTED),
         (evidence(ECHO, noticed={"spot-2"}), Cause.PREEMPTED),
         (evidence(mpirun_status=-9), Cause.KILLED),
-        (evidence(Death(0, -15, by_us=True), given_up="rank 1 is silent"), Cause.LOST),
-        (evidence(BUG, Death(0, -15, by_us=True), given_up="rank 1 has ended"), Cause.CRASHED),
+        (evidence(Death(0, -15, by_supervisor=True), given_up="rank 1 is silent"), Cause.LOST),
+        (evidence(BUG, Death(0, -15, by_supervisor=True), given_up="rank 1 has ended"), Cause.CRASHED),
         (evidence(GONE, given_up="rank 1 has ended"), Cause.KILLED),
         (evidence(GONE, stopping=True), Cause.STOPPED),
         (evidence(Death(0, 0), Death(1, 0), stopping=True), Cause.DONE),
@@ -85,7 +85,7 @@ def test_a_process_of_a_rank_that_was_killed_for_memory_is_named_beside_its_exce
 
 
 def test_a_process_killed_by_the_supervisor_is_not_blamed_on_memory() -> None:
-    verdict = judge(evidence(Death(1, -9, by_us=True, out_of_memory=True), given_up="rank 0 is silent"))
+    verdict = judge(evidence(Death(1, -9, by_supervisor=True, out_of_memory=True), given_up="rank 0 is silent"))
     assert verdict.cause is Cause.LOST
     assert judge(evidence(Death(1, -15, out_of_memory=True))).cause is Cause.KILLED
 

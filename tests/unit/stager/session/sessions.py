@@ -19,7 +19,7 @@ from stager.session.session_messages import (
     Offer,
     Received,
     Sent,
-    Tell,
+    SendMessage,
 )
 
 CHUNK = 4096
@@ -102,8 +102,8 @@ class Stager:
         while due := [credit for credit in self.credits if credit[1] == step]:
             self.pay(*due[0])
 
-    def said(self, kind: Kind) -> list[Tell]:
-        return [action for action in self.done if isinstance(action, Tell) and action.kind is kind]
+    def said(self, kind: Kind) -> list[SendMessage]:
+        return [action for action in self.done if isinstance(action, SendMessage) and action.kind is kind]
 
     def of(self, kind: type[Action]) -> list[Any]:
         return [action for action in self.done if isinstance(action, kind)]

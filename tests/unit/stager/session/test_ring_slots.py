@@ -12,8 +12,8 @@ from stager.session.session_messages import (
     CancelReceive,
     Decline,
     FillSlot,
-    FlusherBack,
-    FlusherGone,
+    FlusherReplaced,
+    FlusherLost,
     FreeSlot,
     MarkFull,
     RankLost,
@@ -160,8 +160,8 @@ def test_slots_that_the_dead_flusher_freed_serve_again(stager: Stager) -> None:
     stager.offer_all(1)
     stager.pay_all(1)
     slots = sorted(stager.session.flusher_slots)
-    stager.take(FlusherGone("killed"))
-    stager.take(FlusherBack(tuple(slots[:2])))
+    stager.take(FlusherLost("killed"))
+    stager.take(FlusherReplaced(tuple(slots[:2])))
     assert sorted(stager.session.flusher_slots) == slots[2:]
     assert slots_of(stager.session)[0] >= set(slots[:2])
 

@@ -20,7 +20,7 @@ from stager.session.session_messages import (
     Event,
     Failed,
     FillSlot,
-    FlusherGone,
+    FlusherLost,
     GrantCredit,
     KnownCheckpoint,
     MarkFull,
@@ -34,7 +34,7 @@ from stager.session.session_messages import (
     Returned,
     Sent,
     SlotsFreed,
-    Tell,
+    SendMessage,
     Tick,
 )
 from tests.unit.stager.session.sessions import CHUNK, Stager, is_empty, make_layout, phases_of, slots_of
@@ -58,26 +58,26 @@ def test_a_checkpoint_from_offer_to_durable(stager: Stager) -> None:
     assert staged.records[0] == SaveRecord(saved_at_unix=1.0, crc_seconds=0.5)
     assert {full.chunk for full in stager.of(MarkFull)} == set(range(6))
     assert sum(full.nbytes for full in stager.of(MarkFull)) == stager.layout.image_bytes
-    assert stager.take(Durable(5, {"file": "f"})) == [Tell(None, Kind.DURABLE, 5, {"file": "f"})]
+    assert stager.take(Durable(5, {"file": "f"})) == [SendMessage(None, Kind.DURABLE, 5, {"file": "f"})]
     assert is_empty(stager.session)
 
 
 def test_a_decline_is_told_to_all_and_gives_more_room_for_the_pickle(stager: Stager) -> None:
     stager.take(Offer(1, 4, stager.layout.digest))
     (tell,) = stager.take(Decline(0, 4, DeclineCause.OUTGROWN.because("of the test"), 200_000))
-    assert isinstance(tell, Tell)
+    assert isinstance(tell, SendMessage)
     assert (tell.rank, tell.kind, tell.step) == (None, Kind.DECLINED, 4)
     assert tell.body["new_pickle_reserve_bytes"] == pickle_reserve_bytes(200_000)
     assert (tell.body["reason"], tell.body["cause"]) == ("rank 0: outgrown: of the test", "outgrown")
     assert is_empty(stager.session)
     # A rank that offers it later gets the same answer, alone.
-    assert stager.take(Offer(0, 4, stager.layout.digest)) == [Tell(0, Kind.DECLINED, 4, tell.body)]
+    assert stager.take(Offer(0, 4, stager.layout.digest)) == [SendMessage(0, Kind.DECLINED, 4, tell.body)]
 
 
 def test_a_rank_that_goes_on_to_another_step_ends_the_wait_for_the_first(stager: Stager) -> None:
     stager.take(Offer(0, 1, stager.layout.digest))
     actions = stager.take(Offer(1, 2, stager.layout.digest))
-    tells = [action for action in actions if isinstance(action, Tell)]
+    tells = [action for action in actions if isinstance(action, SendMessage)]
     assert [(tell.kind, tell.step) for tell in tells] == [(Kind.FAILED, 1)]
     assert phases_of(stager.session) == {2: Phase.OFFERING}
 
@@ -141,7 +141,7 @@ def test_a_lost_rank_ends_what_it_still_owes_and_not_what_it_has_sent() -> None:
     stager.take(Done(0, 1))
     assert [staged.step for staged in stager.of(MarkStaged)] == [1], "the survivor finishes it"
     (tell,) = stager.take(Offer(0, 3, stager.layout.digest))
-    assert isinstance(tell, Tell)
+    assert isinstance(tell, SendMessage)
     assert "rank 1 is dead" in tell.body["reason"]
 
 
@@ -190,7 +190,7 @@ def test_began_again_changes_nothing(stager: Stager) -> None:
 
 def test_without_a_flusher_what_comes_in_whole_is_staged(stager: Stager) -> None:
     stager.offer_all(1, began=False)
-    stager.take(FlusherGone("killed"))
+    stager.take(FlusherLost("killed"))
     stager.pay_all(1)
     for rank in range(2):
         stager.take(Done(rank, 1))
@@ -202,7 +202,7 @@ def test_without_a_flusher_what_comes_in_whole_is_staged(stager: Stager) -> None
 def test_a_wait_for_another_flusher_has_a_deadline_that_says_so() -> None:
     stager = Stager(make_layout(6), slots=4)
     stager.offer_all(1)
-    stager.take(FlusherGone("process 7 has ended"))
+    stager.take(FlusherLost("process 7 has ended"))
     while stager.credits:
         stager.pay(*next(iter(stager.credits)))
     stager.now += 121
@@ -234,7 +234,7 @@ def test_a_silent_rank_ends_what_waits_for_it_and_keeps_its_slots() -> None:
     assert [staged.step for staged in stager.of(MarkStaged)] == [1], "it had sent all of that one"
     stager.now += 10
     (tell,) = stager.take(Offer(0, 3, stager.layout.digest))
-    assert isinstance(tell, Tell)
+    assert isinstance(tell, SendMessage)
     assert "rank 1 on host h (process 7) has been silent for 41 s" in tell.body["reason"]
     stager.take(RankBack(1))
     for rank, step, chunk in [credit for credit in stager.credits if credit[1] == 2]:
@@ -258,7 +258,7 @@ def test_deadline_of_an_offer_names_who_is_missing(stager: Stager) -> None:
     assert stager.take(Tick()) == []
     stager.now = 60.1
     (tell,) = stager.take(Tick())
-    assert isinstance(tell, Tell)
+    assert isinstance(tell, SendMessage)
     assert "60 s for the offer of rank 1" in tell.body["message"]
 
 

@@ -24,8 +24,8 @@ from stager.session.session_messages import (
     Durable,
     Event,
     FillSlot,
-    FlusherBack,
-    FlusherGone,
+    FlusherReplaced,
+    FlusherLost,
     FreeSlot,
     GrantCredit,
     MarkFull,
@@ -39,7 +39,7 @@ from stager.session.session_messages import (
     Returned,
     Sent,
     SlotsFreed,
-    Tell,
+    SendMessage,
     Tick,
 )
 from tests.support.seeds import each_seed
@@ -129,7 +129,7 @@ class Job:
                 self.begun[step] = True
             case Abort(step, _):
                 del self.begun[step]
-            case Tell(_, kind, step, _):
+            case SendMessage(_, kind, step, _):
                 if kind in {Kind.DECLINED, Kind.FAILED, Kind.DURABLE}:
                     assert self.ended.setdefault(step, kind) == kind, "two verdicts on one step"
 
@@ -206,7 +206,7 @@ class Job:
         self.flusher_lives = False
         freed = [move for move in self._flusher_moves() if isinstance(move, SlotsFreed)]
         self.freed_unheard = [slot for move in freed if self.draw.random() < 0.5 for slot in move.slots]
-        self.take(FlusherGone("killed"))
+        self.take(FlusherLost("killed"))
 
     def next_flusher(self) -> None:
         """Another one: what it is told is what the books say."""
@@ -214,7 +214,7 @@ class Job:
         assert told == {step: (set(self.full[step].values()), staged) for step, staged in self.begun.items()}
         self._free(tuple(self.freed_unheard))
         freed, self.freed_unheard, self.flusher_lives = tuple(self.freed_unheard), [], True
-        self.take(FlusherBack(freed))
+        self.take(FlusherReplaced(freed))
 
     def fall_silent(self) -> None:
         rank = self.draw.choice(sorted(self.alive))

@@ -26,7 +26,7 @@ from stager.session.session_messages import (
     Offer,
     Received,
     Sent,
-    Tell,
+    SendMessage,
 )
 
 CHUNK = 4096
@@ -91,7 +91,7 @@ def test_refuse_fails_the_step_for_all_and_the_next_one_is_looked_at_again() -> 
     for step in (1, 2):
         abort, tell = driver.checkpoint(step, [SAME, SAME, OTHER])
         assert isinstance(abort, Abort)
-        assert isinstance(tell, Tell)
+        assert isinstance(tell, SendMessage)
         assert (tell.kind, tell.rank, tell.body["code"]) == (Kind.FAILED, None, "state")
         assert "rank 2 differs from most ranks in model/b" in tell.body["message"]
     assert [type(action) for action in driver.checkpoint(3, [SAME, SAME, SAME])] == [MarkStaged]

@@ -19,7 +19,7 @@ from stager.session.session_messages import (
     Offer,
     RankLost,
     SlotsFreed,
-    Tell,
+    SendMessage,
     Tick,
 )
 from tests.unit.stager.session.sessions import Stager, is_empty, make_layout, phases_of
@@ -195,7 +195,7 @@ def test_a_share_that_no_rank_offers_again_is_aborted_once() -> None:
 def test_shares_of_the_stager_before_fail_with_the_ring() -> None:
     stager = Stager(LAYOUT, share=SHARE, left={1: True, 2: False})
     actions = stager.session.refuse_all("the flusher ended")
-    told = [(tell.kind, tell.step) for tell in actions if isinstance(tell, Tell)]
+    told = [(tell.kind, tell.step) for tell in actions if isinstance(tell, SendMessage)]
     assert told == [(Kind.FAILED, 1), (Kind.FAILED, 2)]
     stager.session.reopen(free_slots=range(8))
     stager.take(Offer(0, 2, LAYOUT.digest))

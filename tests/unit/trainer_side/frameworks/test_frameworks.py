@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from holdfast.errors import ConfigError, StateError
 from trainer_side import ResumableSampler
 from trainer_side.frameworks.epochs import EpochLoader
-from trainer_side.frameworks.missing import RngAgain
+from trainer_side.frameworks.missing import ReloadableRngState
 
 DATA = TensorDataset(torch.arange(23))
 
@@ -60,7 +60,7 @@ def test_a_loader_of_another_sampler_is_refused() -> None:
 
 
 def test_random_numbers_are_brought_back_twice_and_then_left_alone() -> None:
-    numbers = RngAgain()
+    numbers = ReloadableRngState()
     saved = numbers.state_dict()
     expected = torch.rand(3)
     numbers.load_state_dict(saved)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.errors import HoldfastError, PeerLost
-from holdfast.notices.notice import Notice, NoticeKind, Terms
+from holdfast.notices.notice import Notice, NoticeKind, SaveInstruction
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire import frames as wire
 from holdfast.wire.doubt import Doubt
 from holdfast.wire.frames import Kind
-from holdfast.wire.pace import Wish
+from holdfast.wire.pace import PaceRequest
 from holdfast.wire.state_messages import Proposal
 from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import (
@@ -183,10 +183,10 @@ def test_a_proposed_step_is_answered_with_where_training_is(link: Link, port: Fa
     (answer,) = port.of(Kind.AT)
     assert (answer.step, answer.arg, answer.body) == (7, 1, b"{}")
     assert agreed_steps(link).reach(8) is None
-    reached: list[Terms | None] = []
+    reached: list[SaveInstruction | None] = []
     waiting = threading.Thread(target=lambda: reached.append(agreed_steps(link).reach(9)))
     waiting.start()
-    terms = Terms(True, "there is time", Notice(NoticeKind.TERMINATE, time.time() + 60, "aws", rank=1))
+    terms = SaveInstruction(True, "there is time", Notice(NoticeKind.TERMINATE, time.time() + 60, "aws", rank=1))
     message = wire.encode(Kind.SAVE_AT, attempt=1, step=9, flags=1, arg=1, body=wire.to_json(terms.to_json()))
     assert waiting.is_alive()
     with port.lock:
@@ -217,7 +217,7 @@ def test_a_stager_that_says_nonsense_of_a_step_is_given_up(port: FakePort, flags
 
 def test_an_interval_is_wished_for_promised_and_kept(port: FakePort) -> None:
     link = make(port, auto=True)
-    link.tell(StagerMessage.wish(Wish(5, 3, "every 5 steps: because")))
+    link.tell(StagerMessage.wish(PaceRequest(5, 3, "every 5 steps: because")))
     until(lambda: port.of(Kind.WISH))
     assert wire.json_body(port.of(Kind.WISH)[0]) == {"every": 5, "after": 3, "why": "every 5 steps: because"}
     assert not schedule(link).reach(3)
@@ -310,11 +310,11 @@ def test_a_stager_that_comes_back_gets_the_layout_and_the_next_step(
     _lose(link, port)
     assert "no checkpoints are taken until it is reached again; training goes on" in caplog.text
     assert offer(link, 3).state is TransferState.DECLINED
-    assert link.job.times_lost.losses == 1
+    assert link.job.stager_losses.losses == 1
     second = _reach(link, again)
-    lost_seconds = link.job.times_lost.seconds
+    lost_seconds = link.job.stager_losses.seconds
     assert lost_seconds > 0
-    assert link.job.times_lost == (1, lost_seconds), "it counts while the stager is lost"
+    assert link.job.stager_losses == (1, lost_seconds), "it counts while the stager is lost"
     assert f"rank {rank}: the stager is reached again" in caplog.text
     assert link.job.attempt == 2
     offer(link, 4)
@@ -337,10 +337,10 @@ def test_a_step_offered_while_the_stager_is_reached_again_is_offered_and_not_dec
     link = _linked(port, again)
     _lose(link, port)
     offer(link, 3)
-    recover = link.job.recover
+    mark_recovered = link.job.mark_recovered
 
     def recover_and_save() -> None:
-        recover()
+        mark_recovered()
         offer(link, 4)
 
     monkeypatch.setattr(link.job, "recover", recover_and_save)
@@ -423,7 +423,7 @@ def test_a_stager_may_be_lost_and_reached_again_any_number_of_times(port: FakePo
         until(lambda: lost.of(Kind.OFFER))  # noqa: B023 (called at once)
     assert link.job.attempt == 6
     assert len(again.ports) == 5
-    assert link.job.times_lost.losses == 5
+    assert link.job.stager_losses.losses == 5
     link.close(seconds_max=0.0)
     assert lost.left
 
@@ -447,8 +447,8 @@ def test_a_caller_during_a_loss_hears_of_it_even_when_the_stager_is_back(
     port.dead = True
     thread.join(SECONDS_MAX)
     until(lambda: again.ports and link.job.lives)
-    assert link.job.has_lost(asking[0])
-    assert not link.job.has_lost(PeerLost("of a rank"))
+    assert link.job.is_last_loss(asking[0])
+    assert not link.job.is_last_loss(PeerLost("of a rank"))
     link.close(seconds_max=0.0)
 
 

@@ -73,7 +73,7 @@ class _Waits:
     def __bool__(self) -> bool:
         return True
 
-    def notice_stall(self, _now: float) -> bool:
+    def check_stall(self, _now: float) -> bool:
         return False
 
     def wait(self, seconds: float) -> None:
@@ -88,10 +88,10 @@ class _Waits:
     [(0.0, 0.5e-3), (1.5, 0.5e-3), (2.0, 0.5e-3), (16.0, 4e-3), (200.0, 20e-3)],
 )
 def test_where_ranks_crowd_on_the_cores_they_look_less_often(
-    monkeypatch: pytest.MonkeyPatch, crowding: float, longest_seconds: float
+    monkeypatch: pytest.MonkeyPatch, processes_per_core: float, longest_seconds: float
 ) -> None:
     waits = _Waits(streaming=False)
-    pauses = PollBackoff(cast(Outbox, waits), lambda: 0.0, crowding)
+    pauses = PollBackoff(cast(Outbox, waits), lambda: 0.0, processes_per_core)
     monkeypatch.setattr(pauses, "_wake", waits)
     for _ in range(40):
         pauses.rest(fetching=False)
@@ -138,9 +138,9 @@ def test_once_something_has_happened_it_looks_as_often_as_ever(monkeypatch: pyte
 
 @pytest.mark.parametrize(("crowding", "pause_seconds"), [(1.5, 0), (16.0, 0.2e-3)])
 def test_where_they_crowd_none_keeps_a_core_to_itself(
-    monkeypatch: pytest.MonkeyPatch, crowding: float, pause_seconds: float
+    monkeypatch: pytest.MonkeyPatch, processes_per_core: float, pause_seconds: float
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr("trainer_side.link.poll_backoff.time", SimpleNamespace(sleep=slept.append))
-    PollBackoff(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, crowding).rest(fetching=False)
+    PollBackoff(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, processes_per_core).rest(fetching=False)
     assert slept == [pause_seconds]

@@ -17,7 +17,7 @@ from tests.unit.trainer_side.stager_port import CHUNK, SECONDS_MAX, FakePort, un
 from trainer_side.background_thread import ThreadDied
 from trainer_side.link import rejoining
 from trainer_side.link.job_state import JobState
-from trainer_side.link.rejoining import Reached, Reconnect, Rejoining
+from trainer_side.link.rejoining import RejoinedStager, Reconnect, Rejoining
 from trainer_side.ranks.ports import GenerationOver, StartReplaced
 
 BEFORE = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
@@ -53,7 +53,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _rejoining(again: Reconnect, rank: int) -> Rejoining:
     job = JobState(rank, 2, store_url="file:///run", chunk_bytes=CHUNK, attempt=1)
-    return Rejoining(again, job, start_seconds_max=SECONDS_MAX, last_step=lambda: 40, kept_there="")
+    return Rejoining(again, job, start_seconds_max=SECONDS_MAX, last_step=lambda: 40, fallback_text="")
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def search() -> Iterator[Callable[..., Rejoining]]:
         one.end()
 
 
-def _found(search: Rejoining) -> Reached:
-    found: list[Reached] = []
+def _found(search: Rejoining) -> RejoinedStager:
+    found: list[RejoinedStager] = []
 
     def look() -> bool:
         found.extend(filter(None, [search.look()]))

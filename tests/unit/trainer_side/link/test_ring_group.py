@@ -7,7 +7,7 @@ import pytest
 from holdfast.errors import PeerLost
 from holdfast.image.chunks import Source
 from holdfast.ring.journal import SlotRecord, SlotState
-from holdfast.ring.remains import Asked, HeldCheckpoint, read_held, tell_held
+from holdfast.ring.remains import FetchKind, HeldCheckpoint, decode_held, encode_held
 from trainer_side.link.ring_group import RingGroup
 
 
@@ -16,21 +16,21 @@ class Ring:
 
     def __init__(self, held: list[HeldCheckpoint]) -> None:
         self.held, self.is_lost = held, False
-        self.asked: list[tuple[Asked, int]] = []
+        self.asked: list[tuple[FetchKind, int]] = []
 
     def fetch(
-        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         if self.is_lost:
             raise PeerLost("it is lost")
         self.asked.append((asked, chunk))
         match asked:
-            case Asked.HELD:
-                return tell_held(self.held)
-            case Asked.BYTES:
+            case FetchKind.HELD:
+                return encode_held(self.held)
+            case FetchKind.BYTES:
                 of_step = [one for one in self.held if (one.attempt, one.step) == (attempt, step)]
                 return body + bytes([chunk]) if any(chunk in one.chunks for one in of_step) else None
-            case Asked.LAYOUT:
+            case FetchKind.LAYOUT:
                 return body if self.held else None
             case _:
                 return b"here"
@@ -44,9 +44,9 @@ def _held(step: int, chunks: range, digest: str = "d", drift: str = "") -> HeldC
 
 
 def _ask(rings: list[Ring]) -> dict[int, HeldCheckpoint]:
-    said = RingGroup([ring.fetch for ring in rings]).fetch(Asked.HELD)
+    said = RingGroup([ring.fetch for ring in rings]).fetch(FetchKind.HELD)
     assert said is not None
-    return {held.step: held for held in read_held(said)}
+    return {held.step: held for held in decode_held(said)}
 
 
 def test_the_chunks_of_all_rings_make_one_checkpoint() -> None:
@@ -68,19 +68,19 @@ def test_bytes_come_from_the_ring_that_has_them_and_it_is_asked_first_for_the_ne
     rings = [Ring([_held(5, range(2))]), Ring([_held(5, range(2, 5))])]
     group = RingGroup([ring.fetch for ring in rings])
     for chunk in range(5):
-        assert group.fetch(Asked.BYTES, attempt=1, step=5, chunk=chunk, body=b"x") == b"x" + bytes([chunk])
+        assert group.fetch(FetchKind.BYTES, attempt=1, step=5, chunk=chunk, body=b"x") == b"x" + bytes([chunk])
     assert [chunk for _, chunk in rings[0].asked] == [0, 1, 2]
     assert [chunk for _, chunk in rings[1].asked] == [2, 3, 4]
-    assert group.fetch(Asked.BYTES, attempt=1, step=5, chunk=9) is None
+    assert group.fetch(FetchKind.BYTES, attempt=1, step=5, chunk=9) is None
 
 
 def test_a_layout_comes_from_any_ring_a_proof_from_the_leads_and_a_place_from_none() -> None:
     rings = [Ring([]), Ring([_held(5, range(1))])]
     group = RingGroup([ring.fetch for ring in rings])
-    assert group.fetch(Asked.LAYOUT, body=b"d") == b"d"
-    assert group.fetch(Asked.PROOF, attempt=1, step=5) == b"here"
-    assert rings[1].asked == [(Asked.LAYOUT, 0)]
-    assert group.fetch(Asked.PLACE) is None
+    assert group.fetch(FetchKind.LAYOUT, body=b"d") == b"d"
+    assert group.fetch(FetchKind.PROOF, attempt=1, step=5) == b"here"
+    assert rings[1].asked == [(FetchKind.LAYOUT, 0)]
+    assert group.fetch(FetchKind.PLACE) is None
 
 
 def test_a_ring_that_is_lost_is_no_empty_one() -> None:

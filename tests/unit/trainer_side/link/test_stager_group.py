@@ -227,7 +227,7 @@ def test_a_member_that_is_back_is_saved_to_again(tmp_path: Path) -> None:
     scene.ports[1].dead = True
     until(lambda: scene.back[1] and scene.group.job.problem is None)
     scene.ports[1] = scene.back[1][0]
-    assert scene.group.job.times_lost.losses == 1
+    assert scene.group.job.stager_losses.losses == 1
     assert not scene.back[0], "the lead was not lost"
     transfer = scene.offer(2)
     for index in range(STAGERS):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_side.notice.lost_siblings import ranks_of_torchrun
+from trainer_side.notice.lost_siblings import find_sibling_ranks
 
 _SLEEPS = "import time; time.sleep(60)"
 _RANK = """
@@ -119,9 +119,9 @@ def test_ranks_of_torchrun_are_its_children_that_have_its_variables() -> None:
     ]
     try:
         first, second, _ = (process.pid for process in started)
-        assert ranks_of_torchrun(first, 2) == [second]
-        assert ranks_of_torchrun(first, 3) == []
-        assert ranks_of_torchrun(first, 1) == []
+        assert find_sibling_ranks(first, 2) == [second]
+        assert find_sibling_ranks(first, 3) == []
+        assert find_sibling_ranks(first, 1) == []
     finally:
         for process in started:
             process.kill()

@@ -115,12 +115,12 @@ def test_a_rebalance_shortens_the_interval_for_a_while_at_the_same_steps_on_all(
     job.settle()
     at = job.ranks[0].acted[0][0]
     for rank in job.ranks:
-        assert rank.appointments.every(100, at + 1) == 25
-        assert rank.appointments.every(2, at + 1) == 1
-        assert rank.appointments.every(0, at + 1) == 0
-        assert rank.appointments.every(100, 10**9) == 100
-        assert rank.appointments.notice is not None
-        assert rank.appointments.notice.kind is NoticeKind.REBALANCE
+        assert rank.agreed_steps.every(100, at + 1) == 25
+        assert rank.agreed_steps.every(2, at + 1) == 1
+        assert rank.agreed_steps.every(0, at + 1) == 0
+        assert rank.agreed_steps.every(100, 10**9) == 100
+        assert rank.agreed_steps.notice is not None
+        assert rank.agreed_steps.notice.kind is NoticeKind.REBALANCE
     assert job.ranks[0].acted == job.ranks[1].acted == [(at, True)]
 
 
@@ -130,7 +130,7 @@ def test_a_graver_notice_takes_over_one_that_is_open() -> None:
     job.notice(1, terminate(50), 50.0)
     job.settle()
     assert [rank.acted for rank in job.ranks] == [[(job.ranks[0].step, True)]] * 2
-    notice = job.ranks[0].appointments.notice
+    notice = job.ranks[0].agreed_steps.notice
     assert notice is not None
     assert (notice.kind, notice.rank) == (NoticeKind.TERMINATE, 1)
     assert job.events() == ["notice", "notice", "emergency"]

@@ -27,7 +27,7 @@ from trainer_side.notice import open_sources as opening
 from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
 from trainer_side.notice.gcp import Gcp
-from trainer_side.notice.http import Server
+from trainer_side.notice.http import MetadataServer
 from trainer_side.notice.open_sources import find_servers
 from trainer_side.notice.signals import Signal
 from trainer_side.notice.source import SourceError
@@ -220,7 +220,7 @@ def test_a_server_that_hangs_drips_refuses_or_fails_is_an_error(
 )
 def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(SourceError, match="expected http://HOST"):
-        Server(url, seconds_max=1)
+        MetadataServer(url, seconds_max=1)
 
 
 # -- Google Cloud

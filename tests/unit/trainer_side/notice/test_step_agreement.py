@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
 from holdfast.notices import preemption
-from holdfast.notices.messages import Announcement, StepAnswer, StepWord
+from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
 from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
 from holdfast.wire.frames import Frame, Kind
 from stager import interval_agreement
@@ -228,7 +228,7 @@ def test_promises_of_what_is_decided_anew_count_for_nothing() -> None:
     agreement.begin(0.0)
     _all(agreement, 5, 5)
     agreement.propose_later(0.0)
-    agreement.decide_again()
+    agreement.ignore_promises()
     assert _all(agreement, 5, 5) is Answers.PASSED
     assert agreement.propose_later(0.0).step == 7, "with the margin of a first try"
     assert _all(agreement, 5, 5) is Answers.PROMISED
@@ -275,7 +275,7 @@ def test_only_the_word_on_the_promised_step_counts() -> None:
         promises.end()
         assert promises.reach(20) == ["third"], "an appointed step stays so"
         promises.heard(Announcement(PROPOSED, 30, 6))
-        promises.heard(Announcement(StepWord.LOOSE, 30, 5))
+        promises.heard(Announcement(AnnouncementKind.LOOSE, 30, 5))
         assert not promises.pending
 
 

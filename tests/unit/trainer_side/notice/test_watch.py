@@ -19,7 +19,7 @@ from holdfast.notices.notice import Notice, NoticeKind
 from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
 from trainer_side.notice.open_sources import open_watch
 from trainer_side.notice.source import SourceError
-from trainer_side.notice.watch import NoticeWatch, asks_for_machine
+from trainer_side.notice.watch import NoticeWatch, is_first_on_machine
 
 _SECONDS_MAX = 60.0
 
@@ -107,10 +107,10 @@ def test_a_signal_is_passed_on_without_waiting_for_the_next_look() -> None:
 def test_off_unless_configured_and_one_rank_of_a_machine_asks() -> None:
     assert TrainerConfig().watch == ()
     assert open_watch(TrainerConfig(), lambda _: None, rank=0) is None
-    assert asks_for_machine({})
-    assert asks_for_machine({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "SLURM_LOCALID": "3"})
-    assert not asks_for_machine({"OMPI_COMM_WORLD_LOCAL_RANK": "1"})
-    assert not asks_for_machine({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"})  # torchrun under srun
+    assert is_first_on_machine({})
+    assert is_first_on_machine({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "SLURM_LOCALID": "3"})
+    assert not is_first_on_machine({"OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    assert not is_first_on_machine({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"})  # torchrun under srun
     with FakeMetadata() as server:
         config = TrainerConfig(watch=("aws",), watch_seconds=0.001)
         other = open_watch(config, lambda _: None, rank=1, environ={**server.environ, "SLURM_LOCALID": "1"})

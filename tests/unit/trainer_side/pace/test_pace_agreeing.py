@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.notices.messages import Announcement, Effect
-from holdfast.wire.pace import Wish
+from holdfast.wire.pace import PaceRequest
 from tests.unit.trainer_side.agreeing import APPOINTED, PROPOSED, IntervalJob, IntervalRank
 from trainer_side.pace.schedule import Schedule, SchedulePhase
 
@@ -145,4 +145,4 @@ def test_a_body_that_is_none_is_refused(body: dict[str, object]) -> None:
 )
 def test_a_wish_that_is_none_is_refused(body: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="WISH"):
-        Wish.from_json(body)
+        PaceRequest.from_json(body)

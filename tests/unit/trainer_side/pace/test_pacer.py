@@ -10,10 +10,10 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
-from holdfast.notices.messages import Announcement, StepWord
+from holdfast.notices.messages import Announcement, AnnouncementKind
 from holdfast.telemetry.events import EventLog
-from holdfast.wire.failure_count import NONE_SEEN, FailureCount
-from holdfast.wire.pace import Wish
+from holdfast.wire.failure_count import NO_FAILURES, FailureCount
+from holdfast.wire.pace import PaceRequest
 from trainer_side.pace.pacer import Pacer
 from trainer_side.pace.schedule import Schedule, chosen_interval
 
@@ -24,9 +24,9 @@ class Rank:
     """Trains in steps of 0.1 s; the test decides the fate of each checkpoint."""
 
     def __init__(
-        self, path: Path, *, rank: int = 0, seen: FailureCount = NONE_SEEN, **settings: object
+        self, path: Path, *, rank: int = 0, seen: FailureCount = NO_FAILURES, **settings: object
     ) -> None:
-        self.now, self.step, self.wishes = 100.0, -1, list[Wish]()
+        self.now, self.step, self.wishes = 100.0, -1, list[PaceRequest]()
         self.path, self.events = path, EventLog(path, role="trainer", rank=rank)
         self.schedule = Schedule(auto=True, wait_seconds_max=1)
         self.parameter = torch.nn.Parameter(torch.ones(3))
@@ -61,9 +61,9 @@ class Rank:
     def appoint(self) -> None:
         """As the stager does with the newest wish."""
         wish, step = self.wishes[-1], self.step + 1
-        self.schedule.heard(Announcement(StepWord.PROPOSED, step, step))
+        self.schedule.heard(Announcement(AnnouncementKind.PROPOSED, step, step))
         pace = {"first": wish.after + wish.every, "every": wish.every}
-        self.schedule.heard(Announcement(StepWord.APPOINTED, step, step, pace))
+        self.schedule.heard(Announcement(AnnouncementKind.APPOINTED, step, step, pace))
 
     def written(self, event: str) -> list[dict[str, object]]:
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]
@@ -115,7 +115,7 @@ def test_a_slow_store_makes_it_longer_before_anything_is_durable_and_relief_shor
 
 
 def test_failures_that_the_run_has_seen_shorten_the_interval_and_a_set_mtbf_wins(path: Path) -> None:
-    def first_wish(seen: FailureCount, mtbf_hours: float | None = None) -> Wish:
+    def first_wish(seen: FailureCount, mtbf_hours: float | None = None) -> PaceRequest:
         rank = Rank(path, seen=seen, mtbf_hours=mtbf_hours)
         rank.train(33)
         return rank.wishes[0]

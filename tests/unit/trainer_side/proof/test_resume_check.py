@@ -13,7 +13,7 @@ import torch
 from holdfast.errors import PeerLost, ResumeDiffers
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.proof_record import Digest, ProofRecord, proof_name
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.step_proof import ProofVerdict, ResumeProof, read_proof
@@ -66,8 +66,8 @@ class PlayedLink:
         else:
             self.digests.append((key, said))
 
-    def fetch(self, asked: Asked, *, attempt: int, step: int) -> bytes | None:
-        assert (asked, attempt, step) == (Asked.PROOF, *KEY)
+    def fetch(self, asked: FetchKind, *, attempt: int, step: int) -> bytes | None:
+        assert (asked, attempt, step) == (FetchKind.PROOF, *KEY)
         return None if self._ring is None else self._ring.to_bytes()
 
 

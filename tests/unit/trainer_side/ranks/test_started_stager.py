@@ -11,7 +11,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.image.shares import ShareNumber
 from holdfast.net.handshake import Start
-from holdfast.own_stager import OwnStagerPlace
+from holdfast.own_stager import OwnStagerEndpoint
 from tests.support.restoring import Ranks, ThreadPeers
 from trainer_side.ranks import started_stager
 from trainer_side.ranks.peers import LonePeers
@@ -21,12 +21,12 @@ from trainer_side.ranks.started_stager import (
     StagerTarget,
     StartedStager,
     living_share,
-    roots_by_share,
+    starting_ranks,
 )
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 RANK_0 = OwnShare()
-NAMED, OWN = "node-9:29411", OwnStagerPlace("127.0.0.1:7", "k" * 32)
+NAMED, OWN = "node-9:29411", OwnStagerEndpoint("127.0.0.1:7", "k" * 32)
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +42,17 @@ class Net:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answer: set[str] = set()
         self.asked: list[tuple[int, str, bytes | None, int]] = []
-        self.living: OwnStagerPlace | None = None
+        self.living: OwnStagerEndpoint | None = None
         self.starts = 0
         self.deaf: set[int] = set()  # ranks that reach none
         self.now = 0.0
         self.announced = b""
         self.lead_attempts: set[int] = set()
         monkeypatch.setattr(started_stager, "connected", self._connected)
-        monkeypatch.setattr(started_stager, "living_own_stager", lambda *_: self.living)
+        monkeypatch.setattr(started_stager, "find_own_stager", lambda *_: self.living)
         monkeypatch.setattr(StagerStarter, "start", lambda _: self._start())
 
-    def _start(self) -> OwnStagerPlace:
+    def _start(self) -> OwnStagerEndpoint:
         self.starts += 1
         self.living = OWN
         self.answer.add(OWN.address)
@@ -114,7 +114,7 @@ def test_rank_0_starts_one_and_all_ranks_get_its_address_and_key(net: Net) -> No
 
 
 def test_a_stager_that_an_earlier_start_has_left_is_taken_and_one_that_ends_is_not(net: Net) -> None:
-    left = OwnStagerPlace("127.0.0.1:9", "l" * 32)
+    left = OwnStagerEndpoint("127.0.0.1:9", "l" * 32)
     net.living, net.answer = left, {left.address}
     net.own()
     assert (net.starts, net.asked[-1][1:3]) == (0, (left.address, left.key.encode()))
@@ -149,13 +149,13 @@ def test_the_stager_of_another_share_is_started_by_the_first_rank_of_its_node(ne
     ],
 )
 def test_a_node_whose_stager_lives_keeps_its_share(living: list[str], roots: list[int]) -> None:
-    assert roots_by_share([0, 2, 4], living) == roots
+    assert starting_ranks([0, 2, 4], living) == roots
 
 
 def test_the_share_of_a_living_stager_is_empty_without_one(net: Net) -> None:
     config = TrainerConfig.from_sources(store="/mnt/run", stager="own-per-node")
     assert living_share(config) == ""
-    net.living = OwnStagerPlace("127.0.0.1:9", "l" * 32, "2/2")
+    net.living = OwnStagerEndpoint("127.0.0.1:9", "l" * 32, "2/2")
     assert living_share(config) == "2/2"
     assert living_share(TrainerConfig.from_sources(stager="own-per-node")) == ""
 
@@ -163,7 +163,7 @@ def test_the_share_of_a_living_stager_is_empty_without_one(net: Net) -> None:
 def test_a_stager_with_another_share_is_waited_for_until_it_has_ended(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net.living = OwnStagerPlace("127.0.0.1:9", "l" * 32, "1/3")
+    net.living = OwnStagerEndpoint("127.0.0.1:9", "l" * 32, "1/3")
     net.answer = {"127.0.0.1:9"}
     monkeypatch.setattr("trainer_side.ranks.started_stager.time.sleep", lambda _: net.die_quietly())
     net.own(share=OwnShare(0, ShareNumber(0, 2)), stager="own-per-node")
@@ -171,7 +171,7 @@ def test_a_stager_with_another_share_is_waited_for_until_it_has_ended(
 
 
 def test_a_stager_with_another_share_that_does_not_end_is_an_error_that_says_why(net: Net) -> None:
-    net.living = OwnStagerPlace("127.0.0.1:9", "l" * 32, "1/2")
+    net.living = OwnStagerEndpoint("127.0.0.1:9", "l" * 32, "1/2")
     share = OwnShare(0, ShareNumber(1, 2), lead_attempt=1)
     with pytest.raises(PeerLost, match="each node a directory of its own in HOLDFAST_RUNTIME_DIR"):
         net.own(share=share, stager="own-per-node", start_seconds_max=0.01)
@@ -186,7 +186,7 @@ def test_a_rank_that_does_not_reach_it_ends_all_ranks_and_says_which_setting_hel
 
 
 def test_a_stager_that_cannot_be_started_ends_all_ranks(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: StagerStarter) -> OwnStagerPlace:
+    def fail(_: StagerStarter) -> OwnStagerEndpoint:
         raise ConfigError("no such address")
 
     monkeypatch.setattr(StagerStarter, "start", fail)
@@ -258,7 +258,7 @@ def test_a_named_stager_that_stays_lost_is_replaced_and_the_other_ranks_follow(n
     assert net.starts == 0
     net.now += 30
     doors[0].again(2)
-    assert (net.starts, OwnStagerPlace.from_bytes(net.announced)) == (1, OWN)
+    assert (net.starts, OwnStagerEndpoint.from_bytes(net.announced)) == (1, OWN)
     doors[1].again(2)
     assert net.asked[-1] == (1, OWN.address, OWN.key.encode(), 2)
 

@@ -9,8 +9,8 @@ from collections import defaultdict
 import pytest
 
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, StateError
-from operator_side.supervise.job_output import exception_of
-from trainer_side.ranks.uncaught import speaks
+from operator_side.supervise.job_output import find_exception
+from trainer_side.ranks.uncaught import must_print
 
 
 class Ports:
@@ -40,7 +40,7 @@ class Port:
 
 def speakers(errors: dict[int, HoldfastError], ranks: int) -> list[int]:
     ports = Ports(ranks)
-    return [rank for rank, error in errors.items() if speaks(ports.of(rank), error, seconds_max=0.05)]
+    return [rank for rank, error in errors.items() if must_print(ports.of(rank), error, seconds_max=0.05)]
 
 
 def test_an_error_that_all_ranks_raise_is_said_by_rank_0() -> None:
@@ -66,17 +66,17 @@ def test_different_errors_are_all_said() -> None:
 def test_thousands_of_ranks_do_not_send_each_other_millions_of_messages() -> None:
     ports = Ports(2000)
     errors = {rank: ConfigError("no") for rank in range(ports.ranks)}
-    assert [rank for rank, error in errors.items() if speaks(ports.of(rank), error, seconds_max=1)] == [0]
+    assert [rank for rank, error in errors.items() if must_print(ports.of(rank), error, seconds_max=1)] == [0]
     assert ports.sent < 20 * ports.ranks
 
 
 _SCRIPT = """
 import atexit
 from holdfast.errors import {kind} as Kind
-from trainer_side.ranks.uncaught import end_by_exit_codes
+from trainer_side.ranks.uncaught import install_exit_code_hook
 atexit.register(print, "left in order")
-end_by_exit_codes()
-end_by_exit_codes()
+install_exit_code_hook()
+install_exit_code_hook()
 raise Kind("what is wrong")
 """
 
@@ -91,7 +91,7 @@ def test_an_uncaught_error_is_one_message_and_its_exit_code(kind: str, code: int
     assert said[1].startswith(f"holdfast: rank 0: {kind}: what is wrong (at <string>:8)"), said
     assert said[2].startswith("help: holdfast explain ")
     assert "Traceback" not in done.stderr
-    assert exception_of(said) == f"holdfast.errors.{kind}"
+    assert find_exception(said) == f"holdfast.errors.{kind}"
 
 
 def test_every_other_exception_is_left_alone() -> None:

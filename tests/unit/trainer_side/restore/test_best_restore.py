@@ -13,7 +13,7 @@ from holdfast.image.best_rule import BestRule
 from holdfast.image.manifest import State, manifest_name
 from holdfast.store.posix import PosixStore
 from tests.support.restoring import Ranks, ThreadPeers, publish
-from trainer_side.restore.choice import WantedBest, wanted_best
+from trainer_side.restore.choice import WantedBest, parse_best
 from trainer_side.restore.restore import restore
 from trainer_side.restore.restore_attempt import RestoreOptions
 
@@ -111,4 +111,4 @@ def test_damage_of_every_one_with_the_metric_is_an_error(tmp_path: Path) -> None
 )
 def test_wanted_best_refuses_what_does_not_go_together(best: Any, mode: Any, step: Any) -> None:
     with pytest.raises(ConfigError, match=r"restore\(\)"):
-        wanted_best(best, mode, step)
+        parse_best(best, mode, step)

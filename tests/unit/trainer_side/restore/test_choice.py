@@ -18,7 +18,7 @@ from trainer_side.restore.choice import (
     STORE,
     Candidate,
     Holder,
-    Passed,
+    SkippedCheckpoint,
     SliceKey,
     StoreCandidate,
     candidates,
@@ -62,13 +62,13 @@ STORED = st.lists(
 )
 
 
-@given(found=holders_of(), shelf=STORED)
+@given(found=holders_of(), store_listing=STORED)
 def test_newest_first_each_whole_and_nothing_is_left_out(
-    found: list[Holder], shelf: list[StoreCandidate]
+    found: list[Holder], store_listing: list[StoreCandidate]
 ) -> None:
-    shelf = [one._replace(number=number) for number, one in enumerate(shelf)]
-    listed = candidates(found, shelf)
-    assert listed == candidates(list(reversed(found)), shelf), "every rank must come to the same order"
+    store_listing = [one._replace(number=number) for number, one in enumerate(store_listing)]
+    listed = candidates(found, store_listing)
+    assert listed == candidates(list(reversed(found)), store_listing), "every rank must come to the same order"
     drifted = [isinstance(item, Candidate) and bool(item.drift) for item in listed]
     assert drifted == sorted(drifted), "those whose replicas were not the same come last"
     for kind in (False, True):
@@ -77,11 +77,11 @@ def test_newest_first_each_whole_and_nothing_is_left_out(
         ]
         assert orders == sorted(orders, reverse=True)
     for item in listed:
-        if isinstance(item, Passed):
+        if isinstance(item, SkippedCheckpoint):
             assert item.reason
             continue
         if item.stored != STORE:
-            one = shelf[item.stored]
+            one = store_listing[item.stored]
             assert not one.fault
             assert (one.attempt, one.step) == (item.attempt, item.step)
             if item.key is not None:
@@ -97,19 +97,19 @@ def test_newest_first_each_whole_and_nothing_is_left_out(
             assert list(some) == sorted(some, key=lambda one: (one.nearness, one.rank, one.number))
     of_tiers = [item.key for item in listed if isinstance(item, Candidate) and item.key is not None]
     assert len(of_tiers) == len(set(of_tiers))
-    passed = [item for item in listed if isinstance(item, Passed)]
+    passed = [item for item in listed if isinstance(item, SkippedCheckpoint)]
     assert len(of_tiers) + sum(not item.lost for item in passed) == len({holder.key for holder in found})
     of_store = [item for item in listed if isinstance(item, Candidate) and item.key is None]
-    assert len(of_store) == sum(not one.fault for one in shelf)
-    assert sum(item.lost for item in passed) == sum(bool(one.fault) for one in shelf)
+    assert len(of_store) == sum(not one.fault for one in store_listing)
+    assert sum(item.lost for item in passed) == sum(bool(one.fault) for one in store_listing)
 
 
-@given(found=holders_of(), shelf=STORED)
+@given(found=holders_of(), store_listing=STORED)
 def test_equal_candidates_in_tiers_come_before_the_store(
-    found: list[Holder], shelf: list[StoreCandidate]
+    found: list[Holder], store_listing: list[StoreCandidate]
 ) -> None:
-    shelf = [one._replace(number=number) for number, one in enumerate(shelf)]
-    listed = [item for item in candidates(found, shelf) if isinstance(item, Candidate)]
+    store_listing = [one._replace(number=number) for number, one in enumerate(store_listing)]
+    listed = [item for item in candidates(found, store_listing) if isinstance(item, Candidate)]
     for before, after in itertools.pairwise(listed):
         if (before.attempt, before.step) == (after.attempt, after.step):
             assert before.key is not None
@@ -152,8 +152,8 @@ def rigs(draw: st.DrawFn) -> tuple[Layout, Candidate, int]:
             near = draw(st.sampled_from([0, 2, NEARNESS_OF_STORE + 1]))
             found.append(Holder(key, slice_rank, rank, numbers[rank], near, "tier", "place"))
             numbers[rank] += 1
-    shelf = [] if stored == STORE else [StoreCandidate(0, 1, 5, layout.ranks, layout.digest, "")]
-    return layout, next(c for c in candidates(found, shelf) if isinstance(c, Candidate)), ranks
+    store_listing = [] if stored == STORE else [StoreCandidate(0, 1, 5, layout.ranks, layout.digest, "")]
+    return layout, next(c for c in candidates(found, store_listing) if isinstance(c, Candidate)), ranks
 
 
 def covered(units: Sequence[Unit]) -> list[Extent]:

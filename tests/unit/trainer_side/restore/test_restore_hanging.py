@@ -18,7 +18,7 @@ from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
 from tests.unit.trainer_side.tiers.ranks import until
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.inventory import newest_attempt
-from trainer_side.tiers.tier import Kept, Nearness, Tier
+from trainer_side.tiers.tier import SealedSlice, Nearness, Tier
 from trainer_side.tiers.tier_inventory import take_inventory
 
 SECONDS_MAX = 5.0  # the wait for a device is a tenth of it
@@ -43,12 +43,12 @@ class Hanging(DictTier):
         self.hangs_in = range(1 << 40)
         self._counting = threading.Lock()
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SealedSlice]:
         if self.kept_hangs:
             self._hang()
         return super().kept()
 
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+    def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
         if offset not in self.hangs_in:
             super().read_into(kept, offset, view)
             return

@@ -24,7 +24,7 @@ from tests.support.slices import DictTier
 from tests.unit.trainer_side.tiered import Vector, assert_step, bring_back, saved
 from trainer_side.restore import targets as targets_module
 from trainer_side.restore.restore import restore
-from trainer_side.tiers.tier import Kept, Nearness
+from trainer_side.tiers.tier import SealedSlice, Nearness
 
 _SOME = (Nearness.MEMORY, Nearness.FILE)
 _SMALL = {step: saved(step, size=2000) for step in (4, 5)}
@@ -137,7 +137,7 @@ def test_sizes_in_a_layout_are_not_believed(store: CountingStore, where: str) ->
         }
     )
     tier = DictTier().put(made, 0)
-    tier._kept[0] = Kept(seal, layout, "dict", 0)
+    tier._kept[0] = SealedSlice(seal, layout, "dict", 0)
     tracemalloc.start()
     try:
         results = assert_step(*bring_back(store, [[tier], []]), 4)

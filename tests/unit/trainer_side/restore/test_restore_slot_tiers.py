@@ -162,8 +162,8 @@ def test_cores_read_what_is_in_memory_and_few_requests_go_to_a_disk(
         machines.save(saved(5), 0, 0, kind=kind)
         tier = machines.open(0, kind)
         origins[kind] = read_plan.KeptSlice(tier, tier.kept()[0])
-    assert read_plan.readers_of([origins["memory"]]) == readers
-    assert read_plan.readers_of(origins.values()) == 4
+    assert read_plan.reader_count([origins["memory"]]) == readers
+    assert read_plan.reader_count(origins.values()) == 4
 
 
 def test_a_machine_that_is_lost_is_made_good_by_the_store(machines: Machines, store: CountingStore) -> None:

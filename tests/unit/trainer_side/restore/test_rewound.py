@@ -122,7 +122,7 @@ def test_a_checkpointer_has_its_samplers_leave_them_out(
 ) -> None:
     link = FakeLink()
     link.job = JobState(0, 1, store_url=str(tmp_path), chunk_bytes=1 << 20, attempt=3)
-    monkeypatch.setattr(joining, "meet_stager", link.meet)
+    monkeypatch.setattr(joining, "connect_stager", link.meet)
     before = ResumableSampler(40, seed=1, rank=0, ranks=1)
     batches = before.batches(2)
     for step in range(3):

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.errors import PeerLost
 from holdfast.ring.near_ring import NearRing, near_ring
-from holdfast.ring.remains import Asked
+from holdfast.ring.remains import FetchKind
 from holdfast.ring.ring import Ring
 from tests.support.restoring import CountingStore
 from tests.support.ring_checkpoint import LiveFetch, put_in_ring
@@ -147,8 +147,8 @@ def test_a_chunk_whose_slot_is_filled_meanwhile_comes_from_the_store(
     put_in_ring(ring, made, range(CHUNKS), state="durable")
     fetch = LiveFetch(ring)
 
-    def filled_after_the_look(asked: Asked, **question: object) -> bytes | None:
-        if asked is Asked.LAYOUT:
+    def filled_after_the_look(asked: FetchKind, **question: object) -> bytes | None:
+        if asked is FetchKind.LAYOUT:
             ring.mark_filling(3, 2, 6, 3)
             ring.slot_memory(3)[:] = bytes(4096)
         return fetch(asked, **question)  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def test_a_rank_that_cannot_see_the_ring_gets_its_bytes_from_the_others(
         results = _bring_back(store, fetch, 5)
     assert len(seen) == 2
     assert sum(one.sources[RING].nbytes for one in results) == made.layout.image_bytes
-    assert Asked.BYTES in fetch.asked
+    assert FetchKind.BYTES in fetch.asked
     assert store.requests == []
 
 

@@ -15,7 +15,7 @@ from tests.support.restoring import CountingStore
 from tests.support.ring_checkpoint import LiveFetch, put_in_ring
 from tests.support.slices import DictTier
 from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
-from trainer_side.restore.choice import Candidate, Passed, candidates, pass_over
+from trainer_side.restore.choice import Candidate, SkippedCheckpoint, candidates, skip_set_aside
 from trainer_side.restore.ring_slices import RingSlices
 from trainer_side.tiers.tier import Nearness
 
@@ -104,15 +104,15 @@ def test_a_step_that_the_script_names_is_set_aside_all_the_same(store: CountingS
 
 
 def test_the_reason_of_one_that_is_damaged_stays() -> None:
-    listed: list[Candidate | Passed] = [
-        Passed(1, 5, "its file is missing", lost=True),
+    listed: list[Candidate | SkippedCheckpoint] = [
+        SkippedCheckpoint(1, 5, "its file is missing", lost=True),
         Candidate(1, 3, 0),
         Candidate(1, 1, 1),
     ]
-    assert pass_over(listed, []) is listed
-    assert pass_over(listed, [CheckpointId(1, 3)]) == [
+    assert skip_set_aside(listed, []) is listed
+    assert skip_set_aside(listed, [CheckpointId(1, 3)]) == [
         listed[0],
-        Passed(1, 3, "step 3 (attempt 1) is set aside by the setting restore_set_aside", lost=True),
+        SkippedCheckpoint(1, 3, "step 3 (attempt 1) is set aside by the setting restore_set_aside", lost=True),
         listed[2],
     ]
-    assert candidates([], []) == pass_over([], [CheckpointId(1, 3)])
+    assert candidates([], []) == skip_set_aside([], [CheckpointId(1, 3)])

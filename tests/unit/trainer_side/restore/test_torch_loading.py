@@ -16,7 +16,7 @@ from holdfast.errors import StateError
 from tests.support.restoring import CountingStore, Ranks, publish
 from tests.unit.trainer_side.restore.test_restore import assert_same, blobs_of, bring_back
 from trainer_side.restore.restore import restore
-from trainer_side.restore.torch_loading import Loading, loading_of, places_of
+from trainer_side.restore.torch_loading import Loading, loading_of, tensors_by_key
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import tensor_paths
 
@@ -388,7 +388,7 @@ def test_layers_and_wrappers_of_torch_are_read_in_place(
     assert loading_of(model) is expected
     tree = saved.state_dict()
     publish(tmp_path, 1, {"model": tree})
-    assert {key: value.data_ptr() for key, value in places_of(model).items()} == {
+    assert {key: value.data_ptr() for key, value in tensors_by_key(model).items()} == {
         key: value.data_ptr() for key, value in model.state_dict().items()
     }
     seen: dict[str, int] = {}

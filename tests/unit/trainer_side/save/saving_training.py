@@ -39,7 +39,7 @@ class SavingTraining:
     ) -> None:
         self._device_bytes_max = device_bytes_max
         self.link = FakeLink()
-        monkeypatch.setattr(joining, "meet_stager", self.link.meet)
+        monkeypatch.setattr(joining, "connect_stager", self.link.meet)
         self.may_copy = _late_copies(monkeypatch)
         self.training = CompiledTraining(pattern, compiled, inside=self.save, **options)
         self.checkpointer: Checkpointer | None = None

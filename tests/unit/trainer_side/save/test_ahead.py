@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.trainer_side.tiers.ranks import until
-from trainer_side.save.host_memory import MemoryAhead
+from trainer_side.save.host_memory import MemoryPreallocator
 
 SECONDS = 60
 
@@ -42,7 +42,7 @@ def test_pieces_are_made_in_order_beside_the_training_thread_and_each_is_given_o
     bench = Bench(3)
     for event in bench.may:
         event.set()
-    ahead = MemoryAhead(bench.makes())
+    ahead = MemoryPreallocator(bench.makes())
     until(lambda: len(bench.made) == 3)
     assert bench.begun == [(number, "holdfast-memory") for number in range(3)]
     taken = [ahead.take(number) for number in (2, 0, 1)]
@@ -54,7 +54,7 @@ def test_pieces_are_made_in_order_beside_the_training_thread_and_each_is_given_o
 
 def test_a_piece_that_is_not_begun_is_made_at_once_whatever_the_thread_is_at() -> None:
     bench = Bench(3)
-    ahead = MemoryAhead(bench.makes())
+    ahead = MemoryPreallocator(bench.makes())
     until(lambda: bench.begun)
     bench.may[2].set()
     taken = ahead.take(2)
@@ -71,7 +71,7 @@ def test_a_piece_that_is_not_begun_is_made_at_once_whatever_the_thread_is_at() -
 @pytest.mark.parametrize("waits", [False, True])
 def test_memory_made_for_a_caller_that_left_is_given_back(waits: bool) -> None:
     bench = Bench(3)
-    ahead = MemoryAhead(bench.makes())
+    ahead = MemoryPreallocator(bench.makes())
     until(lambda: bench.begun)
     if waits:
         threading.Timer(0.05, bench.may[0].set).start()
@@ -88,7 +88,7 @@ def test_an_error_is_raised_where_the_piece_is_taken_and_the_others_are_made() -
     def refuse() -> torch.Tensor:
         raise MemoryError("none left")
 
-    ahead = MemoryAhead({1: refuse, 2: lambda: torch.zeros(2)})
+    ahead = MemoryPreallocator({1: refuse, 2: lambda: torch.zeros(2)})
     ahead._thread.join(SECONDS)  # type: ignore[union-attr]
     with pytest.raises(MemoryError, match="none left"):
         ahead.take(1)

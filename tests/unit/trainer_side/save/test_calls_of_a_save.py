@@ -22,7 +22,7 @@ def _calls(count: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
     link = FakeLink()
     link.job.ranks = ranks
     link.job.chunk_bytes = 1 << 20
-    monkeypatch.setattr(joining, "meet_stager", link.meet)
+    monkeypatch.setattr(joining, "connect_stager", link.meet)
     parameters = torch.nn.ParameterList(torch.zeros(61) for _ in range(count))
     for one in parameters:
         one.grad = torch.ones_like(one)

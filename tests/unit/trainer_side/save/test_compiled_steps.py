@@ -91,11 +91,11 @@ def test_a_step_whose_class_compiles_it_is_not_taken_in_pieces() -> None:
         pass
 
     parameter = torch.nn.Parameter(torch.ones(4))
-    assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == ""
+    assert split_step.unsplittable_reason(Compiled([parameter], lr=0.1)) == ""
     Compiled.step = torch.compile(torch.optim.SGD.step, backend="eager")  # type: ignore[method-assign]
-    assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == split_step.COMPILED
+    assert split_step.unsplittable_reason(Compiled([parameter], lr=0.1)) == split_step.COMPILED
     Compiled.step = torch.compiler.disable(torch.optim.SGD.step)  # type: ignore[method-assign, no-untyped-call]
-    assert split_step.why_not_split(Compiled([parameter], lr=0.1)) == ""
+    assert split_step.unsplittable_reason(Compiled([parameter], lr=0.1)) == ""
 
 
 def test_a_whole_graph_is_refused_by_torch_in_words_that_name_holdfast(

@@ -19,7 +19,7 @@ from trainer_side.link.link import Link
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route, Router
 from trainer_side.save.fingerprint import Fingerprints
-from trainer_side.save.hook_coverage import Quietness
+from trainer_side.save.hook_coverage import CopyPolicy
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Capture
 from trainer_side.tiers.tier_write import TierWrite
@@ -87,7 +87,7 @@ def _made(seconds_max: float) -> tuple[Copier, FakeLink, Ledger, torch.optim.SGD
     parameter.grad = torch.ones(4)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     link, ledger, events = FakeLink(), Ledger(), EventLog(None, role="trainer")
-    quietness = Quietness(
+    copy_policy = CopyPolicy(
         link.job.rank, mode="auto", inside_ms_max=0.0, tell=lambda _: None, ledger=ledger, events=events
     )
     copier = Copier(
@@ -96,7 +96,7 @@ def _made(seconds_max: float) -> tuple[Copier, FakeLink, Ledger, torch.optim.SGD
         ledger=ledger,
         events=events,
         seconds_max=seconds_max,
-        quietness=quietness,
+        copy_policy=copy_policy,
     )
     return copier, link, ledger, optimizer
 
@@ -175,7 +175,7 @@ def test_close_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class FakeFingerprints:
-    def take_gated(self, _sources: Sequence[Any]) -> None:
+    def sample_gated(self, _sources: Sequence[Any]) -> None:
         """They are there."""
 
     def text(self) -> str:
@@ -192,13 +192,13 @@ def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: boo
     said: list[str] = []
     staging = SlowStaging()
     ((staging.storage, _),) = copier.gate.update_order().items()
-    keeping = TierWrite((1, 3), (), SaveRecord(), {0: cast(Any, None)}, compare=said.append)
+    tier_write = TierWrite((1, 3), (), SaveRecord(), {0: cast(Any, None)}, compare=said.append)
     transfer = Transfer(3, SaveRecord(save_seconds=0.5))
     taken = Capture([], {}, None, (), [], ())
     copier.shut()
     fingerprints = cast(Fingerprints, FakeFingerprints())
     copier.copy(
-        CopyJob(transfer, cast(Staging, staging), cast(Router, staging), taken, None, fingerprints, keeping)
+        CopyJob(transfer, cast(Staging, staging), cast(Router, staging), taken, None, fingerprints, tier_write)
     )
     staging.go.set()
     assert not copier.wait()

@@ -65,7 +65,7 @@ class FakeStream(DeviceStream):
             memory.untyped_storage().resize_(memory.numel())
             memory.fill_(0xEE)
 
-    def on_current_stream(self, nbytes: int) -> torch.Tensor:
+    def allocate_on_current_stream(self, nbytes: int) -> torch.Tensor:
         if nbytes > self._room_bytes:
             raise torch.OutOfMemoryError("full")
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)

@@ -44,7 +44,7 @@ def test_each_call_has_the_name_of_the_runtime(prefix: str) -> None:
     runtime = DeviceRuntime(library, prefix)
     assert runtime.lock(4096, 8192) == 0
     runtime.unlock(4096)
-    runtime.spare_captures()
+    runtime.relax_capture_mode()
     assert runtime.new_stream() == 0xBEEF
     assert all(name.startswith(prefix) for name in library.called)
     assert library.called[0] == f"{prefix}HostRegister"

@@ -29,8 +29,8 @@ def _tensors() -> list[torch.Tensor]:
 
 def _taken(tensors: list[torch.Tensor], step: int, *, gated: bool = True) -> tuple[int, ...]:
     fingerprints = Fingerprints(range(len(tensors)), [gated] * len(tensors), step)
-    fingerprints.take_now(_sources(tensors))
-    fingerprints.take_gated(_sources(tensors))
+    fingerprints.sample_now(_sources(tensors))
+    fingerprints.sample_gated(_sources(tensors))
     return decode(fingerprints.text(), len(tensors))
 
 
@@ -57,10 +57,10 @@ def test_ungated_tensors_are_sampled_at_once() -> None:
     tensors = _tensors()
     want = _taken(tensors, 3)
     fingerprints = Fingerprints(range(len(tensors)), [False] * len(tensors), 3)
-    fingerprints.take_now(_sources(tensors))
+    fingerprints.sample_now(_sources(tensors))
     for tensor in tensors:
         tensor.zero_()
-    fingerprints.take_gated(_sources(tensors))
+    fingerprints.sample_gated(_sources(tensors))
     assert decode(fingerprints.text(), len(tensors)) == want
 
 
@@ -86,8 +86,8 @@ def test_small_tensors_cost_no_python_calls() -> None:
         fingerprints = Fingerprints(range(count), [True] * count, 3)
 
         def take(fingerprints: Fingerprints = fingerprints, sources: Sequence[Any] = sources) -> None:
-            fingerprints.take_now(sources)
-            fingerprints.take_gated(sources)
+            fingerprints.sample_now(sources)
+            fingerprints.sample_gated(sources)
             fingerprints.text()
             fingerprints.digest()
 

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.store.file_system import file_system_of
 from trainer_side.save import host_memory
-from trainer_side.save.host_memory import in_slot
+from trainer_side.save.host_memory import slot_tensor
 from trainer_side.tiers.first_touch import huge_buffer
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -48,7 +48,7 @@ def test_a_refused_lock_names_the_cause_of_its_number(
     assert (host_memory.lock(memory) or "").startswith(words)
     if code != 2:
         assert "ulimit" not in caplog.text
-    in_slot(memory.numpy().data, pinned=True)
+    slot_tensor(memory.numpy().data, pinned=True)
     assert f"cannot lock {_PAGE_BYTES} bytes of a local tier: {words}" in caplog.text
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError
-from trainer_side.save.metric_values import MetricsGiven, check_metrics, metric_values
+from trainer_side.save.metric_values import StepMetrics, check_metrics, metric_values
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_values_that_are_not_finite_are_left_out_with_a_warning(caplog: pytest.L
 
 
 def test_other_ranks_read_no_value() -> None:
-    assert MetricsGiven(0).to_save({"loss": 0.5}, 1) == {"loss": 0.5}
-    assert MetricsGiven(1).to_save({"loss": torch.empty((), device="meta")}, 1) is None
+    assert StepMetrics(0).values_for_save({"loss": 0.5}, 1) == {"loss": 0.5}
+    assert StepMetrics(1).values_for_save({"loss": torch.empty((), device="meta")}, 1) is None
 
 
 def test_lost_metrics_are_said_once_and_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
-    first, other = MetricsGiven(0), MetricsGiven(1)
+    first, other = StepMetrics(0), StepMetrics(1)
     for given in (first, other):
         for step in range(4):
             given.to_step({"loss": 0.5}, step)

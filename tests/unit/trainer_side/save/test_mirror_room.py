@@ -106,15 +106,15 @@ def test_a_copy_without_a_mirror_has_to_fit_into_the_same_room(limit: int | None
     memory = _memory(reserved=30, peak=50)
     room = MirrorRoom(limit)
     room.has(100, memory)
-    assert not room.has_beside(1), "what a step of training takes is not known yet"
+    assert not room.try_reserve(1), "what a step of training takes is not known yet"
     assert not room.has(100, memory)
-    assert not room.has_beside(41)
-    assert room.has_in_part(15) is (limit is None)
-    assert room.has_beside(25)
-    assert room.has_beside(15) is (limit is not None), "what is taken is not there a second time"
+    assert not room.try_reserve(41)
+    assert room.has_room_in_part(15) is (limit is None)
+    assert room.try_reserve(25)
+    assert room.try_reserve(15) is (limit is not None), "what is taken is not there a second time"
     room.over(_memory(reserved=30, peak=50, retries=1))
     room.has(100, _memory(reserved=30, peak=50, retries=1))
-    assert not room.has_beside(1), "torch had to give memory back while there was less of it"
+    assert not room.try_reserve(1), "torch had to give memory back while there was less of it"
 
 
 def test_retries_of_before_are_not_a_mirrors() -> None:

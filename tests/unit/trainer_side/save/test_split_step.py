@@ -18,10 +18,10 @@ from tests.support.cluster import same
 from tests.unit.trainer_side.save.conftest import on_mesh
 from trainer_side.save.split_step import (
     StepArguments,
-    communicates,
+    collective_step_reason,
     split_step,
-    why_not_split,
-    with_gradients,
+    unsplittable_reason,
+    run_closure,
 )
 from trainer_side.state.split_tensor import local_of
 
@@ -118,7 +118,7 @@ def in_random_pieces(
 def test_pieces_in_any_order_give_the_same_bits(name: str, options: dict[str, Any]) -> None:
     plain_parameters, plain = make(name, options)
     parameters, optimizer = make(name, options)
-    assert not why_not_split(optimizer)
+    assert not unsplittable_reason(optimizer)
     pieces_taken: list[int] = []
     optimizer.register_step_pre_hook(in_random_pieces(optimizer, random.Random(7), pieces_taken))
     plain_schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
@@ -178,7 +178,7 @@ def test_pieces_of_dtensors_give_the_same_bits_without_a_collective(
                 None if one.grad is None else on_mesh(mesh, one.grad) for _ in range(2)
             )
         plain.step()
-        assert not communicates(optimizer)
+        assert not collective_step_reason(optimizer)
         with CommDebugMode() as exchanged:  # type: ignore[no-untyped-call]
             optimizer.step()
         assert exchanged.get_total_counts() == 0
@@ -196,24 +196,24 @@ def test_a_step_of_which_ranks_exchange_something_is_no_matter_of_one_rank(mesh:
     norm = torch.nn.Parameter(on_mesh(mesh, torch.ones(4), Replicate()))
     adam, muon = torch.optim.AdamW([weight, norm]), torch.optim.Muon([weight])
     weight.grad = on_mesh(mesh, torch.ones(4, 4))
-    assert not communicates(adam), "no gradient of the other one yet"
+    assert not collective_step_reason(adam), "no gradient of the other one yet"
     norm.grad = on_mesh(mesh, torch.ones(4), Replicate())
-    assert not communicates(adam)
+    assert not collective_step_reason(adam)
     adam.step()
-    assert not communicates(adam)
+    assert not collective_step_reason(adam)
     # As the backward of a normalisation with SequenceParallel gives it: this rank's sum of its part of the sequence.
     norm.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-    assert "from (Partial(sum),) to (Replicate(),)" in communicates(adam)
+    assert "from (Partial(sum),) to (Replicate(),)" in collective_step_reason(adam)
     with CommDebugMode() as exchanged:  # type: ignore[no-untyped-call]
         adam.step()
     assert exchanged.get_total_counts() > 0, "if not, it could be taken in pieces"
     norm.grad = None
     adam.state[weight]["exp_avg"] = on_mesh(mesh, torch.zeros(4, 4), Shard(1))
-    assert "from (Shard(dim=1),) to (Shard(dim=0),)" in communicates(adam)
-    assert "Muon works on whole tensors" in communicates(muon)
+    assert "from (Shard(dim=1),) to (Shard(dim=0),)" in collective_step_reason(adam)
+    assert "Muon works on whole tensors" in collective_step_reason(muon)
     whole = torch.nn.Parameter(torch.ones(4, 4))
     whole.grad = torch.ones(4, 4)
-    assert not communicates(torch.optim.Muon([whole]))
+    assert not collective_step_reason(torch.optim.Muon([whole]))
 
 
 def test_the_gradient_scaler_and_hooks_see_a_whole_step() -> None:
@@ -305,10 +305,10 @@ class Renamed(torch.optim.SGD):
 
 def test_optimizers_that_may_couple_their_parameters_are_refused_by_name() -> None:
     parameters = parameters_for("SGD")
-    assert "Coupled" in why_not_split(Coupled(parameters, lr=0.1))
-    assert "LBFGS" in why_not_split(torch.optim.LBFGS(parameters))
-    assert "capturable" in why_not_split(torch.optim.Adam(parameters, capturable=True))
-    assert not why_not_split(Renamed(parameters, lr=0.1))
+    assert "Coupled" in unsplittable_reason(Coupled(parameters, lr=0.1))
+    assert "LBFGS" in unsplittable_reason(torch.optim.LBFGS(parameters))
+    assert "capturable" in unsplittable_reason(torch.optim.Adam(parameters, capturable=True))
+    assert not unsplittable_reason(Renamed(parameters, lr=0.1))
 
 
 def test_a_closure_is_called_before_the_step_and_its_loss_is_the_step_s() -> None:
@@ -316,7 +316,7 @@ def test_a_closure_is_called_before_the_step_and_its_loss_is_the_step_s() -> Non
     seen: list[bool] = []
 
     def early(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments:
-        arguments, computed = with_gradients((args, kwargs))
+        arguments, computed = run_closure((args, kwargs))
         seen.append(computed)
         return arguments
 

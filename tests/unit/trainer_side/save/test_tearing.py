@@ -33,7 +33,7 @@ from tests.unit.trainer_side.test_checkpointer import SECONDS_MAX, FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.copy_plan import SlicePlan
-from trainer_side.save.hook_coverage import Quietness
+from trainer_side.save.hook_coverage import CopyPolicy
 from trainer_side.save.tearing import DeviceWords, SavedInstant, TearCheck
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import collect, tensor_paths
@@ -47,7 +47,7 @@ TRACELESS = (changes.AverageThroughData, changes.AverageBesideTorch, changes.Sha
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     found = FakeLink()
-    monkeypatch.setattr(joining, "meet_stager", found.meet)
+    monkeypatch.setattr(joining, "connect_stager", found.meet)
     changes.copy_slowly(BATCH_SECONDS, monkeypatch.setattr)
     return found
 
@@ -199,7 +199,7 @@ def test_copies_behind_the_gate_before_a_failed_comparison_are_doubtful(
     runs: Any, link: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training that begins to change a few bytes later: the next comparison sees it, and names what may be torn."""
-    monkeypatch.setattr(Quietness, "is_drawn", {3, 10}.__contains__)
+    monkeypatch.setattr(CopyPolicy, "is_sampled", {3, 10}.__contains__)
     monkeypatch.setattr(changes.RowsThroughData, "begins", 5)
     run = runs(changes.RowsThroughData, 14)
     assert run.waited == [step in {0, 3, *range(10, 14)} for step in range(14)]
@@ -215,7 +215,7 @@ def test_copies_behind_the_gate_before_a_failed_comparison_are_doubtful(
 def test_a_doubt_of_another_rank_ends_the_trust_here(
     runs: Any, link: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Quietness, "is_drawn", frozenset[int]().__contains__)
+    monkeypatch.setattr(CopyPolicy, "is_sampled", frozenset[int]().__contains__)
     run = runs(Training, 4)
     assert run.waited == [True, False, False, False]
     link.inbox.on_doubt(Doubt(1, (2, 3), "model/9 was changed after save(3)"))
@@ -268,10 +268,10 @@ def test_bytes_between_tensors_are_nobodys(link: FakeLink) -> None:
     assert piece.nbytes == 63 * 4
     for place in (*range(20, 30), *range(31, 64, 2)):
         flat.numpy()[place] = 1.0
-        assert not instant.changed_uncounted(area)
+        assert not instant.find_uncounted_change(area)
     for place in (0, 19, 30, 62):
         flat.numpy()[place] = 1.0
-        assert instant.changed_uncounted(area) in {"model/0", "model/1"}
+        assert instant.find_uncounted_change(area) in {"model/0", "model/1"}
         flat.numpy()[place] = 0.0
 
 

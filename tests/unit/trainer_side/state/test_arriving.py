@@ -8,7 +8,7 @@ import torch
 
 from trainer_side.state.recall import snapshot
 from trainer_side.state.survey import Outline
-from trainer_side.state.tree import Arriving, scaler_state, settle
+from trainer_side.state.tree import PendingNumber, scaler_state, settle
 
 
 def _tree(scale: Any) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def _tree(scale: Any) -> dict[str, Any]:
 
 
 def test_a_number_that_arrives_is_a_plain_value_of_a_tree_and_of_its_snapshot() -> None:
-    arriving = Arriving(torch.tensor(8.0))
+    arriving = PendingNumber(torch.tensor(8.0))
     found = Outline.of(_tree(4.0))
     assert found is not None
     walked = found[0].walk(_tree(arriving))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer_side.state.split_tensor import Split
-from trainer_side.state.stand_ins import Expanded, SplitStandIns
+from trainer_side.state.stand_ins import ExpandedTree, SplitStandIns
 
 RANKS = 2
 ROWS, WIDTH = 4, 3  # of a local tensor
@@ -51,7 +51,7 @@ def _planned(mesh: DeviceMesh, layers: int = 2) -> SplitStandIns:
     return shards
 
 
-def _flat(expanded: Expanded) -> list[tuple[str, Any]]:
+def _flat(expanded: ExpandedTree) -> list[tuple[str, Any]]:
     """The tree with what stands at each place: tensors by identity, containers with class and attributes."""
     found: list[tuple[str, Any]] = []
 
@@ -75,7 +75,7 @@ def test_places_found_at_once_are_those_found_one_by_one(mesh: DeviceMesh) -> No
     shards, later = _planned(mesh), _tree(mesh)
     assert shards._places is not None
     assert shards._places.look(later) is not None
-    quick, slow = shards.again(later), shards._one_by_one(later)
+    quick, slow = shards.again(later), shards._expand_one_by_one(later)
     assert quick is not None
     assert slow is not None
     assert _flat(quick) == _flat(slow)
@@ -149,7 +149,7 @@ def test_a_tree_of_another_outline_is_looked_at_one_by_one_and_known_from_then_o
     assert shards._places.look(later) is None
     again = shards.again(later)
     assert again is not None
-    slow = shards._one_by_one(later)
+    slow = shards._expand_one_by_one(later)
     assert slow is not None
     assert _flat(again) == _flat(slow)
     assert shards._places.look(later) is not None

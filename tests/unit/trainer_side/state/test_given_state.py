@@ -9,23 +9,23 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import GivenState
+from trainer_side.state.tree import UserState
 
 
 @pytest.mark.parametrize("name", ["", "a/b", 3])
 def test_names_are_texts_without_a_slash(name: Any) -> None:
     with pytest.raises(StateError, match="names in the state"):
-        GivenState({name: 1})
+        UserState({name: 1})
     given: dict[Any, Any] = {}
-    state = GivenState(given)
+    state = UserState(given)
     given[name] = 1
     with pytest.raises(StateError, match="names in the state"):
-        state.take_new()
+        state.refresh()
 
 
 def test_new_values_are_taken_into_the_same_dictionary() -> None:
     given: dict[str, Any] = {"epoch": 0, "best": torch.zeros(2), "log": [1]}
-    state = GivenState(given)
+    state = UserState(given)
     held, better, mine = state.held, torch.ones(2), PerRank(3)
     given.update(epoch=1, best=better, mine=mine)
     given["log"].append(2)
@@ -37,7 +37,7 @@ def test_new_values_are_taken_into_the_same_dictionary() -> None:
 @pytest.mark.parametrize("name", ["model", "late"])
 def test_objects_are_refused_by_name(name: str) -> None:
     given: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
-    state = GivenState(given)
+    state = UserState(given)
     given[name] = torch.nn.Linear(2, 2)
     problem = state.problem()
     assert problem is not None
@@ -47,9 +47,9 @@ def test_objects_are_refused_by_name(name: str) -> None:
 
 def test_a_value_in_the_place_of_an_object_is_refused() -> None:
     given: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
-    state = GivenState(given)
+    state = UserState(given)
     given["model"] = {"weight": torch.zeros(2, 2)}
     with pytest.raises(
         StateError, match=r"model: expected the objects .* got a dict that is another object now"
     ):
-        state.take_new()
+        state.refresh()

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from holdfast.supervised import DIARY_VARIABLE
-from trainer_side.state.drill_notes import PlainCounters
+from trainer_side.state.drill_notes import CounterNotes
 
 
 class Counting(nn.Module):
@@ -23,7 +23,7 @@ def test_numbers_that_change_are_noted(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "diary.jsonl"
     monkeypatch.setenv(DIARY_VARIABLE, str(path))
     model = Counting()
-    counters = PlainCounters({"model": model, "epoch": 3}, rank=0)
+    counters = CounterNotes({"model": model, "epoch": 3}, rank=0)
     for step in range(2):
         model.calls += 1
         counters.note(step)
@@ -36,5 +36,5 @@ def test_numbers_that_change_are_noted(tmp_path: Path, monkeypatch: pytest.Monke
 def test_outside_of_a_drill_nothing_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(DIARY_VARIABLE, raising=False)
-    PlainCounters({"model": Counting()}, rank=0).note(0)
+    CounterNotes({"model": Counting()}, rank=0).note(0)
     assert list(tmp_path.iterdir()) == []

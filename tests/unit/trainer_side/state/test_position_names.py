@@ -89,7 +89,7 @@ def test_names_follow_the_optimizer_and_are_kept_meanwhile() -> None:
     names = SavedNames(state, is_writer=True)
 
     def look() -> bytes:
-        with names.telling() as given:
+        with names.record_param_groups() as given:
             tree = collect(state)
         names.look(tree, given)
         return names.trailer
@@ -104,7 +104,7 @@ def test_names_follow_the_optimizer_and_are_kept_meanwhile() -> None:
     found = from_record(look(), source="file")["optimizer"]
     assert found[2] == [Position((), (2, 5))]
     other = SavedNames(state, is_writer=False)
-    with other.telling() as given:
+    with other.record_param_groups() as given:
         tree = collect(state)
     other.look(tree, given)
     other.renew(tree, given)

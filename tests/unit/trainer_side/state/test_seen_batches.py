@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from holdfast.supervised import DIARY_VARIABLE
-from trainer_side.state.drill_notes import SeenBatches
+from trainer_side.state.drill_notes import BatchNotes
 from trainer_side.state.per_rank import PerRank
 
 
@@ -40,7 +40,7 @@ def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
 
 def test_equal_batches_are_told_from_others(diary: Callable[[], list[dict[str, Any]]]) -> None:
     model = Named()
-    seen = SeenBatches({"model": model, "epoch": 3})
+    seen = BatchNotes({"model": model, "epoch": 3})
     one, other = torch.ones(1, 2), torch.zeros(1, 2)
     batches: list[list[Callable[[], Any]]] = [
         [lambda: model(one)],
@@ -64,7 +64,7 @@ def test_equal_batches_are_told_from_others(diary: Callable[[], list[dict[str, A
 
 def test_a_step_of_many_calls_has_a_line_that_is_bounded(diary: Callable[[], list[dict[str, Any]]]) -> None:
     model = Named()
-    seen = SeenBatches({"model": model})
+    seen = BatchNotes({"model": model})
     for step, last in enumerate((1.0, 1.0, 2.0)):
         for number in range(1000):
             model(torch.full((1, 2), last if number == 900 else 0.0))
@@ -78,7 +78,7 @@ def test_a_step_of_many_calls_has_a_line_that_is_bounded(diary: Callable[[], lis
 
 def test_evaluation_is_no_training(diary: Callable[[], list[dict[str, Any]]]) -> None:
     model = Named()
-    seen = SeenBatches({"model": PerRank(model)})
+    seen = BatchNotes({"model": PerRank(model)})
     with torch.no_grad():
         model(torch.ones(1, 2))
     model.eval()(torch.ones(1, 2))
@@ -93,7 +93,7 @@ def test_the_module_is_copied_pickled_and_called_with_anything_as_ever(
     diary: Callable[[], list[dict[str, Any]]],
 ) -> None:
     model = Named()
-    seen = SeenBatches({"model": model})
+    seen = BatchNotes({"model": model})
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert copied.state_dict().keys() == model.state_dict().keys()
     model(torch.ones(1, 2), odd=torch.eye(2).to_sparse(), none=None, number=3)
@@ -105,7 +105,7 @@ def test_outside_of_a_drill_nothing_is_hooked(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(DIARY_VARIABLE, raising=False)
     model = Named()
-    seen = SeenBatches({"model": model})
+    seen = BatchNotes({"model": model})
     assert not model._forward_pre_hooks
     seen.note(0)
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_side import PerRank
 from trainer_side.state import split_kinds
-from trainer_side.state.split_kinds import split_objects
+from trainer_side.state.split_kinds import describe_split_object
 from trainer_side.state.tree import refusal
 
 
@@ -36,8 +36,8 @@ def optimizer(kind: type) -> Any:
 def test_a_module_is_known_wherever_it_is(name: str, what: str) -> None:
     kind = of_module(name, nn.Module)
     inner = nn.Sequential(nn.Linear(2, 2), of_module("users.Own", kind)())
-    assert f"model.1 is {what}" in split_objects({"model": inner}).replace("an optimizer of", "of")
-    assert not split_objects({"model": nn.Sequential(nn.Linear(2, 2))})
+    assert f"model.1 is {what}" in describe_split_object({"model": inner}).replace("an optimizer of", "of")
+    assert not describe_split_object({"model": nn.Sequential(nn.Linear(2, 2))})
 
 
 @pytest.mark.parametrize(
@@ -49,27 +49,27 @@ def test_a_module_is_known_wherever_it_is(name: str, what: str) -> None:
 )
 def test_an_optimizer_is_known_also_within_another(name: str) -> None:
     inner = optimizer(of_module(name, torch.optim.SGD))
-    assert "opt is " in split_objects({"opt": inner})
+    assert "opt is " in describe_split_object({"opt": inner})
     wrapping = optimizer(torch.optim.SGD)
     wrapping.optimizer = inner
-    assert "opt.optimizer is " in split_objects({"opt": wrapping})
+    assert "opt.optimizer is " in describe_split_object({"opt": wrapping})
 
 
 def test_megatrons_is_known_though_it_is_no_torch_optimizer() -> None:
     kind = of_module("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer", object)
-    assert "opt is Megatron's distributed optimizer" in split_objects({"opt": kind()})
+    assert "opt is Megatron's distributed optimizer" in describe_split_object({"opt": kind()})
 
 
 def test_a_flat_parameter_is_known_without_its_module() -> None:
     linear = nn.Linear(2, 2)
     vars(linear.weight)["_is_flat_param"] = True
     model = nn.Sequential(linear)
-    assert "model.0.weight is a flat parameter of FSDP1" in split_objects({"model": model})
+    assert "model.0.weight is a flat parameter of FSDP1" in describe_split_object({"model": model})
 
 
 def test_a_ranks_own_value_may_be_of_any_kind() -> None:
     kind = of_module("torch.distributed.pipelining._IR.Pipe", nn.Module)
-    assert not split_objects({"stage": PerRank(kind(), same_ranks=True)})
+    assert not describe_split_object({"stage": PerRank(kind(), same_ranks=True)})
 
 
 def test_a_single_rank_has_nothing_split() -> None:
@@ -101,7 +101,7 @@ def test_no_message_advises_what_loses_a_part() -> None:
     ],
 )
 def test_the_advice_for_a_split_optimizer_needs_no_gather(name: str, advice: tuple[str, ...]) -> None:
-    said = split_objects({"opt": optimizer(of_module(name, torch.optim.SGD))})
+    said = describe_split_object({"opt": optimizer(of_module(name, torch.optim.SGD))})
     assert all(words in said for words in advice), said
     assert "full_state_dict" not in said
 

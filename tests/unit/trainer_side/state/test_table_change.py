@@ -9,7 +9,7 @@ import torch
 
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import Split
-from trainer_side.state.tensor_table import TensorTable, table, what_changed
+from trainer_side.state.tensor_table import TensorTable, table, describe_change
 
 _PART = torch.zeros(4, 2)
 _STATE: dict[str, Any] = {
@@ -44,9 +44,9 @@ def _table(state: dict[str, Any]) -> TensorTable:
     ids=["region", "dtype", "several", "gone", "order", "nothing"],
 )
 def test_the_first_change_is_named(changed: dict[str, Any], said: str) -> None:
-    assert what_changed(_table(_STATE), _table(_STATE | changed)) == said
+    assert describe_change(_table(_STATE), _table(_STATE | changed)) == said
 
 
 def test_another_value_of_each_rank_is_a_change() -> None:
     now = _table({**_STATE, "own": PerRank({"seed": 1})})
-    assert "own" in what_changed(_table(_STATE), now)
+    assert "own" in describe_change(_table(_STATE), now)

@@ -165,7 +165,7 @@ def _concur(ranks: Ranks, errors: dict[int, HoldfastError]) -> list[HoldfastErro
 
     def ask(rank: int) -> None:
         try:
-            ranks.councils[rank].concur(errors.get(rank))
+            ranks.councils[rank].confirm_ready(errors.get(rank))
         except HoldfastError as error:
             heard[rank] = error
 
@@ -195,7 +195,7 @@ def test_a_rank_that_does_not_get_ready_is_named(how: str) -> None:
     if how == "dead":
         threading.Timer(0.1, lambda: ranks.net.dead.add(1)).start()
     with pytest.raises(PeerLost, match="rank 1"):
-        ranks.councils[0].concur(None)
+        ranks.councils[0].confirm_ready(None)
     ranks.close()
 
 

@@ -10,7 +10,7 @@ from holdfast.command.checks import CheckPlan, CheckState
 from holdfast.store import file_system
 from trainer_side.checks import tiers
 from trainer_side.tiers import tier_directory
-from trainer_side.tiers.tier_directory import why_small_pages
+from trainer_side.tiers.tier_directory import small_pages_reason
 
 REMOUNT = "mount -o remount,huge=within_size /fast"
 
@@ -40,14 +40,14 @@ def test_the_mount_option_decides_unless_the_kernel_forces(
     options: str, chosen: str | None, command: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine(monkeypatch, tmp_path, options, chosen)
-    found = why_small_pages(Path("/fast/tier"))
+    found = small_pages_reason(Path("/fast/tier"))
     assert (found and found[1]) == command
-    assert why_small_pages(Path("/elsewhere")) is None
+    assert small_pages_reason(Path("/elsewhere")) is None
 
 
 def test_a_kernel_that_denies_them_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(monkeypatch, tmp_path, "rw,huge=always", "deny")
-    found = why_small_pages(Path("/fast"))
+    found = small_pages_reason(Path("/fast"))
     assert found is not None
     assert "is deny" in found[0]
 

@@ -50,7 +50,7 @@ class Rank:
         attempt: int = 1,
         inventory: TierInventory | None = None,
         prepared: bool = True,
-        appointments: AgreedSteps | None = None,
+        agreed_steps: AgreedSteps | None = None,
         events: Path | None = None,
         **settings: Any,
     ) -> None:
@@ -66,7 +66,7 @@ class Rank:
             job=TierJob(attempt, "job"),
             inventory=inventory or TierInventory(0, NOTHING, NOTHING),
             report=TierReport(rank, self.ledger, EventLog(events, role="trainer", rank=rank)),
-            appointments=appointments,
+            agreed_steps=agreed_steps,
         )
         self.lanes = self.local._threads
         if prepared:
@@ -79,14 +79,14 @@ class Rank:
     def save(
         self, step: int, *, link: threading.Event | None = None, frames: int | None = None
     ) -> tuple[TierWrite, Area]:
-        keeping = self.begin(step, wait_seconds=60)
-        assert keeping is not None
-        memory = keeping.writers[0].memory if keeping.source_is_slot == 0 else None
+        tier_write = self.begin(step, wait_seconds=60)
+        assert tier_write is not None
+        memory = tier_write.writers[0].memory if tier_write.source_tier == 0 else None
         area = Area(self.layout, self.rank, memory)
-        keeping.link_released = link or _set()
-        self.local.keep(keeping, area)
+        tier_write.link_released = link or _set()
+        self.local.keep(tier_write, area)
         area.fill(step, frames=frames)
-        return keeping, area
+        return tier_write, area
 
     def kept(self, number: int = 0) -> list[int]:
         return [one.seal.step for one in self.tiers[number].kept() if one.seal.rank == self.rank]
@@ -133,8 +133,8 @@ def rank(specs: list[str]) -> Iterator[Rank]:
 
 def test_a_step_is_kept_in_every_tier_and_the_area_released(rank: Rank) -> None:
     for step in (3, 5, 7):
-        keeping, _ = rank.save(step)
-        assert keeping.released.wait(60)
+        tier_write, _ = rank.save(step)
+        assert tier_write.released.wait(60)
         until(lambda: rank.local.is_idle)
         assert rank.local.complete_step == step
     for number in (0, 1):
@@ -146,30 +146,30 @@ def test_a_step_is_kept_in_every_tier_and_the_area_released(rank: Rank) -> None:
 
 
 def test_the_slot_is_the_area_and_is_summed_once(rank: Rank) -> None:
-    keeping, area = rank.save(3)
-    assert keeping.source_is_slot == 0
-    assert keeping.released.wait(60)
+    tier_write, area = rank.save(3)
+    assert tier_write.source_tier == 0
+    assert tier_write.released.wait(60)
     frames = len(area.frames)
     assert area.views == 3 * frames, "a view for each tier's write, and one for the CRC of both"
     assert all(frame.offset % FRAME_ALIGNMENT_BYTES == 0 for frame in area.frames)
 
 
 def test_frames_are_written_before_the_last_is_there(rank: Rank) -> None:
-    keeping, area = rank.save(3, frames=2)
-    until(lambda: len(keeping._sums) == 2)
+    tier_write, area = rank.save(3, frames=2)
+    until(lambda: len(tier_write._sums) == 2)
     time.sleep(0.05)
-    assert not keeping.released.is_set()
+    assert not tier_write.released.is_set()
     assert not rank.kept()
     area.fill(3)
-    assert keeping.released.wait(60)
+    assert tier_write.released.wait(60)
 
 
 def test_a_cancelled_step_is_kept_nowhere_and_frees_its_slots(rank: Rank) -> None:
-    keeping, _ = rank.save(3, frames=2)
-    keeping.cancel(DeclineCause.COPY_STUCK.because("of the test"))
-    assert keeping.released.wait(60)
-    assert not keeping.is_wanted
-    assert keeping.lost_in.keys() == {0, 1}
+    tier_write, _ = rank.save(3, frames=2)
+    tier_write.cancel(DeclineCause.COPY_STUCK.because("of the test"))
+    assert tier_write.released.wait(60)
+    assert not tier_write.is_wanted
+    assert tier_write.lost_in.keys() == {0, 1}
     assert not rank.kept(0)
     assert not rank.kept(1)
     assert rank.ledger.stats.skipped == {f"{tier.name}: copy stuck": 1 for tier in rank.tiers}
@@ -187,7 +187,7 @@ def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
     """As `save()` does with `on_full="wait"`; and not for ever where the step before does not end."""
     assert rank.save(1)[0].released.wait(60)
     until(lambda: rank.local.is_idle)
-    keeping, area = rank.save(3, frames=2)
+    tier_write, area = rank.save(3, frames=2)
     late = rank.local.begin(4, SaveRecord(), wait_until=time.monotonic() + 0.05)
     assert late is None, "one slot holds what is complete, the other what is on its way"
     found: list[TierWrite | None] = []
@@ -197,7 +197,7 @@ def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
     waiting.start()
     area.fill(3)
     waiting.join(60)
-    assert keeping.released.is_set()
+    assert tier_write.released.is_set()
     assert found[0] is not None
     assert found[0].writers.keys() == {0, 1}
     rank.local.drop(found[0], DeclineCause.BUSY.because("of the test"))
@@ -206,8 +206,8 @@ def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
 def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
     """Strategy D: COMPLETE and the end of newer steps are there, and the slot of step 3 is still being sent."""
     sending = threading.Event()
-    keeping, area = rank.save(3, link=sending)
-    assert keeping.released.wait(60)
+    tier_write, area = rank.save(3, link=sending)
+    assert tier_write.released.wait(60)
     assert rank.save(5)[0].released.wait(60)
     until(lambda: rank.local.complete_step == 5 and rank.local._is_idle_in(rank.local._threads[1]))
     time.sleep(0.05)
@@ -291,7 +291,7 @@ def test_a_slice_that_is_sealed_after_the_verdict_gives_its_slot_back(
     keepings = [rank.save(9)[0] for rank in ranks]
     until(lambda: all(rank.local.is_idle for rank in ranks))  # one tier is complete before the other
     assert all(rank.local.complete_step == 9 for rank in ranks)
-    assert all(keeping.kept_in == {0, 1} for keeping in keepings)
+    assert all(tier_write.kept_in == {0, 1} for tier_write in keepings)
     rank0 = ranks[0].local._votes._rank0
     assert rank0 is not None
     assert rank0._votes.remembered == 0
@@ -339,16 +339,16 @@ def test_without_a_stager_a_notice_is_over_when_its_step_is_in_the_farthest_tier
     specs: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     net, log = Net(2), tmp_path / "events"
-    appointments = [AgreedSteps(wait_seconds_max=60) for _ in range(2)]
+    agreed_steps = [AgreedSteps(wait_seconds_max=60) for _ in range(2)]
     ranks = [
-        Rank(specs, rank=number, ranks=2, net=net, appointments=appointments[number], events=log)
+        Rank(specs, rank=number, ranks=2, net=net, agreed_steps=agreed_steps[number], events=log)
         for number in range(2)
     ]
     saved: dict[int, int] = {}
 
     def train(number: int) -> None:
         for step in itertools.count():
-            if appointments[number].reach(step) is not None:
+            if agreed_steps[number].reach(step) is not None:
                 saved[number] = step
                 ranks[number].save(step)
                 return
@@ -368,20 +368,20 @@ def test_without_a_stager_a_notice_is_over_when_its_step_is_in_the_farthest_tier
     until(lambda: "emergency_staged" in happened())
     assert all(rank.kept(number) == [saved[0]] for rank in ranks for number in (0, 1))
     assert f"is kept in {specs[1]} of every rank's machine, " in caplog.text
-    assert all(one.notice is not None and one.notice.rank == 1 for one in appointments)
+    assert all(one.notice is not None and one.notice.rank == 1 for one in agreed_steps)
     _close(ranks)
     assert "emergency_failed" not in happened()
 
 
 def test_a_proof_is_written_once_its_slice_is_sealed(specs: list[str]) -> None:
     rank = Rank(specs)
-    keeping, area = rank.save(3, frames=1)
+    tier_write, area = rank.save(3, frames=1)
     assert rank.local.keeps_proofs
     assert rank.local.begun == (1, 3)
     rank.local.prove((1, 3), {"step": 4})
     assert rank.proofs(3) == []
     area.fill(3)
-    assert keeping.released.wait(60)
+    assert tier_write.released.wait(60)
     until(lambda: rank.proofs(3) == [{"step": 4}] * 2)
     rank.save(5)
     rank.local.prove((1, 5), {"step": 6})
@@ -392,10 +392,10 @@ def test_a_proof_is_written_once_its_slice_is_sealed(specs: list[str]) -> None:
 
 def test_a_proof_of_a_step_that_was_given_up_goes_with_it(specs: list[str]) -> None:
     rank = Rank(specs)
-    keeping, _ = rank.save(3, frames=1)
+    tier_write, _ = rank.save(3, frames=1)
     rank.local.prove((1, 3), {"step": 4})
-    keeping.cancel(DeclineCause.FAILED.because("of the test"))
-    assert keeping.released.wait(60)
+    tier_write.cancel(DeclineCause.FAILED.because("of the test"))
+    assert tier_write.released.wait(60)
     rank.local.close(60)
     assert rank.kept(0) == rank.kept(1) == []
     assert not any(threads._verdicts for threads in rank.lanes)
@@ -445,9 +445,9 @@ def test_a_tier_that_is_too_small_is_refused_at_first_and_left_out_later(
     rank.layout = laid_out(1, chunks=9)
     rank.local.prepare(rank.layout)
     assert "takes nothing more: too small" in caplog.text
-    keeping, _ = rank.save(3)
-    assert keeping.released.wait(60)
-    assert keeping.kept_in == {0}
+    tier_write, _ = rank.save(3)
+    assert tier_write.released.wait(60)
+    assert tier_write.kept_in == {0}
     rank.local.close(60)
     fresh = Rank(specs, prepared=False)
     monkeypatch.setattr(fresh.tiers[1], "prepare", refuse)
@@ -472,21 +472,21 @@ def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
     assert rank.save(3)[0].released.wait(20)
     until(lambda: rank.local.is_idle)
     going.clear()
-    keeping, _ = rank.save(5)
-    assert keeping.released.wait(20)
-    assert (keeping.kept_in, keeping.lost_in[1].cause) == ({0}, DeclineCause.HANGS)
+    tier_write, _ = rank.save(5)
+    assert tier_write.released.wait(20)
+    assert (tier_write.kept_in, tier_write.lost_in[1].cause) == ({0}, DeclineCause.HANGS)
     assert caplog.text.count("takes nothing until its device answers: it hangs") == 1
     until(lambda: rank.kept(0) == [5, 3])
-    keeping, _ = rank.save(7)
-    assert keeping.writers.keys() == {0}
-    assert keeping.released.wait(20)
+    tier_write, _ = rank.save(7)
+    assert tier_write.writers.keys() == {0}
+    assert tier_write.released.wait(20)
     assert rank.ledger.stats.skipped[f"{specs[1]}: hangs"] == 2
     going.set()
     until(lambda: "answers again" in caplog.text)
     assert not rank.lanes[1].calls.hangs
-    keeping, _ = rank.save(9)
-    assert keeping.released.wait(20)
-    assert keeping.kept_in == {0, 1}
+    tier_write, _ = rank.save(9)
+    assert tier_write.released.wait(20)
+    assert tier_write.kept_in == {0, 1}
     until(lambda: rank.kept(1) == [9, 3])
     assert rank.bytes_of(3, 1) == {3}
     going.clear()
@@ -526,12 +526,12 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     until(lambda: rank.local.is_idle)
     going.clear()
     writing.clear()
-    keeping, _ = rank.save(5)
+    tier_write, _ = rank.save(5)
     assert writing.wait(20)
-    assert not keeping.released.is_set()
-    rank.local.let_go(keeping)
-    assert keeping.released.is_set(), "nobody may wait for the device here"
-    assert keeping.lost_in == {
+    assert not tier_write.released.is_set()
+    rank.local.let_go(tier_write)
+    assert tier_write.released.is_set(), "nobody may wait for the device here"
+    assert tier_write.lost_in == {
         0: DeclineCause.HANGS.because("the tier has not released the staging area in time")
     }
     assert rank.ledger.stats.skipped == {f"{specs[1]}: hangs": 1}
@@ -547,9 +547,9 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
 
     until(is_free)
     last = next(steps)
-    keeping, _ = rank.save(last)
-    assert keeping.released.wait(20)
-    assert keeping.kept_in == {0}
+    tier_write, _ = rank.save(last)
+    assert tier_write.released.wait(20)
+    assert tier_write.kept_in == {0}
     until(lambda: rank.local.is_idle)
     assert (rank.kept(), rank.bytes_of(3), rank.bytes_of(last)) == ([last, 3], {3}, {last % 256})
     assert "step 5 is not kept" in caplog.text
@@ -577,24 +577,24 @@ def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
         until(lambda: rank.local.is_idle)
     going.clear()
     flushing.clear()
-    keeping = rank.begin(7)
+    tier_write = rank.begin(7)
     assert flushing.is_set()
-    assert keeping is not None
-    assert keeping.writers.keys() == {1}
+    assert tier_write is not None
+    assert tier_write.writers.keys() == {1}
     hangs = f"tier {pm} gives no slot for step 7: tier {pm} hangs: a slot for step 7 has not returned for 2 s"
     assert hangs in caplog.text
-    rank.local.drop(keeping, DeclineCause.BUSY.because("of the test"))
+    rank.local.drop(tier_write, DeclineCause.BUSY.because("of the test"))
     until(lambda: rank.lanes[0].calls.hangs)
     until(lambda: rank.lanes[1].idle)  # and the other tier has its slot of step 7 back
-    keeping = rank.begin(9)
-    assert keeping is not None
-    assert keeping.writers.keys() == {1}, "it is not even asked"
-    rank.local.drop(keeping, DeclineCause.BUSY.because("of the test"))
+    tier_write = rank.begin(9)
+    assert tier_write is not None
+    assert tier_write.writers.keys() == {1}, "it is not even asked"
+    rank.local.drop(tier_write, DeclineCause.BUSY.because("of the test"))
     going.set()
     until(lambda: not rank.lanes[0].calls.hangs)
-    keeping, _ = rank.save(11)  # in the slot that came too late for step 7, and was given back
-    assert keeping.released.wait(20)
-    assert keeping.kept_in == {0, 1}
+    tier_write, _ = rank.save(11)  # in the slot that came too late for step 7, and was given back
+    assert tier_write.released.wait(20)
+    assert tier_write.kept_in == {0, 1}
     until(lambda: rank.local.is_idle)
     assert (rank.kept(), rank.bytes_of(5), rank.bytes_of(11)) == ([11, 5], {5}, {11})
     rank.local.close(60)

@@ -12,7 +12,7 @@ from holdfast.store.file_system import IN_MEMORY, file_system_of
 from tests.support.tiers import RUN, image
 from trainer_side.state import accelerator
 from trainer_side.tiers.open_tiers import open_tier
-from trainer_side.tiers.tier_directory import why_not_memory
+from trainer_side.tiers.tier_directory import not_in_memory_reason
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def disk(tmp_path: Path) -> Path:
 
 
 def test_a_directory_in_memory_is_fine(tmpfs: Path) -> None:
-    assert why_not_memory("memory", tmpfs / "not" / "there" / "yet") is None
+    assert not_in_memory_reason("memory", tmpfs / "not" / "there" / "yet") is None
 
 
 def test_a_link_on_a_disk_that_leads_into_memory_counts_as_memory_and_the_other_way_round(
@@ -31,8 +31,8 @@ def test_a_link_on_a_disk_that_leads_into_memory_counts_as_memory_and_the_other_
 ) -> None:
     (disk / "link").symlink_to(tmpfs)
     (tmpfs / "link").symlink_to(disk)
-    assert why_not_memory("memory", disk / "link") is None
-    assert why_not_memory("memory", tmpfs / "link" / "tier") is not None
+    assert not_in_memory_reason("memory", disk / "link") is None
+    assert not_in_memory_reason("memory", tmpfs / "link" / "tier") is not None
 
 
 def test_without_a_device_a_disk_is_named_once_at_the_start(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from holdfast.errors import PeerLost
-from holdfast.notices.messages import Announcement, StepWord
+from holdfast.notices.messages import Announcement, AnnouncementKind
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.telemetry.events import EventLog
@@ -63,10 +63,10 @@ class Bench:
 
     def appoint(self, frames: list[Frame]) -> Frame:
         """Let all ranks, at step 10, answer until a step is appointed."""
-        while (frame := frames[-1]).flags == StepWord.PROPOSED.value:
+        while (frame := frames[-1]).flags == AnnouncementKind.PROPOSED.value:
             for rank in range(self.ranks):
                 frames = self.answer(rank, frame.arg, 10)
-        assert frame.flags == StepWord.APPOINTED.value
+        assert frame.flags == AnnouncementKind.APPOINTED.value
         return frame
 
     def keep(self, step: int, tier: int = FAR) -> None:
@@ -145,9 +145,9 @@ def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: 
     busy = DeclineCause.BUSY.because("of the test").of_rank(1)
     void = StepVerdict(FAR, (3, first), complete=False, why=busy)
     again = bench.frames(bench.coordinator.judged(void))
-    assert [frame.flags for frame in again] == [StepWord.PROPOSED.value]
+    assert [frame.flags for frame in again] == [AnnouncementKind.PROPOSED.value]
     (called_off,) = bench.frames(bench.coordinator.left(1, "is dead"))
-    assert called_off.flags == StepWord.CALLED_OFF.value
+    assert called_off.flags == AnnouncementKind.CALLED_OFF.value
     (failed,) = bench.events("emergency_failed")
     assert failed["reason"] == "no checkpoint can be whole: rank 1 is dead"
 
@@ -157,7 +157,7 @@ def test_a_rank_that_does_not_answer_ends_it_by_name(bench: Bench) -> None:
     bench.answer(0, proposed.arg, 10)
     bench.now = 10.5
     (called_off,) = bench.frames(bench.coordinator.tick())
-    assert called_off.flags == StepWord.CALLED_OFF.value
+    assert called_off.flags == AnnouncementKind.CALLED_OFF.value
     assert "rank 1 did not answer within 10 s" in bench.events("emergency_failed")[0]["reason"]
 
 
@@ -234,7 +234,7 @@ class Rank:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
-        self.appointments = AgreedSteps(wait_seconds_max=30, clock=lambda: world.now)
+        self.agreed_steps = AgreedSteps(wait_seconds_max=30, clock=lambda: world.now)
         self.verdicts: list[StepVerdict] = []
         coordinator = None
         if rank == 0:
@@ -253,7 +253,7 @@ class Rank:
             world.lines.port(rank),
             limits,
             on_verdict=self.verdicts.append,
-            appointments=self.appointments,
+            agreed_steps=self.agreed_steps,
             rank0=Rank0Votes(world.count, limits, coordinator) if rank == 0 else None,
             clock=lambda: world.now,
         )
@@ -265,18 +265,18 @@ class Rank:
     @property
     def waits(self) -> bool:
         """Whether training would block in its next `reach`, which the test's only thread must avoid."""
-        return self.appointments.promises.waits_at(self.step + 1)
+        return self.agreed_steps.promises.waits_at(self.step + 1)
 
     @property
     def is_due(self) -> bool:
         """Whether this rank has not yet reached a proposed or appointed step."""
-        return self.appointments.promises.pending
+        return self.agreed_steps.promises.pending
 
     def train(self) -> None:
         if self.waits:
             return
         self.step += 1
-        due = self.appointments.reach(self.step)
+        due = self.agreed_steps.reach(self.step)
         if due is not None:
             self.acted.append((self.step, due.save))
         if (due is None or not due.save) and (self.step + 1) % self.world.every:
@@ -468,7 +468,7 @@ def test_a_step_that_makes_no_sense_is_left_out_and_nobody_waits_for_it(
 ) -> None:
     world = World(1, tmp_path / "events", ranks=2)
     rank = world.ranks[1]
-    rank.appointments.heard(Announcement(StepWord.PROPOSED, 0, 1))
+    rank.agreed_steps.heard(Announcement(AnnouncementKind.PROPOSED, 0, 1))
     assert rank.waits
     for message in (
         wire.encode(Kind.SAVE_AT),

@@ -14,7 +14,7 @@ from holdfast.telemetry.causes import STATES_DIFFER
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Frame, Kind, decode
 from tests.support.events import read_events
-from trainer_side.tiers.rank0_votes import Rank0Votes, ReplicaWatch, VoteLimits, fingerprints_frame
+from trainer_side.tiers.rank0_votes import Rank0Votes, ReplicaComparison, VoteLimits, fingerprints_frame
 from trainer_side.tiers.tier import StepVerdict
 
 RANKS = 3
@@ -27,13 +27,13 @@ def said(step: int, crc: int, digest: str = LAYOUT.digest) -> Frame:
     return decode(fingerprints_frame((1, step), digest, encode([crc])))
 
 
-def watch(tmp_path: Path, *, refuses: bool) -> ReplicaWatch:
-    found = ReplicaWatch(RANKS, EventLog(tmp_path / "events", role="trainer", rank=0), refuses=refuses)
+def watch(tmp_path: Path, *, refuses: bool) -> ReplicaComparison:
+    found = ReplicaComparison(RANKS, EventLog(tmp_path / "events", role="trainer", rank=0), refuses=refuses)
     found.laid_out(LAYOUT)
     return found
 
 
-def hear(found: ReplicaWatch, step: int, *crcs: int) -> str:
+def hear(found: ReplicaComparison, step: int, *crcs: int) -> str:
     whys = [found.hear(rank, said(step, crc)) for rank, crc in enumerate(crcs)]
     assert not any(whys[:-1]), "decided before all have said theirs"
     return str(whys[-1] or "")

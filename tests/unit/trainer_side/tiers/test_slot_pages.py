@@ -100,7 +100,7 @@ def test_a_slot_without_room_is_named_declined_and_tried_again(
     making.may.set()
     rank = Rank([f"memory:{tmpfs}"])
     (tier,) = rank.tiers
-    until(lambda: not tier.is_making)
+    until(lambda: not tier.is_making_slots)
     assert "not all slots are made" in caplog.text
     assert "slot 1: No space left on device" in caplog.text
     rank.save(1)

@@ -16,13 +16,13 @@ from holdfast.image.proof_record import ProofRecord
 from tests.support.tiers import RUN, image, save
 from trainer_side.tiers import slot_tier
 from trainer_side.tiers.open_tiers import open_tier
-from trainer_side.tiers.slot_proof import proof_path, proofs_of, read_proof, slice_names
+from trainer_side.tiers.slot_proof import proof_path, proofs_of, read_proof, slice_identity
 from trainer_side.tiers.slot_tier import SlotTier
-from trainer_side.tiers.tier import Kept
+from trainer_side.tiers.tier import SealedSlice
 
 MADE = image()
 DIGEST = {"step": 4, "batch": 17, "loss": 0.1, "lr": {"optimizer": [1e-3]}}
-KEY, SLICE = CheckpointId(2, 3), slice_names("kelp", 0, MADE.layout.digest, 77)
+KEY, SLICE = CheckpointId(2, 3), slice_identity("kelp", 0, MADE.layout.digest, 77)
 
 Open = Callable[[], SlotTier]
 
@@ -40,7 +40,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     return new
 
 
-def kept(tier: SlotTier, attempt: int, step: int) -> Kept:
+def kept(tier: SlotTier, attempt: int, step: int) -> SealedSlice:
     (one,) = [one for one in tier.kept() if one.seal.order == (attempt, step)]
     return one
 

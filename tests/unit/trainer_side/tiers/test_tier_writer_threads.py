@@ -75,7 +75,7 @@ def test_a_ready_frame_wakes_two_threads_and_not_all(monkeypatch: pytest.MonkeyP
     threads = TierWriterThreads(
         0, cast(Tier, SimpleNamespace(name="memory:/x")), 0, lambda _: None, call_seconds_max=SECONDS_MAX
     )
-    threads.staff(THREADS)
+    threads.ensure_threads(THREADS)
     threads.keep(write)
     for frame in frames:
         area.ready.add(frame.offset)

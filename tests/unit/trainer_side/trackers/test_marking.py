@@ -9,8 +9,8 @@ import pytest
 
 from trainer_side.trackers import marking
 from trainer_side.trackers.mark import Mark
-from trainer_side.trackers.marking import Marking
-from trainer_side.trackers.tracker import NoTracker, Tracker
+from trainer_side.trackers.marking import MarkSender
+from trainer_side.trackers.tracker import NullTracker, Tracker
 
 TURN_SECONDS = 0.01
 
@@ -55,14 +55,14 @@ class Hanging(Shown):
         self.go_on.wait()
 
 
-def _save(to: Marking, step: int) -> None:
+def _save(to: MarkSender, step: int) -> None:
     to.hear("save", {"cst_seconds": 0.5, "copy_seconds": 3.0}, step)
     to.hear("staged", {"cst_seconds": 0.5, "staged_seconds": 2.0}, step)
     to.hear("durable", {"staged_seconds": 2.0, "durable_seconds": 4.0}, step)
 
 
 def test_marking_makes_marks_of_events_at_their_own_steps() -> None:
-    shown, to = Shown(), Marking(turn_seconds=TURN_SECONDS)
+    shown, to = Shown(), MarkSender(turn_seconds=TURN_SECONDS)
     to.add(shown, [Mark("attempt", 30, 2, "resumed")])
     _save(to, 39)
     to.hear("layout", {"image_bytes": 5}, None)
@@ -80,7 +80,7 @@ def test_marking_makes_marks_of_events_at_their_own_steps() -> None:
 
 def test_marking_shows_a_step_that_local_tiers_keep_once() -> None:
     now = iter([10.0, 12.5])
-    shown, to = Shown(), Marking(turn_seconds=TURN_SECONDS, clock=lambda: next(now))
+    shown, to = Shown(), MarkSender(turn_seconds=TURN_SECONDS, clock=lambda: next(now))
     to.add(shown)
     to.hear("save", {"cst_seconds": 0.5}, 9)
     to.hear("complete", {"tier": "memory", "why": ""}, 9)
@@ -90,7 +90,7 @@ def test_marking_shows_a_step_that_local_tiers_keep_once() -> None:
 
 
 def test_marking_gives_a_later_tracker_its_own_marks_alone() -> None:
-    first, second, to = Shown(), Shown(), Marking(turn_seconds=TURN_SECONDS)
+    first, second, to = Shown(), Shown(), MarkSender(turn_seconds=TURN_SECONDS)
     to.add(first, [Mark("attempt", 0, 1)])
     to.add(second, [Mark("attempt", 0, 1)])
     to.close()
@@ -98,7 +98,7 @@ def test_marking_gives_a_later_tracker_its_own_marks_alone() -> None:
 
 
 def test_marking_drops_a_tracker_that_raises_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    failing, shown, to = Failing(), Shown(), Marking(turn_seconds=TURN_SECONDS)
+    failing, shown, to = Failing(), Shown(), MarkSender(turn_seconds=TURN_SECONDS)
     to.add(failing)
     to.add(shown)
     for step in range(3):
@@ -117,7 +117,7 @@ def test_marking_does_not_wait_for_a_tracker_that_hangs(
 ) -> None:
     monkeypatch.setattr(marking, "_END_SECONDS_MAX", 0.05)
     monkeypatch.setattr(marking, "_WAITING_MAX", 5)
-    hanging, to = Hanging(), Marking(turn_seconds=TURN_SECONDS)
+    hanging, to = Hanging(), MarkSender(turn_seconds=TURN_SECONDS)
     to.add(hanging)
     try:
         for step in range(20):
@@ -132,11 +132,11 @@ def test_marking_does_not_wait_for_a_tracker_that_hangs(
 
 
 def test_marking_without_a_tracker_ends_at_once() -> None:
-    Marking().close()
+    MarkSender().close()
 
 
 def test_no_tracker_does_nothing() -> None:
-    none = NoTracker()
+    none = NullTracker()
     none.log({"loss": 1.0}, 3)
     none.mark([Mark("attempt", 0, 1)])
     none.end()
