@@ -9,7 +9,7 @@ from benchmarks.peer_restart import SAVES
 from benchmarks.supervised import Attempt, BareMpirun, Program, Supervised, lines
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
-from operator_side.simulate.profiles import Measured, TrainingProfile
+from operator_side.simulate.profiles import MeasuredCosts, TrainingProfile
 
 __all__ = ["run_profile", "started"]
 
@@ -91,7 +91,7 @@ def _profile_of(
         iteration_seconds=iteration,
         restart_seconds=max(0.0, relaunch - pause_seconds),
         strategies={
-            "holdfast": Measured(
+            "holdfast": MeasuredCosts(
                 stall_seconds=stall,
                 staged_seconds=staged_seconds,
                 durable_seconds=durable_seconds,

@@ -27,7 +27,7 @@ import psutil
 from benchmarks.jobs import OF_RENDEZVOUS, Folders, StandingStager, rank_environment, torchrun_line
 from holdfast.mpirun import mpirun_command
 from holdfast.supervised import ATTEMPT_VARIABLE
-from holdfast.telemetry.event_files import numbered
+from holdfast.telemetry.event_files import numbered_files
 
 __all__ = ["Attempt", "BareMpirun", "BareTorchrun", "Elastic", "Program", "Supervised", "lines"]
 
@@ -81,7 +81,7 @@ class Attempt:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a file of JSON lines and its rotated predecessors; none without a file."""
-    files = [*(older for _, older in numbered(path)), path]
+    files = [*(older for _, older in numbered_files(path)), path]
     text = [
         line for file in files if file.exists() for line in file.read_text(encoding="utf-8").splitlines(True)
     ]

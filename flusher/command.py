@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from flusher.lifetime import live
+from flusher.lifetime import run_flusher
 from holdfast.command.examples import examples
 from holdfast.command.settings import setting_options
 from holdfast.config import FlusherConfig
@@ -71,10 +71,10 @@ def flusher(**arguments: Any) -> None:
     )
     is_ready = False
 
-    def ready(said: dict[str, Any]) -> None:
+    def ready(details: dict[str, Any]) -> None:
         nonlocal is_ready
         is_ready = True
-        _say({"ready": True, **said})
+        _print_json({"ready": True, **details})
         # Lower the priority only now: until then the stager waits for this process, and the ranks for the stager.
         yield_to_training(config.niceness)
 
@@ -84,16 +84,16 @@ def flusher(**arguments: Any) -> None:
         # A manifest has a few objects per tensor, and no cycles. With tens of thousands of tensors the cyclic garbage
         # collector would take half of the time.
         gc.set_threshold(_GC_THRESHOLD_OBJECTS)
-        live(config, ready)
+        run_flusher(config, ready)
     except HoldfastError as error:
         _log.error("%s", error)
         _log.error("help: %s", error.help)
         if not is_ready:
-            _say({"error": {"code": error.code, "message": str(error), "help": error.help}})
+            _print_json({"error": {"code": error.code, "message": str(error), "help": error.help}})
         sys.exit(error.exit_code)
 
 
-def _say(document: dict[str, Any]) -> None:
+def _print_json(document: dict[str, Any]) -> None:
     try:
         click.echo(json.dumps(document))
         sys.stdout.flush()

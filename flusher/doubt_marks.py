@@ -17,7 +17,7 @@ from holdfast.image.manifest import Manifest, is_manifest_name
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
 
 _log = logging.getLogger("holdfast.flusher")
-_AGAIN_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 _NOTE_CHARACTERS_MAX = 4096
 
 
@@ -36,17 +36,17 @@ class DoubtMarks:
         self._store, self._inbox, self._events = context.store, context.inbox, context.events
         self._replace = replace
         self._doubts: tuple[DoubtedSteps, ...] = ()
-        self._refused: tuple[float, HoldfastError] | None = None  # when marking began, and the last error
+        self._refused_since: tuple[float, HoldfastError] | None = None  # when marking began, and the last error
         self._stopped = False
         self.owed = False
 
     @property
-    def refused(self) -> tuple[float, HoldfastError] | None:
+    def store_refusal(self) -> tuple[float, HoldfastError] | None:
         """Seconds for which the store has refused marks, and its last error; None while it accepts them."""
-        refused = self._refused
-        return None if refused is None else (time.monotonic() - refused[0], refused[1])
+        refusal = self._refused_since
+        return None if refusal is None else (time.monotonic() - refusal[0], refusal[1])
 
-    def learn(self, found: Sequence[DoubtedSteps]) -> bool:
+    def update(self, found: Sequence[DoubtedSteps]) -> bool:
         """Take the full list of doubts; return whether it has changed."""
         if not found or tuple(found) == self._doubts:
             return False
@@ -57,14 +57,14 @@ class DoubtMarks:
         """Stop retrying."""
         self._stopped = True
 
-    def marked(self, manifest: Manifest) -> Manifest:
+    def with_mark(self, manifest: Manifest) -> Manifest:
         """Return the manifest with the doubt about its checkpoint, or the same object if there is nothing to add."""
         key = manifest.order
         if manifest.doubt or not (reason := doubt_about(self._doubts, key)):
             return manifest
         _log.error("%s is doubtful, and restore prefers others: %s", key, reason)
-        told = {"attempt": key.attempt, "note": reason[:_NOTE_CHARACTERS_MAX]}
-        self._events.emit("doubted", told, step=key.step)
+        fields = {"attempt": key.attempt, "note": reason[:_NOTE_CHARACTERS_MAX]}
+        self._events.emit("doubted", fields, step=key.step)
         return manifest.doubted(reason)
 
     def write_all(self) -> None:
@@ -78,11 +78,11 @@ class DoubtMarks:
                 return
             except HoldfastError as error:
                 _log.warning("doubtful checkpoints are not marked yet; retrying: %s", error)
-                self._refused = since, error
+                self._refused_since = since, error
                 self._inbox.put(None)  # wakes the loop, which may be idle: it looks at `refused`
-                time.sleep(_AGAIN_SECONDS)
+                time.sleep(_RETRY_SECONDS)
             else:
-                self._refused = None
+                self._refused_since = None
                 self.owed = doubts is not self._doubts
                 return
 
@@ -98,6 +98,6 @@ class DoubtMarks:
             except (DamageError, StoreMissing) as error:
                 _log.warning("%s: not marked as doubtful: %s", info.name, error)
                 continue
-            marked = self.marked(manifest)
+            marked = self.with_mark(manifest)
             if marked is not manifest:
                 self._replace(marked)

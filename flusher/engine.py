@@ -99,10 +99,10 @@ class Engine:
         self._runner = JobRunner(self._jobs, context, writers, self._pipeline.is_dropping)
         self._indexes: dict[str, LayoutIndex] = {}
         self._succession = Succession()
-        self._ends = EndedCheckpoints(self._jobs, self._runner.publishers, context.inbox)
+        self._outcomes = EndedCheckpoints(self._jobs, self._runner.publishers, context.inbox)
         self._opened: dict[CheckpointId, int] = {}  # how many chunks must be in the ring together
         self._discards: set[CheckpointId] = set()
-        self._given_up: set[CheckpointId] = set()  # and reported to the stager
+        self._reported_given_up: set[CheckpointId] = set()  # and reported to the stager
         self._orphans: set[CheckpointId] = set()  # whose lead is gone
         self._growing = False
         self._opened_early: list[Opened] = []
@@ -115,7 +115,7 @@ class Engine:
             self._indexes = {layout.digest: LayoutIndex(layout)}  # new steps no longer use the previous one
             self._growing = self._request_room(layout.chunks) or self._growing
         if self._pipeline.knows(key):
-            self._tell(Begin(key, self._indexes[layout.digest]))
+            self._process(Begin(key, self._indexes[layout.digest]))
             if key in self._opened:
                 self.listener.began(key, self._opened[key])
             return
@@ -129,9 +129,9 @@ class Engine:
             # The next process of its stager was faster than the worker, which would drop this flight's state.
             self.listener.failed(key, PeerLost(f"{key}: this share is being given up"))
             return
-        resume = self._found(key, layout)
+        resume = self._find_resume(key, layout)
         self._events.began(key, layout.image_bytes, share)
-        self._tell(Begin(key, self._indexes[layout.digest], resume, share))
+        self._process(Begin(key, self._indexes[layout.digest], resume, share))
 
     def _share_of(self, layout: Layout, writers: int) -> ImageShare | None:
         """Return the share of an image that this flusher writes; None: all of it."""
@@ -141,7 +141,7 @@ class Engine:
         shares = Shares.of(layout, writers, part_chunks)
         return None if shares.count == 1 and self._share.leads else ImageShare(shares, self._share.index)
 
-    def _found(self, key: CheckpointId, layout: Layout) -> Resume | None:
+    def _find_resume(self, key: CheckpointId, layout: Layout) -> Resume | None:
         """Return what a dead flusher recorded of this checkpoint."""
         try:
             progress = self._jobs.find_progress(key)
@@ -163,22 +163,22 @@ class Engine:
         """Note that the ring belongs to another job from now on."""
         self._runner.looks.begin_attempt()
 
-    def ask(self, key: CheckpointId) -> None:
+    def request_outcome(self, key: CheckpointId) -> None:
         """Report again how a checkpoint ended that the ring no longer has: it ended while no stager listened."""
-        ended = self._ends.ask(key)
-        if ended is not None:
-            self._report_outcome(key, ended)
+        outcome = self._outcomes.ask(key)
+        if outcome is not None:
+            self._report_outcome(key, outcome)
 
-    def chunk(self, record: SlotRecord) -> None:
+    def add_chunk(self, record: SlotRecord) -> None:
         """Take a FULL slot. Raises `ProtocolError` if the journal says otherwise."""
         if record.state is not SlotState.FULL:
             raise ProtocolError(
                 f"slot {record.slot}: the stager says that it is full, the journal says {record.state.name}"
             )
         key = CheckpointId(record.attempt, record.step)
-        self._tell(ChunkFull(key, record.slot, record.chunk, record.nbytes, record.sources))
+        self._process(ChunkFull(key, record.slot, record.chunk, record.nbytes, record.sources))
 
-    def staged(self, key: CheckpointId) -> None:
+    def mark_staged(self, key: CheckpointId) -> None:
         """Note that all chunks of a checkpoint were sent."""
         if not self._pipeline.knows(key):
             self._ring.remove_checkpoint(*key)  # it was given up, and the stager did not know yet
@@ -188,19 +188,19 @@ class Engine:
         self._jobs.staged_at_unix[key] = time.time() if at is None else float(at)
         if not self._pipeline.any_staged():
             self._succession.store_took()
-        self._tell(Staged(key))
+        self._process(Staged(key))
         self._runner.looks.expect(key)
 
     def abort(self, key: CheckpointId, error: HoldfastError) -> None:
         """Give up a checkpoint; an unknown one is ignored."""
-        self._tell(Aborted(key, error))
+        self._process(Aborted(key, error))
         self._runner.at_once(key)
 
-    def doubt(self) -> None:
+    def load_doubts(self) -> None:
         """Read from beside the ring which steps may be torn, and mark them."""
         self._maintenance.doubt(read_doubts(self._ring.directory))
 
-    def prove(self) -> None:
+    def load_proofs(self) -> None:
         """Read from beside the ring what the steps after the newest checkpoints used, and write the proofs."""
         self._maintenance.prove(read_proofs(self._ring.directory))
 
@@ -213,7 +213,7 @@ class Engine:
             self._jobs.find_progress(key)
         except ProtocolError as damaged:
             _log.warning("%s: leftovers stay in the store until the next start: %s", key, damaged)
-        self._act(Discard(key, error))
+        self._execute(Discard(key, error))
 
     def abort_stranded(self, error: HoldfastError) -> None:
         """Give up the checkpoints that wait for chunks and that no other flusher could resume."""
@@ -264,7 +264,7 @@ class Engine:
         return self._runner.held_seconds
 
     @property
-    def failing(self) -> str:
+    def failure_reason(self) -> str:
         """Why the store fails; empty while nothing waits for it."""
         return str(self._runner.held_error) if self._runner.held_seconds else ""
 
@@ -280,7 +280,7 @@ class Engine:
         waits, room = self._runner.wait_seconds, self._succession.wait_seconds
         return min(waits if room is None else [*waits, room], default=None)
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Handle the threads' messages and start due jobs. Raises `FencedError` if another writer took the run over."""
         for item in self._inbox.take():
             if isinstance(item, RingGrown):
@@ -289,7 +289,7 @@ class Engine:
                 # The ring keeps a non-resumable upload's chunks if all fit, so it must have grown first.
                 self._opened_early.append(item)
             else:
-                self._take(item)
+                self._handle(item)
         self._runner.do_due()
         self._make_room()
         self._maintenance.give_way(self._runner.running > 0)
@@ -298,7 +298,7 @@ class Engine:
         """Stop the threads: drop queued jobs, and wait for running ones."""
         self._runner.stop()
 
-    def _take(self, item: object) -> None:
+    def _handle(self, item: object) -> None:
         match item:
             case FencedError():
                 raise item
@@ -307,7 +307,7 @@ class Engine:
                 self._retry(item)
             case Discarded(key, error):
                 self._discards.discard(key)
-                self._given_up.discard(key)
+                self._reported_given_up.discard(key)
                 self._ring.remove_checkpoint(*key)
                 self._end(key, error)
                 self._maintenance.given_up(key)
@@ -320,52 +320,52 @@ class Engine:
                 self._events.pruned(item.files)
             case Published(key):
                 self._runner.running -= 1
-                self._progressed(key)
+                self._on_progress(key)
                 self._published(key)
-            case LookedUp(key, ended):
-                self._report_outcome(key, ended)
+            case LookedUp(key, outcome):
+                self._report_outcome(key, outcome)
             case JobFailed(key):
                 self._runner.running -= 1
-                self._fail(item)
+                self._handle_failure(item)
             case Opened(key):
                 self._runner.running -= 1
-                self._progressed(key)
+                self._on_progress(key)
                 self._upload_opened(item)
             case None:
                 pass
             case _:
                 self._runner.running -= 1
-                self._answered(item)
+                self._handle_answer(item)
 
-    def _answered(self, item: object) -> None:
+    def _handle_answer(self, item: object) -> None:
         """Handle the answer of a job that succeeded, or that must wait for another flusher."""
         match item:
             case PollAgain():
-                self._runner.look_again(item, self._ring.attempt, self._fail)
+                self._runner.look_again(item, self._ring.attempt, self._handle_failure)
             case OrphanEnded(key, manifest):
                 self._orphan_ended(key, manifest)
             case PartWritten(key):
-                self._progressed(key)
+                self._on_progress(key)
                 self._maintenance.wrote(self._opened.get(key, 1) * self._ring.chunk_bytes)
-                self._tell(item)
+                self._process(item)
             case CrcsPut(key) | CrcsRead(key):
-                self._progressed(key)
-                self._tell(item)
+                self._on_progress(key)
+                self._process(item)
             case Sealed(key, share):
-                self._progressed(key)
+                self._on_progress(key)
                 self._events.share_sealed(key, share)
-                self._tell(item)
+                self._process(item)
             case SealRead(key, _, seal):
-                self._progressed(key)
+                self._on_progress(key)
                 self._events.seal_read(key, seal)
-                self._tell(item)
+                self._process(item)
             case _:
-                self._tell(item)  # type: ignore[arg-type]
+                self._process(item)  # type: ignore[arg-type]
 
     def _upload_opened(self, event: Opened) -> None:
         key = event.key
         self._opened[key] = event.part_chunks
-        self._tell(event)
+        self._process(event)
         together = self._pipeline.chunks_together(key) or event.part_chunks
         if key in self._opened:
             self._opened[key] = together
@@ -383,7 +383,7 @@ class Engine:
             self._growing = False
         self.listener.grown(grown.note)
         while self._opened_early and not self._growing:
-            self._take(self._opened_early.pop(0))
+            self._handle(self._opened_early.pop(0))
 
     def _orphan_ended(self, key: CheckpointId, manifest: Manifest | None) -> None:
         self._orphans.discard(key)
@@ -401,7 +401,7 @@ class Engine:
         self._jobs.forget(key)
         durable = DurableStep.of(manifest)
         self._end(key, durable)
-        self._tell(Published(key))
+        self._process(Published(key))
         self._events.durable(key, manifest) if self._share.leads else self._events.published(key, manifest)
         self.listener.durable(key, durable)
         self._maintenance.published(key, manifest)
@@ -410,43 +410,43 @@ class Engine:
         self._events.read_back(item)
         self.listener.read_back(item)
 
-    def _end(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
+    def _end(self, key: CheckpointId, outcome: DurableStep | HoldfastError) -> None:
         self._opened.pop(key, None)
         self._runner.forget(key)
-        self._ends.remember(key, ended)
+        self._outcomes.remember(key, outcome)
 
-    def _report_outcome(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
-        if isinstance(ended, DurableStep):
-            self.listener.durable(key, ended)
+    def _report_outcome(self, key: CheckpointId, outcome: DurableStep | HoldfastError) -> None:
+        if isinstance(outcome, DurableStep):
+            self.listener.durable(key, outcome)
         else:
-            self.listener.failed(key, ended)
+            self.listener.failed(key, outcome)
 
-    def _fail(self, failed: JobFailed) -> None:
+    def _handle_failure(self, failed: JobFailed) -> None:
         """Handle a job that failed for good. If the store lost its bytes, the flush may start over after a pause."""
         if failed.key in self._orphans:
             _log.warning("%s: given up: %s", failed.key, failed.error)
             self._submit(EndOrphan(failed.key, failed.error))
             return
         if isinstance(failed.error, StoreError) and failed.error.begin_anew:
-            self._runner.later(failed.key, failed.error, lambda: self._tell(failed))
+            self._runner.later(failed.key, failed.error, lambda: self._process(failed))
         else:
-            self._tell(failed)
+            self._process(failed)
             self._runner.looks.at_once(failed.key)  # its other jobs need not wait either
 
     def _retry(self, item: Retry) -> None:
         if item.error.no_room and not self._pipeline.is_dropping(item.job.key):
             self._maintenance.make_room()
-        self._runner.retry(item, self._tell)
+        self._runner.retry(item, self._process)
 
-    def _progressed(self, key: CheckpointId) -> None:
+    def _on_progress(self, key: CheckpointId) -> None:
         self._succession.store_took()
         self._runner.progressed(key)
 
-    def _tell(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:
         actions = self._pipeline.handle(event)
         self._report_given_up(event.key, actions)
         for action in actions:
-            self._act(action)
+            self._execute(action)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -469,13 +469,13 @@ class Engine:
 
         The report is repeated on discard, for a stager that attaches in between.
         """
-        ended = next((action.error for action in actions if isinstance(action, Discard)), None)
-        error = ended or self._pipeline.given_up(key)
-        if error is not None and key not in self._given_up:
-            self._given_up.add(key)
+        outcome = next((action.error for action in actions if isinstance(action, Discard)), None)
+        error = outcome or self._pipeline.given_up(key)
+        if error is not None and key not in self._reported_given_up:
+            self._reported_given_up.add(key)
             self.listener.failed(key, error)
 
-    def _act(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         match action:
             case FreeSlots(slots):
                 for slot in slots:

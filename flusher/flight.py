@@ -33,13 +33,13 @@ class Flight:
     unfinished: int = field(init=False)  # chunks whose CRC is not known yet
     segment_crcs: dict[int, tuple[int, ...]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)  # chunk → its slot, until it is freed
-    came: dict[int, ChunkFull] = field(default_factory=dict)  # the event of each chunk in `slots`
+    chunk_events: dict[int, ChunkFull] = field(default_factory=dict)  # the event of each chunk in `slots`
     opened: bool = False
     resumable: bool = True  # by another process
     # the upload is not resumable, so the ring keeps all chunks until it is published
     keeps_slots: bool = False
-    restarts: bool = False  # once the last job has ended
-    seen: set[int] = field(default_factory=set)  # chunks received
+    is_restarting: bool = False  # once the last job has ended
+    received: set[int] = field(default_factory=set)  # chunks received
     busy: set[int] = field(default_factory=set)  # slots that a job uses
     jobs: int = 0
     part_chunks: int = 0  # 0 until the upload is open
@@ -47,7 +47,7 @@ class Flight:
     parts_sent: set[int] = field(default_factory=set)
     staged: bool = False
     publishing: bool = False  # or sealing; from then on only the store knows the outcome
-    waits: bool = False  # for other flushers only
+    waits_for_others: bool = False  # for other flushers only
     seals: dict[int, ShareSeal] = field(default_factory=dict)  # of sealed shares; only at the lead
     told_crcs: bool = False  # the flushers of later shares can read this one's entry CRCs
     unread: list[int] = field(default_factory=list)  # shares whose entry CRCs are needed, the next one last
@@ -75,7 +75,7 @@ class Flight:
             self.parts_done.add(part)
             self.parts_sent.add(part)
             for chunk, crcs in zip(self.part_range(part), segment_crcs, strict=True):
-                self.seen.add(chunk)
+                self.received.add(chunk)
                 self.note_crcs(chunk, crcs)
                 self.finish_chunk(chunk)
 
@@ -153,14 +153,14 @@ class Flight:
         )
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it is staged, and all its bytes are verified."""
         return self.staged and self.error is None and not self.unfinished
 
-    def may_go(self, *, begun: bool) -> bool:
-        """Whether another checkpoint may take its place. `begun`: even if the store has some of its parts."""
+    def may_be_superseded(self, *, even_if_written: bool) -> bool:
+        """Whether another checkpoint may take its place. `even_if_written`: even if the store has some of its parts."""
         # Until it is open, a resumed upload may turn out to be published.
-        return not self.publishing and (not self.parts_done or (begun and self.opened))
+        return not self.publishing and (not self.parts_done or (even_if_written and self.opened))
 
     def is_written(self, chunk: int) -> bool:
         """Whether the store has the part with this chunk."""
@@ -174,7 +174,7 @@ class Flight:
     @property
     def missing(self) -> int:
         """How many chunks have not arrived."""
-        return len(self.chunks) - len(self.seen)
+        return len(self.chunks) - len(self.received)
 
     def part_range(self, part: int) -> range:
         """Return the chunks of one part."""
@@ -219,7 +219,7 @@ def chunk_complaint(flight: Flight, event: ChunkFull) -> str:
         return f"{event.nbytes} bytes, expected {layout.chunk_extent(event.chunk).nbytes}"
     ranks, expected = tuple(source.rank for source in event.sources), layout.senders(event.chunk)
     if ranks != expected:
-        strange, missing = sorted({*ranks} - {*expected}), sorted({*expected} - {*ranks})
+        unexpected, missing = sorted({*ranks} - {*expected}), sorted({*expected} - {*ranks})
         counts = f"sent by {len(ranks)} ranks, expected {len(expected)}"
-        return f"{counts}; too many: {strange[:20]}, missing: {missing[:20]}"
+        return f"{counts}; too many: {unexpected[:20]}, missing: {missing[:20]}"
     return ""

@@ -21,12 +21,12 @@ class FlushEvents:
     def __init__(self, log: EventLog) -> None:
         self._log = log
 
-    def _emit(self, event: str, key: CheckpointId, **told: Any) -> None:
-        self._log.emit(event, {"attempt": key.attempt, **told}, step=key.step)
+    def _emit(self, event: str, key: CheckpointId, **fields: Any) -> None:
+        self._log.emit(event, {"attempt": key.attempt, **fields}, step=key.step)
 
     def began(self, key: CheckpointId, image_bytes: int, share: ImageShare | None) -> None:
-        told = {} if share is None else {"share": str(share.number)}
-        self._emit("flush_began", key, image_bytes=image_bytes, **told)
+        fields = {} if share is None else {"share": str(share.number)}
+        self._emit("flush_began", key, image_bytes=image_bytes, **fields)
 
     def taken_over(self, key: CheckpointId, progress: Progress) -> None:
         self._emit("flush_taken_over", key, file=progress.head.file, parts_done=len(progress.parts))

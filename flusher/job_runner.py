@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from flusher.flusher_context import FlusherContext
 from flusher.jobs import Jobs
-from flusher.looks import PollAgain, Looks
+from flusher.looks import PollAgain, SharePolls
 from flusher.retry_queue import RetryCounts, RetryQueue
 from flusher.share_jobs import PeerNotReady
 from flusher.steps import Job, JobFailed, ReadCrcs, ReadSeal, WritePart
@@ -64,9 +64,9 @@ class JobRunner:
         # One for each other share: all their records are read in the time of one request.
         self._pollers = Workers("looker", WRITERS_MAX - 1)
         self.publishers = Workers("publisher", 1)
-        self._later = RetryQueue()
-        self._held = RetryCounts(context.events)
-        self.looks = Looks(context.share)
+        self._retries = RetryQueue()
+        self._retry_counts = RetryCounts(context.events)
+        self.polls = SharePolls(context.share)
         self.running = 0
 
     def stop(self) -> None:
@@ -92,17 +92,17 @@ class JobRunner:
         except PeerNotReady as missing:
             self._inbox.put(PollAgain(job, str(missing), time.monotonic() if since is None else since))
         except StoreError as error:
-            is_lost = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
+            must_restart = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
             self._inbox.put(
-                JobFailed(job.key, job.slots, error) if is_lost else Retry(job, round_number, error)
+                JobFailed(job.key, job.slots, error) if must_restart else Retry(job, round_number, error)
             )
         except FencedError as error:
             self._inbox.put(error)
         except HoldfastError as error:
             self._inbox.put(JobFailed(job.key, job.slots, error))
         except OSError as error:  # of this machine, such as no descriptors: retry
-            told = StoreError(f"{job.key}: {type(job).__name__}: {error}", retriable=True)
-            self._inbox.put(Retry(job, round_number, told))
+            store_error = StoreError(f"{job.key}: {type(job).__name__}: {error}", retriable=True)
+            self._inbox.put(Retry(job, round_number, store_error))
         except Exception as error:  # noqa: BLE001 - a bug costs this checkpoint, never the ring with all the others
             _log.exception("%s: %s failed with an unexpected error", job.key, type(job).__name__)
             self._inbox.put(
@@ -112,80 +112,80 @@ class JobRunner:
 
     # -- retries -------------------------------------------------------------------------------------------------
 
-    def retry(self, item: Retry, failed: Callable[[JobFailed], None]) -> None:
-        """Retry a job after a pause. `failed` is called instead if its checkpoint is being given up."""
+    def retry(self, item: Retry, on_failed: Callable[[JobFailed], None]) -> None:
+        """Retry a job after a pause. `on_failed` is called instead if its checkpoint is being given up."""
         job, round_number, error = item
         given_up = JobFailed(job.key, job.slots, error)
         if self._is_dropping(job.key):
-            failed(given_up)
+            on_failed(given_up)
             return
 
-        def again() -> None:
+        def resubmit() -> None:
             if self._is_dropping(job.key):
-                failed(given_up)
+                on_failed(given_up)
             else:
                 self.submit(job, round_number + 1)
 
-        self._later.put(job.key, self._held.held(job.key, error), again)
+        self._retries.put(job.key, self._retry_counts.held(job.key, error), resubmit)
 
-    def look_again(self, item: PollAgain, attempt: int, failed: Callable[[JobFailed], None]) -> None:
+    def look_again(self, item: PollAgain, attempt: int, on_failed: Callable[[JobFailed], None]) -> None:
         """Have a job poll another flusher again later, up to a timeout. `attempt`: the ring's."""
         job = item.job
 
-        def again() -> None:
+        def resubmit() -> None:
             if self._is_dropping(job.key):
-                failed(JobFailed(job.key, job.slots, PeerLost(f"{job.key}: given up")))
+                on_failed(JobFailed(job.key, job.slots, PeerLost(f"{job.key}: given up")))
             else:
                 self.submit(job, since=item.since)
 
-        error = self.looks.too_long(item, attempt)
+        error = self.polls.too_long(item, attempt)
         if error is not None:
-            failed(JobFailed(job.key, job.slots, error))
+            on_failed(JobFailed(job.key, job.slots, error))
         elif self._is_dropping(job.key):
-            again()
+            resubmit()
         else:
-            self.looks.put(item, again)
+            self.polls.put(item, resubmit)
 
-    def later(self, key: CheckpointId, error: StoreError, act: Callable[[], None]) -> None:
-        """Call `act` after the retry pause of this checkpoint."""
-        self._later.put(key, self._held.held(key, error), act)
+    def call_later(self, key: CheckpointId, error: StoreError, callback: Callable[[], None]) -> None:
+        """Call `callback` after the retry pause of this checkpoint."""
+        self._retries.put(key, self._retry_counts.held(key, error), callback)
 
-    def at_once(self, key: CheckpointId) -> None:
+    def make_due(self, key: CheckpointId) -> None:
         """Make the pending retries and polls of a checkpoint due now."""
-        self._later.at_once(key)
-        self.looks.at_once(key)
+        self._retries.at_once(key)
+        self.polls.at_once(key)
 
-    def progressed(self, key: CheckpointId) -> None:
+    def on_progress(self, key: CheckpointId) -> None:
         """Note a success. If the store had been failing this checkpoint, make all pending retries due now."""
-        if self._held.progressed(key):
-            self._later.at_once()
+        if self._retry_counts.progressed(key):
+            self._retries.at_once()
 
     def forget(self, key: CheckpointId) -> None:
-        self._held.forget(key)
-        self.looks.forget(key)
+        self._retry_counts.forget(key)
+        self.polls.forget(key)
 
     def do_due(self) -> None:
-        self._later.do_due()
-        self.looks.do_due()
+        self._retries.do_due()
+        self.polls.do_due()
 
     # -- waiting for the store -----------------------------------------------------------------------------------
 
     @property
     def waits_for_store(self) -> bool:
-        return bool(self._later)
+        return bool(self._retries)
 
     @property
     def wait_seconds(self) -> list[float]:
         """Seconds until the next retry and the next poll are due, if any."""
-        waits = (self._later.wait_seconds, self.looks.wait_seconds)
+        waits = (self._retries.wait_seconds, self.polls.wait_seconds)
         return [wait for wait in waits if wait is not None]
 
     @property
     def held_seconds(self) -> float:
         """How long all work has been waiting for the store; 0 while anything else is in progress."""
-        return self._held.seconds
+        return self._retry_counts.seconds
 
     @property
     def held_error(self) -> StoreError | None:
         """The last error of the store; None if it has never failed."""
-        return self._held.error
+        return self._retry_counts.error

@@ -46,12 +46,12 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
-from holdfast.checkpoints.intents import Intent, take_back
+from holdfast.checkpoints.intents import Intent, undo_intent
 from holdfast.checkpoints.publish import (
     ManifestFacts,
     build_manifest,
     choose_name,
-    names_of,
+    candidate_names,
     publish_manifest,
     writer_id,
 )
@@ -116,7 +116,7 @@ class Jobs:
     ) -> None:
         self._ring, self._store, self._lease, self._clock = ring, store, lease, clock
         self._best = best
-        self._leads, self._others = share.leads, ShareJobs(store, share.index, ring.writers)
+        self._leads, self._share_jobs = share.leads, ShareJobs(store, share.index, ring.writers)
         self._run = store.url.rstrip("/").rpartition("/")[2]
         self._orphans = OrphanedShares(store, lease, self._run, best=best, clock=clock)
         self._naming = threading.Lock()
@@ -132,8 +132,8 @@ class Jobs:
         try:
             return self._do(job)
         except StoreError as error:
-            if error.begin_anew and self._others.is_shared(job.key):
-                self._others.raise_void(job.key)  # the flusher that aborted the upload recorded why
+            if error.begin_anew and self._share_jobs.is_shared(job.key):
+                self._share_jobs.raise_void(job.key)  # the flusher that aborted the upload recorded why
             raise
 
     def _do(self, job: Job) -> Event | OrphanEnded:
@@ -174,18 +174,18 @@ class Jobs:
         """Run a job by which the flushers of one image coordinate."""
         match job:
             case PutCrcs():
-                self._others.put_crcs(job)
+                self._share_jobs.put_crcs(job)
                 reach(Point.CRCS_PUT)
                 return CrcsPut(job.key)
             case ReadCrcs():
-                return self._others.read_crcs(job)
+                return self._share_jobs.read_crcs(job)
             case SealShare():
                 return self._seal(job)
             case ReadSeal():
-                return self._others.read_seal(job)
+                return self._share_jobs.read_seal(job)
             case Assemble():
                 reach(Point.ALL_SEALED)
-                sealed, upload = self._others.assemble(job)
+                sealed, upload = self._share_jobs.assemble(job)
                 self._targets[job.key].upload = upload
                 self._tally(job.key).count("shares", job.share.shares.count)
                 return sealed
@@ -202,22 +202,22 @@ class Jobs:
         `FencedError` if another writer owns the run.
         """
         target, dead = self._targets.get(key), self._progress.get(key)
-        shared = self._others.is_shared(key)
+        shared = self._share_jobs.is_shared(key)
         self.forget(key)
         if shared and self._leads:
             self._lease.check()  # another lease holder may be publishing it
         if shared:
-            self._others.give_up(key, error)
+            self._share_jobs.give_up(key, error)
         if self._leads:
             self._abort(target, dead)
         elif target is not None:
             target.upload.hand_over()  # only the lead aborts it
         if shared and self._leads:
-            self._others.clear(key)
+            self._share_jobs.clear(key)
 
     def forget(self, key: CheckpointId) -> None:
         """Drop all state of a checkpoint that has ended."""
-        self._others.forget(key)
+        self._share_jobs.forget(key)
         for table in (
             *(self._targets, self._names, self._progress),
             *(self._tallies, self.staged_at_unix, self.manifests),
@@ -242,14 +242,14 @@ class Jobs:
 
     def known_manifest(self, key: CheckpointId) -> Manifest | None:
         """Return the manifest of a checkpoint that the ring has forgotten; None if it was given up."""
-        for file in names_of(key):
+        for file in candidate_names(key):
             found = self._manifest(file)
             if found is not None and found.order == key:
                 return found
         return None
 
     def _open(self, job: Open) -> Event:
-        self._others.note(job.key, job.share)
+        self._share_jobs.note(job.key, job.share)
         if job.resume is not None:
             return self._resume(job)
         layout = job.index.layout
@@ -282,7 +282,7 @@ class Jobs:
                 ),
             )
         if job.share is not None:
-            self._others.began(job.key, layout, job.share, upload, file=file, write_id=write_id)
+            self._share_jobs.began(job.key, layout, job.share, upload, file=file, write_id=write_id)
             reach(Point.SHARES_BEGUN)
         resumable = upload.token is not None
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes, resumable)
@@ -290,7 +290,7 @@ class Jobs:
     def _join(self, job: Open, share: ImageShare) -> Event:
         """Open the upload that the lead has begun."""
         layout = job.index.layout
-        start = self._others.joined(job.key, layout, share)
+        start = self._share_jobs.joined(job.key, layout, share)
         with self._timed(job.key, "open_seconds"):
             upload = self._store.resume(start.file, start.begun())
         head = Head(
@@ -302,7 +302,7 @@ class Jobs:
         )
         progress = Progress.begin(progress_path(self._ring.directory, job.key), head)
         self._targets[job.key] = _Target(upload, start.file, start.write_id, progress)
-        self._others.began(job.key, layout, share, upload, file=start.file, write_id=start.write_id)
+        self._share_jobs.began(job.key, layout, share, upload, file=start.file, write_id=start.write_id)
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
     def _abort_previous(self, key: CheckpointId) -> None:
@@ -317,11 +317,11 @@ class Jobs:
         """Abort an upload of this flusher, else one of a dead flusher, and remove its intent."""
         if target is not None:
             target.upload.abort()
-            take_back(self._store, target.write_id)
+            undo_intent(self._store, target.write_id)
         elif dead is not None:
             with contextlib.suppress(StoreMissing):  # it is gone already
                 self._resume_upload(dead, self._ring.layout(dead.head.layout_digest)).abort()
-            take_back(self._store, dead.head.write_id)
+            undo_intent(self._store, dead.head.write_id)
 
     def _resume(self, job: Open) -> Event:
         """Resume the upload of a dead flusher, and check that the store has the parts that the record names."""
@@ -331,7 +331,7 @@ class Jobs:
         if manifest is not None and manifest.write_id == head.write_id:
             self.manifests[job.key] = manifest
             if self._leads:
-                self._others.committed(job.key)
+                self._share_jobs.committed(job.key)
             return Published(job.key)
         with self._timed(job.key, "open_seconds"):
             upload = self._resume_upload(progress, layout)
@@ -345,7 +345,7 @@ class Jobs:
             )
         self._targets[job.key] = _Target(upload, head.file, head.write_id, progress)
         if job.share is not None:
-            self._others.began(job.key, layout, job.share, upload, file=head.file, write_id=head.write_id)
+            self._share_jobs.began(job.key, layout, job.share, upload, file=head.file, write_id=head.write_id)
         self._tally(job.key).count("parts_resumed", len(progress.parts))
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
 
@@ -367,29 +367,29 @@ class Jobs:
 
     def _seal(self, job: SealShare) -> Event:
         self._targets[job.key].upload.hand_over()
-        said = self._ring.checkpoint(*job.key) if self._leads else None
-        sealed = self._others.seal(
+        checkpoint = self._ring.checkpoint(*job.key) if self._leads else None
+        sealed = self._share_jobs.seal(
             job,
             staged_at_unix=self.staged_at_unix.get(job.key, self._clock()),
-            record=said.record if said else {},
+            record=checkpoint.record if checkpoint else {},
         )
         reach(Point.SHARE_SEALED)
         return sealed
 
     def _check_published(self, key: CheckpointId) -> Event:
         """Learn the outcome from the manifest alone: the lead removes the share records after writing it."""
-        self._others.await_end(key)
+        self._share_jobs.await_end(key)
         target = self._targets[key]
         manifest = self._manifest(target.file)
         if manifest is not None and manifest.write_id == target.write_id:
             self.manifests[key] = manifest
             return Published(key)
-        self._others.raise_void(key)
+        self._share_jobs.raise_void(key)
         raise PeerLost(f"{key}: the first stager's flusher gave it up; its log says why")
 
     def _publish(self, job: Publish) -> Event:
         target = self._targets[job.key]
-        said = self._ring.checkpoint(*job.key)
+        checkpoint = self._ring.checkpoint(*job.key)
         reach(Point.PARTS_DONE)
         with self._timed(job.key, "publish_seconds"):
             if not target.upload.published:
@@ -406,7 +406,7 @@ class Jobs:
             facts=ManifestFacts(
                 self.staged_at_unix.get(job.key, now),
                 now,
-                said.record if said else {},
+                checkpoint.record if checkpoint else {},
                 best=self._best,
             ),
             writer_record=self.record(job.key),
@@ -414,7 +414,7 @@ class Jobs:
         self.manifests[job.key] = publish_manifest(self._store, manifest)
         reach(Point.MANIFEST_WRITTEN)
         self._lease.keep_whole(self.manifests[job.key])
-        self._others.committed(job.key)
+        self._share_jobs.committed(job.key)
         return Published(job.key)
 
     def _timed(self, key: CheckpointId, name: str) -> _Timed:

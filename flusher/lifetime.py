@@ -21,8 +21,8 @@ from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
 from flusher.orphaned_shares import find_orphans
-from flusher.recovery import recorded, settle
-from flusher.retention import Keep
+from flusher.recovery import load_progress, resolve_checkpoints
+from flusher.retention import RetentionPolicy
 from flusher.ring_room import RingRoom
 from flusher.service import FlusherService
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, NoMaintenance
@@ -43,7 +43,7 @@ from holdfast.ring.ring import Ring
 from holdfast.ring.set_aside import read_set_aside
 from holdfast.store import open_store, require_parent
 from holdfast.store.base import Store
-from holdfast.store.concurrency import writing
+from holdfast.store.concurrency import write_limit
 from holdfast.store.guarded import guarded
 from holdfast.store.names import is_kept
 from holdfast.telemetry.events import EventLog
@@ -55,7 +55,7 @@ from holdfast.telemetry.tracing import export_spans
 _log = logging.getLogger("holdfast.flusher")
 
 
-def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None:
+def run_flusher(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None:
     """Run the flusher of a run until nothing is left to do. Main thread only: it handles signals, and ignores them at
     the end. `ready` is called once when stagers may connect, with `{"directory", "attempt"}`.
 
@@ -64,26 +64,26 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         ConfigError: The ring does not fit, or its directory is not private to this user.
         StoreError: The store does not answer or accepts no writes.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         events = EventLog(config.events, role="flusher")
-        held.callback(events.close)
+        stack.callback(events.close)
         store = open_store(config.store)
-        held.callback(store.close)
+        stack.callback(store.close)
         # Entered before lease and ring, so that they are released before its exit, which may take seconds.
-        held.enter_context(export_spans("flusher", store.url, events))
+        stack.enter_context(export_spans("flusher", store.url, events))
         directory = runtime_directory(config.store, config.runtime_dir, share=config.share.index)
-        held.enter_context(_instance_lock(directory))
+        stack.enter_context(_instance_lock(directory))
         require_parent(config.store, create=config.create)
         store.check(write=True)
         inbox = Inbox()
-        held.callback(inbox.close)  # after all that follow, whose threads still use it
+        stack.callback(inbox.close)  # after all that follow, whose threads still use it
         leads = config.share.leads
         lease = WriterLease(store, config.heartbeat_seconds) if leads else MemberLease()
-        held.callback(lease.end)
+        stack.callback(lease.end)
         if leads:
             store = guarded(store, lease.check_once)
         context = FlusherContext(store, lease, inbox, events, config.best_rule, config.share)
-        keep = Keep(
+        keep = RetentionPolicy(
             config.keep_last,
             config.keep_every,
             config.hourly_kept,
@@ -96,7 +96,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         )
         look_after = Maintenance if leads else NoMaintenance
         maintenance = look_after(context, rules, set_aside=lambda: read_set_aside(directory))
-        held.callback(maintenance.stop)
+        stack.callback(maintenance.stop)
         found = _find_ring(directory, events)
         try:
             orphans = _clean_store(store, lease.attempt, found, events) if leads else []
@@ -108,17 +108,17 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             if found is not None:
                 found.close()
             raise
-        ring = held.enter_context(
+        ring = stack.enter_context(
             _ring(directory, config, store, lease.attempt, found, lambda: service.leaves_ring)
         )
-        room = held.enter_context(RingRoom(ring, inbox, grows=config.ring_bytes is None))
-        held.enter_context(serve_metrics(config, events, ring=ring, store=store))
+        room = stack.enter_context(RingRoom(ring, inbox, grows=config.ring_bytes is None))
+        stack.enter_context(serve_metrics(config, events, ring=ring, store=store))
         state = StatusState("flusher", store.url)
         events.listen(state.hear)
-        held.enter_context(serve_status(directory, "flusher", state.said))
+        stack.enter_context(serve_status(directory, "flusher", state.said))
         maintenance.catch_up()
         listener = Listener(directory / SOCKET_NAME)
-        held.callback(listener.close)
+        stack.callback(listener.close)
         service = FlusherService(
             config,
             ring,
@@ -223,13 +223,13 @@ def _clean_store(store: Store, attempt: int, ring: Ring | None, events: EventLog
     """
     objects = store.list()
     orphans = find_orphans(store, objects, attempt, () if ring is None else ring.checkpoint_ids())
-    wanted = [] if ring is None else recorded(ring)
-    write_ids = {progress.head.write_id for progress in wanted} | set(orphans.values())
+    resumable = [] if ring is None else load_progress(ring)
+    write_ids = {progress.head.write_id for progress in resumable} | set(orphans.values())
 
-    def goes_on(own: str) -> bool:
-        return is_kept(own, write_ids) or writer_attempt(own) > attempt
+    def is_active(write_id: str) -> bool:
+        return is_kept(write_id, write_ids) or writer_attempt(write_id) > attempt
 
-    for removed in store.sweep(goes_on):
+    for removed in store.sweep(is_active):
         events.emit("swept", {"what": removed})
     for file in clear_intents(store, attempt, write_ids.__contains__, objects=objects):
         _log.warning(
@@ -244,10 +244,10 @@ def _publish_leftovers(
 ) -> None:
     """Publish what is staged in a ring of another size, which no stager can use any more."""
     engine = Engine(
-        ring, context, maintenance, writers=writing(config.store, config.writers), listener=_LoggingListener()
+        ring, context, maintenance, writers=write_limit(config.store, config.writers), listener=_LoggingListener()
     )
     try:
-        settle(engine, ring, "its flusher ended, and the ring has another size now")
+        resolve_checkpoints(engine, ring, "its flusher ended, and the ring has another size now")
         while not engine.idle or maintenance.marks.owed:
             context.inbox.wait(engine.wait_seconds())
             engine.turn()

@@ -65,17 +65,17 @@ class EndedCheckpoints:
         self._jobs, self._workers, self._inbox = jobs, workers, inbox
         self._ended: OrderedDict[CheckpointId, DurableStep | HoldfastError] = OrderedDict()
 
-    def remember(self, key: CheckpointId, ended: DurableStep | HoldfastError) -> None:
-        self._ended[key] = ended
+    def remember(self, key: CheckpointId, outcome: DurableStep | HoldfastError) -> None:
+        self._ended[key] = outcome
         while len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
 
-    def ask(self, key: CheckpointId) -> DurableStep | HoldfastError | None:
+    def lookup(self, key: CheckpointId) -> DurableStep | HoldfastError | None:
         """Return how a checkpoint ended; None: a thread asks the store, and the inbox gets a `LookedUp`."""
-        ended = self._ended.get(key)
-        if ended is None:
+        outcome = self._ended.get(key)
+        if outcome is None:
             self._workers.submit((0, *key), lambda: self._look_up_in_store(key))
-        return ended
+        return outcome
 
     def _look_up_in_store(self, key: CheckpointId) -> None:
         """Runs in a worker thread."""

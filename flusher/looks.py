@@ -34,13 +34,13 @@ class PollAgain(NamedTuple):
     since: float
 
 
-class Looks:
+class SharePolls:
     """Jobs that wait for other flushers. For the loop's thread. `share`: the one that this flusher writes."""
 
     def __init__(self, share: ShareNumber, clock: Callable[[], float] = time.monotonic) -> None:
         self._share, self._clock = share, clock
         self._waiting = RetryQueue(clock)
-        self._near: dict[CheckpointId, float] = {}  # when this flusher's share became complete
+        self._complete_since: dict[CheckpointId, float] = {}  # when this flusher's share became complete
         self._attempt_since = 0.0
 
     @property
@@ -51,13 +51,13 @@ class Looks:
     def begin_attempt(self) -> None:
         self._attempt_since = self._clock()
 
-    def expect(self, key: CheckpointId) -> None:
+    def on_share_complete(self, key: CheckpointId) -> None:
         """Poll at once: this share is complete, so the others may be, too."""
-        self._near.setdefault(key, self._clock())
+        self._complete_since.setdefault(key, self._clock())
         self._waiting.at_once(key)
 
     def forget(self, key: CheckpointId) -> None:
-        self._near.pop(key, None)
+        self._complete_since.pop(key, None)
 
     def too_long(self, item: PollAgain, attempt: int) -> PeerLost | None:
         """Return the timeout error of a job that has polled for too long, else None. `attempt`: the ring's."""
@@ -74,10 +74,10 @@ class Looks:
 
     def put(self, item: PollAgain, look: Callable[[], None]) -> None:
         """Call `look` when the next poll is due."""
-        near = self._near.get(item.job.key)
-        self._waiting.put(item.job.key, pause_seconds(self._clock(), item.since, near), look)
+        complete_since = self._complete_since.get(item.job.key)
+        self._waiting.put(item.job.key, pause_seconds(self._clock(), item.since, complete_since), look)
 
-    def at_once(self, key: CheckpointId) -> None:
+    def make_due(self, key: CheckpointId) -> None:
         """Make the polls of a checkpoint due now, so that its jobs end."""
         self._waiting.at_once(key)
 
@@ -85,8 +85,8 @@ class Looks:
         self._waiting.do_due()
 
 
-def pause_seconds(now: float, since: float, near: float | None) -> float:
-    """Return the pause before the next poll. `since`: the first poll; `near`: when this share became complete."""
-    part, most = _ARRIVING if near is None else _COMPLETE
-    waited_seconds = now - (since if near is None else max(since, near))
+def pause_seconds(now: float, since: float, complete_since: float | None) -> float:
+    """Return the pause before the next poll. `since`: the first poll; `complete_since`: when this share became complete."""
+    part, most = _ARRIVING if complete_since is None else _COMPLETE
+    waited_seconds = now - (since if complete_since is None else max(since, complete_since))
     return min(max(_PAUSE_SECONDS_MIN, part * waited_seconds), most)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from flusher.share_jobs import PeerNotReady, upload_of
-from holdfast.checkpoints.intents import take_back
+from holdfast.checkpoints.intents import undo_intent
 from holdfast.checkpoints.publish import ManifestFacts, build_manifest, publish_manifest
 from holdfast.checkpoints.share_records import (
     ShareRecords,
@@ -62,13 +62,13 @@ class OrphanedShares:
         start, layout = records.start(), records.layout()
         if start is None or layout is None:
             raise PeerLost(f"{key}: nothing says into which upload its shares were written")
-        manifest = self._listed(start)
+        manifest = self._find_manifest(start)
         if manifest is None:
             shares = Shares(layout.chunks, start.part_bytes // layout.chunk_bytes, start.count)
-            complaint = start.complaint(layout, shares)
-            if complaint:
-                raise ProtocolError(f"{key}: its upload began with {complaint}")
-            seals = self._sealed(records, start)
+            mismatch = start.complaint(layout, shares)
+            if mismatch:
+                raise ProtocolError(f"{key}: its upload began with {mismatch}")
+            seals = self._read_seals(records, start)
             index = LayoutIndex(layout)
             image = combine_seals(start, seals, index, shares)
             upload = upload_of(self._store, start, layout, image.chunk_crc32s, ImageShare(shares, 0))
@@ -90,7 +90,7 @@ class OrphanedShares:
         records.clear(start.count)
         return manifest
 
-    def take_back(self, key: CheckpointId, error: HoldfastError) -> None:
+    def void(self, key: CheckpointId, error: HoldfastError) -> None:
         """Void a checkpoint and abort its upload. Raises `StoreError`, and `FencedError` if the run is another's."""
         self._lease.check()
         records = ShareRecords(self._store, key)
@@ -99,11 +99,11 @@ class OrphanedShares:
         if start is not None:
             with contextlib.suppress(StoreMissing):  # it is gone already
                 self._store.resume(start.file, start.begun()).abort()
-            take_back(self._store, start.write_id)
+            undo_intent(self._store, start.write_id)
             records.clear(start.count, keep_void=True)
         self._seals.pop(key, None)
 
-    def _sealed(self, records: ShareRecords, start: ShareStart) -> Sequence[ShareSeal]:
+    def _read_seals(self, records: ShareRecords, start: ShareStart) -> Sequence[ShareSeal]:
         seals = self._seals.setdefault(records.key, [])
         while len(seals) < start.count and (found := records.seal(start, len(seals))) is not None:
             seals.append(found)
@@ -117,7 +117,7 @@ class OrphanedShares:
             )
         return seals
 
-    def _listed(self, start: ShareStart) -> Manifest | None:
+    def _find_manifest(self, start: ShareStart) -> Manifest | None:
         name = manifest_name(start.file)
         try:
             found = Manifest.from_bytes(self._store.read(name), source=name)
@@ -136,14 +136,14 @@ def find_orphans(
     Raises:
         StoreError: The store failed; may be called again.
     """
-    there = {info.name for info in objects}
+    names_in_store = {info.name for info in objects}
     found: dict[CheckpointId, str] = {}
     for key, names in list_share_objects(objects).items():
         if key.attempt >= attempt or key in kept:
             continue
-        start = _start(store, key)
+        start = _read_start(store, key)
         is_void = any(name.endswith(".void") for name in names)
-        if start is not None and not is_void and manifest_name(start.file) not in there:
+        if start is not None and not is_void and manifest_name(start.file) not in names_in_store:
             found[key] = start.write_id
             continue
         for name in sorted(names, key=lambda name: not name.endswith(".start")):
@@ -151,7 +151,7 @@ def find_orphans(
     return found
 
 
-def _start(store: Store, key: CheckpointId) -> ShareStart | None:
+def _read_start(store: Store, key: CheckpointId) -> ShareStart | None:
     try:
         return ShareRecords(store, key).start()
     except (ProtocolError, DamageError) as error:

@@ -61,7 +61,7 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
-from holdfast.checkpoints.publish import Finished
+from holdfast.checkpoints.publish import FinishedImage
 from holdfast.crc import combine_all
 from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -131,12 +131,12 @@ class Pipeline:
             return None
         # Slots of checkpoints being given up become free by themselves.
         room = self.ring_chunks - sum(len(flight.slots) for flight in flights)
-        coming = sum(flight.missing for flight in flights if not flight.staged)
-        if coming <= room:
+        missing_chunks = sum(flight.missing for flight in flights if not flight.staged)
+        if missing_chunks <= room:
             return None
-        whole = sorted((flight for flight in flights if flight.is_whole), key=lambda flight: flight.key)
-        may_go = [flight.key for flight in whole[:-1] if flight.may_go(begun=begun)]
-        return (may_go[0], whole[-1].key) if may_go else None
+        complete = sorted((flight for flight in flights if flight.is_whole), key=lambda flight: flight.key)
+        droppable = [flight.key for flight in complete[:-1] if flight.may_go(begun=begun)]
+        return (droppable[0], complete[-1].key) if droppable else None
 
     def missing(self, key: CheckpointId) -> int:
         """Return how many chunks of one of `receiving` have not arrived."""
@@ -180,16 +180,16 @@ class Pipeline:
             return [FreeSlots((event.slot,))] if isinstance(event, ChunkFull) else []
         match event:
             case ChunkFull():
-                return self._chunk_full(flight, event) if not flight.restarts else self._keep(flight, event)
+                return self._chunk_full(flight, event) if not flight.restarts else self._note_for_restart(flight, event)
             case Staged():
                 return self._staged(flight)
             case Aborted(_, error):
                 if flight.publishing and flight.share is not None and flight.share.index:
                     return []  # sealed or being sealed: the lead may be publishing it
                 return self._drop(flight, error)
-        return self._answered(flight, event)
+        return self._handle_answer(flight, event)
 
-    def _answered(
+    def _handle_answer(
         self,
         flight: Flight,
         event: Opened
@@ -234,17 +234,17 @@ class Pipeline:
             if known.index.layout.digest == event.index.layout.digest:
                 return []
             return self._drop(known, BusyError(f"{event.key} began twice, with two layouts; it is given up"))
-        complaint = resume_complaint(event)
-        if complaint:
-            error = ProtocolError(f"{event.key}: the record of what was written does not hold: {complaint}")
+        mismatch = resume_complaint(event)
+        if mismatch:
+            error = ProtocolError(f"{event.key}: the record of what was written does not hold: {mismatch}")
             return [Discard(event.key, error)]
         flight = self._flights[event.key] = Flight(event.key, event.index, event.resume, event.share)
-        return self._start(flight, [Open(event.key, event.index, event.resume, event.share)])
+        return self._start_jobs(flight, [Open(event.key, event.index, event.resume, event.share)])
 
     def _chunk_full(self, flight: Flight, event: ChunkFull) -> list[Action]:
         if flight.error is not None:
-            said_again = event.slot in flight.slots.values()
-            return [] if said_again else [FreeSlots((event.slot,))]
+            is_repeated = event.slot in flight.slots.values()
+            return [] if is_repeated else [FreeSlots((event.slot,))]
         if flight.slots.get(event.chunk) == event.slot:
             return []  # repeated
         if flight.is_written(event.chunk) and event.chunk not in flight.slots:
@@ -255,9 +255,9 @@ class Pipeline:
             return []
         if flight.share is not None and flight.share.index and event.chunk in flight.seen:
             return [FreeSlots((event.slot,))]
-        complaint = chunk_complaint(flight, event)
-        if complaint:
-            error = ProtocolError(f"{flight.key}: slot {event.slot}, chunk {event.chunk}: {complaint}")
+        mismatch = chunk_complaint(flight, event)
+        if mismatch:
+            error = ProtocolError(f"{flight.key}: slot {event.slot}, chunk {event.chunk}: {mismatch}")
             return [FreeSlots((event.slot,)), *self._drop(flight, error)]
         self._note(flight, event)
         waits = flight.resume is not None and not flight.opened
@@ -269,14 +269,14 @@ class Pipeline:
         flight.slots[event.chunk] = event.slot
         flight.came[event.chunk] = event
 
-    def _keep(self, flight: Flight, event: ChunkFull) -> list[Action]:
+    def _note_for_restart(self, flight: Flight, event: ChunkFull) -> list[Action]:
         """Note a chunk of a checkpoint that will start over, and is verified then."""
         if event.chunk not in flight.slots:
             self._note(flight, event)
         return []
 
     def _verify(self, flight: Flight, event: ChunkFull) -> list[Action]:
-        return self._start(
+        return self._start_jobs(
             flight, [Verify(flight.key, (event.slot,), event.chunk, event.sources, flight.index)]
         )
 
@@ -380,15 +380,15 @@ class Pipeline:
                 flight.seals[of] = seal
                 return self._maybe_assemble(flight)
             case AllSealed():
-                return self._start(flight, [Publish(event.image)])
+                return self._start_jobs(flight, [Publish(event.image)])
 
     def _read_others(self, flight: Flight) -> list[Action]:
         """Poll the nearest share by itself, since the others are seldom later; then all others together."""
         if flight.share is None:
             return []
-        asked = flight.unread if flight.others else flight.unread[-1:]
-        flight.unread = flight.unread[: len(flight.unread) - len(asked)]
-        return self._start(flight, [ReadCrcs(flight.key, flight.index, flight.share, of) for of in asked])
+        next_shares = flight.unread if flight.others else flight.unread[-1:]
+        flight.unread = flight.unread[: len(flight.unread) - len(next_shares)]
+        return self._start_jobs(flight, [ReadCrcs(flight.key, flight.index, flight.share, of) for of in next_shares])
 
     def _crcs_read(self, flight: Flight, event: CrcsRead) -> list[Action]:
         ready = flight.note_others(event.share, event.entry_crcs)
@@ -403,17 +403,17 @@ class Pipeline:
             return []
         flight.told_crcs = True
         crcs = entry_crcs_of(flight.index, flight.chunks, flight.segment_crcs)
-        return self._start(flight, [PutCrcs(flight.key, share, crcs)])
+        return self._start_jobs(flight, [PutCrcs(flight.key, share, crcs)])
 
     def _sealed(self, flight: Flight, event: Sealed) -> list[Action]:
         share = event.share
         flight.waits = True
         if share.index:
-            return self._start(flight, [AwaitPublished(flight.key)])
+            return self._start_jobs(flight, [AwaitPublished(flight.key)])
         flight.seals[0] = event.seal
         # All polled at the same time, so that the last seal is noticed within the time of one request.
         reads: list[Job] = [ReadSeal(flight.key, share, of) for of in range(1, share.shares.count)]
-        return self._start(flight, reads) + self._maybe_assemble(flight)
+        return self._start_jobs(flight, reads) + self._maybe_assemble(flight)
 
     def _maybe_assemble(self, flight: Flight) -> list[Action]:
         share, seals = flight.share, flight.seals
@@ -421,7 +421,7 @@ class Pipeline:
             return []
         flight.waits = False
         in_order = tuple(seals[of] for of in sorted(seals))
-        return self._start(flight, [Assemble(flight.key, flight.index, share, in_order)])
+        return self._start_jobs(flight, [Assemble(flight.key, flight.index, share, in_order)])
 
     # -- what can be done now ------------------------------------------------------------------------------------
 
@@ -436,7 +436,7 @@ class Pipeline:
         known = tuple(crc for crc in crcs if crc is not None)
         assert len(known) == len(crcs), "chunk_left counts the entries that are not known"
         verified = tuple(map(flight.segment_crcs[chunk].__getitem__, fields.segments))
-        return self._start(flight, [Patch(flight.key, (flight.slots[chunk],), chunk, known, verified, index)])
+        return self._start_jobs(flight, [Patch(flight.key, (flight.slots[chunk],), chunk, known, verified, index)])
 
     def _finish_chunk(self, flight: Flight, chunk: int) -> list[Action]:
         flight.finish_chunk(chunk)
@@ -452,7 +452,7 @@ class Pipeline:
         pieces = tuple((flight.slots[chunk], nbytes) for chunk, nbytes in zip(chunks, sizes, strict=True))
         crc = combine_all((crc, nbytes) for crc, nbytes in zip(crcs, sizes, strict=True) if crc is not None)
         segment_crcs = tuple(flight.segment_crcs[chunk] for chunk in chunks)
-        return self._start(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])
+        return self._start_jobs(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])
 
     def _maybe_publish(self, flight: Flight) -> list[Action]:
         written = flight.opened and len(flight.parts_done) == len(flight.parts)
@@ -462,7 +462,7 @@ class Pipeline:
         if flight.share is not None:
             own = tuple(crc for chunk in flight.chunks if (crc := flight.chunk_crcs[chunk]) is not None)
             sums = ShareSums(own, entry_crcs_of(flight.index, flight.chunks, flight.segment_crcs))
-            return self._start(flight, [SealShare(flight.key, flight.share, sums)])
+            return self._start_jobs(flight, [SealShare(flight.key, flight.share, sums)])
         layout = flight.index.layout
         chunk_crcs = tuple(crc for crc in flight.chunk_crcs if crc is not None)
         entry_crcs = tuple(crc for crc in flight.entry_crcs if crc is not None)
@@ -471,10 +471,10 @@ class Pipeline:
         image_crc = combine_all(
             (crc, layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(chunk_crcs)
         )
-        image = Finished(flight.key, flight.index, image_crc, chunk_crcs, entry_crcs)
-        return self._start(flight, [Publish(image)])
+        image = FinishedImage(flight.key, flight.index, image_crc, chunk_crcs, entry_crcs)
+        return self._start_jobs(flight, [Publish(image)])
 
-    def _start(self, flight: Flight, jobs: list[Job]) -> list[Action]:
+    def _start_jobs(self, flight: Flight, jobs: list[Job]) -> list[Action]:
         for job in jobs:
             flight.jobs += 1
             flight.busy.update(job.slots)
@@ -487,13 +487,13 @@ class Pipeline:
             flight.error, flight.restarts = error, True
         return self._drop(flight, error)
 
-    def _start_over(self, flight: Flight) -> list[Action]:
+    def _restart(self, flight: Flight) -> list[Action]:
         """Start over with a new upload: every chunk that arrived is still in its slot."""
-        again = self._flights[flight.key] = Flight(flight.key, flight.index)
-        actions: list[Action] = self._start(again, [Open(flight.key, flight.index)])
+        restarted = self._flights[flight.key] = Flight(flight.key, flight.index)
+        actions: list[Action] = self._start_jobs(restarted, [Open(flight.key, flight.index)])
         for chunk in sorted(flight.came.keys() & flight.slots.keys()):
-            actions += self._chunk_full(again, flight.came[chunk])
-        return actions + (self._staged(again) if flight.staged else [])
+            actions += self._chunk_full(restarted, flight.came[chunk])
+        return actions + (self._staged(restarted) if flight.staged else [])
 
     def _drop(self, flight: Flight, error: HoldfastError) -> list[Action]:
         """Give up a checkpoint, or continue to: free the slots that no job uses, and discard after the last job."""
@@ -502,7 +502,7 @@ class Pipeline:
             flight.restarts = False  # aborted meanwhile, or damaged
             flight.error = error
         if flight.restarts:
-            return [] if flight.jobs else self._start_over(flight)
+            return [] if flight.jobs else self._restart(flight)
         idle = {chunk: slot for chunk, slot in flight.slots.items() if slot not in flight.busy}
         for chunk in idle:
             del flight.slots[chunk]

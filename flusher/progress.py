@@ -95,8 +95,8 @@ class Progress:
                 raise ProtocolError(
                     f"{path}: expected a record of a flush of at most {_BYTES_MAX} bytes, got a longer file"
                 )
-            whole_bytes, bodies = _whole_lines(file.read(_BYTES_MAX))
-            file.truncate(whole_bytes)
+            complete_bytes, bodies = _complete_lines(file.read(_BYTES_MAX))
+            file.truncate(complete_bytes)
         if not bodies:
             return None
         try:
@@ -141,7 +141,7 @@ class Progress:
             raise machine_error(self._path, error) from error
 
 
-def _whole_lines(data: bytes) -> tuple[int, list[bytes]]:
+def _complete_lines(data: bytes) -> tuple[int, list[bytes]]:
     """Return how many bytes are whole lines, and the bodies of these lines."""
     bodies: list[bytes] = []
     at = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from flusher.flusher_context import FlusherContext
-from holdfast.checkpoints.publish import names_of
+from holdfast.checkpoints.publish import candidate_names
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.checkpoint_id import CheckpointId
@@ -31,20 +31,20 @@ class ProofWriter:
         self._files: dict[CheckpointId, str] = {}
         self._written: dict[CheckpointId, None] = {}
 
-    def learn(self, found: Sequence[ProofRecord]) -> bool:
+    def update(self, found: Sequence[ProofRecord]) -> bool:
         """Take all proofs beside the ring; return whether one is new. For the loop's thread."""
         before = {one.key for one in self._found}
         self._found = tuple(found)
         return any(one.key not in before for one in found)
 
-    def published(self, key: CheckpointId, file: str) -> None:
+    def write_for(self, key: CheckpointId, file: str) -> None:
         """Write the proof of a durable checkpoint, if it is known. Raises `StoreError`."""
         self._files[key] = file
         while len(self._files) > _KNOWN_MAX:
             del self._files[next(iter(self._files))]
         self._write([one for one in self._found if one.key == key])
 
-    def removed(self, key: CheckpointId, file: str) -> None:
+    def delete(self, key: CheckpointId, file: str) -> None:
         """Delete the proof of a checkpoint that is about to be removed. Raises `StoreError`."""
         self._files.pop(key, None)
         self._written[key] = None
@@ -69,7 +69,7 @@ class ProofWriter:
 
     def _find(self, key: CheckpointId) -> str | None:
         """Return the file of a checkpoint that another flusher has published, or this one long ago."""
-        for file in names_of(key):
+        for file in candidate_names(key):
             name = manifest_name(file)
             try:
                 manifest = Manifest.head_from_bytes(self._store.read(name), source=name)

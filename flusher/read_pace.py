@@ -25,13 +25,13 @@ class ReadPace:
         self._is_busy = self._ended = False
         self._allowed_bytes = 0.0
 
-    def busy(self, is_busy: bool) -> None:
+    def set_busy(self, is_busy: bool) -> None:
         """Set whether something is being written."""
         with self._changed:
             self._is_busy = is_busy
             self._changed.notify_all()
 
-    def wrote(self, nbytes: int) -> None:
+    def add_written(self, nbytes: int) -> None:
         """Note that `nbytes` have been written."""
         share = nbytes * _READ_PER_WRITTEN
         with self._changed:

@@ -36,9 +36,9 @@ def take_up(engine: Engine, ring: Ring) -> list[CheckpointId]:
     return [key for key in keys if not engine.knows(key) and _adopt_one(engine, ring, key, slots)]
 
 
-def settle(engine: Engine, ring: Ring, why: str, *, keep: int = 0) -> None:
+def resolve_checkpoints(engine: Engine, ring: Ring, why: str, *, keep_attempt: int = 0) -> None:
     """Publish what is staged and give up the rest, because the stager is gone. `why`: the stager's fate, for the
-    errors of checkpoints that are given up. `keep`: the attempt whose checkpoints are not given up.
+    errors of checkpoints that are given up. `keep_attempt`: the attempt whose checkpoints are not given up.
     """
     engine.doubt()  # the message may have been lost
     engine.prove()
@@ -47,10 +47,10 @@ def settle(engine: Engine, ring: Ring, why: str, *, keep: int = 0) -> None:
         if engine.pipeline_knows(key):
             engine.chunk(record)  # no effect if known; its message may have been lost
     for key in engine.receiving():
-        said = _said(ring, key)
-        if said is not None and said.state == "staged":
+        checkpoint = _read_record(ring, key)
+        if checkpoint is not None and checkpoint.state == "staged":
             engine.staged(key)
-        elif key.attempt != keep:
+        elif key.attempt != keep_attempt:
             engine.abort(key, _not_staged_error(key, why, engine.missing(key)))
     _free_filling(ring)
     take_up(engine, ring)
@@ -60,7 +60,7 @@ def settle(engine: Engine, ring: Ring, why: str, *, keep: int = 0) -> None:
             for record in slots:
                 if (record.attempt, record.step) == key:
                     ring.free(record.slot)
-            if key.attempt != keep:
+            if key.attempt != keep_attempt:
                 engine.give_up(key, _not_staged_error(key, why))
 
 
@@ -82,7 +82,7 @@ def _not_staged_error(key: CheckpointId, why: str, missing: int | None = None) -
     )
 
 
-def recorded(ring: Ring) -> list[Progress]:
+def load_progress(ring: Ring) -> list[Progress]:
     """Return the upload records in the ring's directory that can be read."""
     found: list[Progress] = []
     for key in ring.checkpoint_ids():
@@ -109,10 +109,10 @@ def _full_slots(ring: Ring) -> list[SlotRecord]:
 
 def _adopt_one(engine: Engine, ring: Ring, key: CheckpointId, slots: list[SlotRecord]) -> bool:
     try:
-        said = _said(ring, key)
-        if said is None or said.state != "staged":
+        checkpoint = _read_record(ring, key)
+        if checkpoint is None or checkpoint.state != "staged":
             return False
-        layout = ring.layout(said.layout_digest)
+        layout = ring.layout(checkpoint.layout_digest)
     except (ProtocolError, ConfigError) as error:
         engine.give_up(key, error)
         return False
@@ -124,7 +124,7 @@ def _adopt_one(engine: Engine, ring: Ring, key: CheckpointId, slots: list[SlotRe
     return True
 
 
-def _said(ring: Ring, key: CheckpointId) -> CheckpointRecord | None:
+def _read_record(ring: Ring, key: CheckpointId) -> CheckpointRecord | None:
     """Return the checkpoint's record; None if it is gone or damaged."""
     try:
         return ring.checkpoint(*key)

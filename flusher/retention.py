@@ -102,7 +102,7 @@ class StoredStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionPolicy:
     """Retention settings.
 
     Args:
@@ -126,14 +126,14 @@ class Keep:
         if min(self.last, self.every, self.hourly, self.daily, self.best) < 0:
             raise ValueError(f"what is to be kept must not be negative, got {self}")
 
-    def without_rungs(self) -> Keep:
+    def without_rungs(self) -> RetentionPolicy:
         """Return the same settings without the ladder, for a store that is full."""
         return replace(self, hourly=0, daily=0)
 
 
 def to_remove(
     known: Sequence[StoredStep],
-    keep: Keep,
+    keep: RetentionPolicy,
     set_aside: Sequence[CheckpointId] = (),
     branches: Branches | None = None,
 ) -> list[StoredStep]:
@@ -156,7 +156,7 @@ def to_remove(
 
 
 def _to_remove(
-    known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[CheckpointId]
+    known: Sequence[StoredStep], keep: RetentionPolicy, set_aside: Sequence[CheckpointId]
 ) -> list[StoredStep]:
     if keep.last == 0:
         return []

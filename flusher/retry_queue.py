@@ -45,7 +45,7 @@ class RetryCounts:
         """How long nothing has succeeded while a checkpoint was pending; 0 without one."""
         return self._clock() - self._since if self._holds else 0.0
 
-    def held(self, key: CheckpointId, error: StoreError) -> float:
+    def count_failure(self, key: CheckpointId, error: StoreError) -> float:
         """Count a failed job of this checkpoint; return how many seconds to pause."""
         if not self._holds:
             self._since = self._clock()
@@ -59,8 +59,8 @@ class RetryCounts:
                 key,
                 error,
             )
-            told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
-            self._events.emit("flush_held", told, step=key.step)
+            fields = {"attempt": key.attempt, "code": error.code, "message": str(error)}
+            self._events.emit("flush_held", fields, step=key.step)
         if self._clock() < hold.due:
             # Its parts are written in parallel and fail together: that is one failure of the store.
             return hold.due - self._clock()
@@ -70,15 +70,15 @@ class RetryCounts:
         _log.warning("%s: retried in %.0f s (failure %d): %s", key, pause_seconds, hold.failures, error)
         return pause_seconds
 
-    def progressed(self, key: CheckpointId) -> bool:
+    def on_progress(self, key: CheckpointId) -> bool:
         """Note that the store accepted something of this checkpoint; return whether it was failing before."""
         self._since = self._clock()
         hold = self._holds.pop(key, None)
         if hold is not None:
             seconds = self._clock() - hold.since
             _log.warning("%s: the store takes the checkpoint again, after %.1f s", key, seconds)
-            told = {"attempt": key.attempt, "seconds": round(seconds, 3), "failures": hold.failures}
-            self._events.emit("flush_resumed", told, step=key.step)
+            fields = {"attempt": key.attempt, "seconds": round(seconds, 3), "failures": hold.failures}
+            self._events.emit("flush_resumed", fields, step=key.step)
         return hold is not None
 
     def forget(self, key: CheckpointId) -> None:
@@ -101,20 +101,20 @@ class RetryQueue:
         """How long until the first call is due; None if the queue is empty."""
         return max(0.0, self._waiting[0][0] - self._clock()) if self._waiting else None
 
-    def put(self, key: CheckpointId, seconds: float, act: Callable[[], None]) -> None:
-        """Call `act`, which concerns checkpoint `key`, after a number of seconds."""
-        heapq.heappush(self._waiting, (self._clock() + seconds, next(self._order), key, act))
+    def put(self, key: CheckpointId, seconds: float, callback: Callable[[], None]) -> None:
+        """Call `callback`, which concerns checkpoint `key`, after a number of seconds."""
+        heapq.heappush(self._waiting, (self._clock() + seconds, next(self._order), key, callback))
 
-    def at_once(self, key: CheckpointId | None = None) -> None:
+    def make_due(self, key: CheckpointId | None = None) -> None:
         """Make the pending calls of one checkpoint, or all of them, due now."""
         now = self._clock()
         self._waiting = [
-            (min(due, now) if key in {None, of} else due, number, of, act)
-            for due, number, of, act in self._waiting
+            (min(due, now) if key in {None, of} else due, number, of, callback)
+            for due, number, of, callback in self._waiting
         ]
         heapq.heapify(self._waiting)
 
     def do_due(self) -> None:
         while self._waiting and self._waiting[0][0] <= self._clock():
             _, _, _, act = heapq.heappop(self._waiting)
-            act()
+            callback()

@@ -55,7 +55,7 @@ class RingRoom:
         self._wake.set()
         self._thread.join()
 
-    def want(self, image_chunks: int) -> bool:
+    def request(self, image_chunks: int) -> bool:
         """Note that checkpoints of `image_chunks` chunks begin; return whether a `RingGrown` with a note will follow.
         For the loop's thread; never waits. After a shortage only a larger image asks for memory again.
         """
@@ -76,10 +76,10 @@ class RingRoom:
             if wanted > answered_chunks:
                 self._grow(wanted)
                 answered_chunks = wanted
-            self._move()
+            self._move_to_huge_pages()
             self._wake.wait()
 
-    def _move(self) -> None:
+    def _move_to_huge_pages(self) -> None:
         begun = time.monotonic()
         moved_bytes = self._ring.use_huge_pages(self._allocated_chunks, self._wake.is_set)
         _log.info(
@@ -93,15 +93,15 @@ class RingRoom:
         ring = self._ring
         may_bytes = growth_bytes_in(ring.directory)
         target = min(wanted, self._allocated_chunks + may_bytes // ring.chunk_bytes, ring.room_chunks)
-        short = "" if target == wanted else "no more than half of the free memory is taken"
+        shortage = "" if target == wanted else "no more than half of the free memory is taken"
         try:
             while self._allocated_chunks < target and not self._ended:
-                self._take(target)
+                self._allocate_step(target)
         except (OSError, HoldfastError) as error:
-            short = f"the system gave no more ({error})"
-        self._inbox.put(RingGrown(self._allocated_chunks, self._note(wanted, short)))
+            shortage = f"the system gave no more ({error})"
+        self._inbox.put(RingGrown(self._allocated_chunks, self._describe_growth(wanted, shortage)))
 
-    def _take(self, target: int) -> None:
+    def _allocate_step(self, target: int) -> None:
         """Allocate one step: memory that the kernel clears within about half a second."""
         chunk_bytes = self._ring.chunk_bytes
         step_bytes = min(max(_STEP_BYTES_MIN, self._allocated_chunks * chunk_bytes // 4), _STEP_BYTES_MAX)
@@ -111,11 +111,11 @@ class RingRoom:
         self._allocated_chunks = chunks
         self._inbox.put(RingGrown(chunks, ""))
 
-    def _note(self, wanted: int, short: str) -> str:
+    def _describe_growth(self, wanted: int, shortage: str) -> str:
         has, needs = (chunks * self._ring.chunk_bytes / _GIB for chunks in (self._allocated_chunks, wanted))
-        if not short:
+        if not shortage:
             return f"the ring has {has:.1f} GiB now, room for two checkpoints"
         return (
-            f"the ring has {has:.1f} GiB; two checkpoints need {needs:.1f} GiB, but {short}. Chunks that do "
+            f"the ring has {has:.1f} GiB; two checkpoints need {needs:.1f} GiB, but {shortage}. Chunks that do "
             "not fit wait for the store: set ring_bytes, or give the stager's machine more memory"
         )

@@ -24,7 +24,7 @@ from types import FrameType
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import FlushListener
-from flusher.recovery import settle, take_up
+from flusher.recovery import resolve_checkpoints, take_up
 from flusher.stager_handler import StagerHandler
 from flusher.verify_and_prune import Maintenance
 from holdfast.config import FlusherConfig
@@ -34,13 +34,13 @@ from holdfast.image.shares import LOST_STAGER_SECONDS_MAX
 from holdfast.process import ENDING_SIGNALS
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
-from holdfast.ring.ring_keeper import is_kept
-from holdfast.store.concurrency import writing
+from holdfast.ring.ring_keeper import is_ring_kept
+from holdfast.store.concurrency import write_limit
 
 _log = logging.getLogger("holdfast.flusher")
 _FIRST_STAGER_SECONDS_MAX = 120.0  # a stager that started us and died must not leave us here for ever
 _OLD_STAGER_SECONDS_MIN = 30.0  # a live stager reconnects at once, but its machine may be busy
-_LOOK_AGAIN_SECONDS = 5.0  # while a stager is alive but silent
+_HANG_CHECK_SECONDS = 5.0  # while a stager is alive but silent
 # the kernel may close the socket of a dead process a moment before it releases the process's lock on the ring
 _DYING_SECONDS = 0.2
 _FINAL_SEND_SECONDS_MAX = 5.0
@@ -75,7 +75,7 @@ class FlusherService:
             ring,
             context,
             maintenance,
-            writers=writing(config.store, config.writers),
+            writers=write_limit(config.store, config.writers),
             request_room=request_room,
         )
         self._handler: StagerHandler | None = None
@@ -115,7 +115,7 @@ class FlusherService:
             if self._adopted:
                 for key in take_up(self._engine, self._ring):
                     self._events.emit("recovered", {"attempt": key.attempt}, step=key.step)
-            while self._turn():
+            while self._run_once():
                 self._selector.select(self._wait_seconds())
             self._decide_ring_handover()
             self._flush_messages()
@@ -134,12 +134,12 @@ class FlusherService:
 
     # -- one turn ------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         """Do all that can be done now; return False when it is over."""
         # Read before the inbox is emptied, so that the last messages of maintenance are in it
         maintenance_was_idle = self._maintenance.idle
         self._engine.turn()
-        self._hear()
+        self._poll_stager()
         self._accept()
         self._give_up_waiting()
         if self._terminating:
@@ -172,7 +172,7 @@ class FlusherService:
         return time.monotonic() >= self._ends_at and not self._is_kept()
 
     def _is_kept(self) -> bool:
-        self._kept = is_kept(self._ring.directory)
+        self._kept = is_ring_kept(self._ring.directory)
         return self._kept
 
     def _wait_seconds(self) -> float | None:
@@ -181,9 +181,9 @@ class FlusherService:
         waits = [self._engine.wait_seconds()]
         if self._handler is None and self._kept:
             waits.append(_KEEPER_CHECK_SECONDS)
-        refused = self._refused()
-        if self._handler is None and refused is not None:
-            left_seconds = self._config.held_seconds_max - refused[0]
+        refusal = self._store_refusal()
+        if self._handler is None and refusal is not None:
+            left_seconds = self._config.held_seconds_max - refusal[0]
             if left_seconds > 0 or not self._kept:
                 waits.append(max(0.0, left_seconds) + 0.001)
         waiting = self._waits_for_old_stager or not self._config.linger
@@ -193,7 +193,7 @@ class FlusherService:
                 waits.append(left_seconds + 0.001)
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _hear(self) -> None:
+    def _poll_stager(self) -> None:
         handler = self._handler
         if handler is None:
             return
@@ -229,7 +229,7 @@ class FlusherService:
         )
         self._drained_sent = False
         self._selector.register(channel, selectors.EVENT_READ)
-        self._hear()  # hello may have arrived already
+        self._poll_stager()  # hello may have arrived already
 
     def _welcome(self, handler: StagerHandler) -> None:
         resumed = self._waits_for_old_stager and handler.attempt == self._ring.attempt
@@ -238,7 +238,7 @@ class FlusherService:
             if not resumed:
                 self._check_old_stager_exited()
                 if self._waits_for_old_stager and handler.lead_attempt == self._ring.attempt:
-                    settle(self._engine, self._ring, "another stager came", keep=self._ring.attempt)
+                    resolve_checkpoints(self._engine, self._ring, "another stager came", keep=self._ring.attempt)
                 else:
                     self._end_waiting("its stager did not come back: another job began")
                 self._set_attempt(handler.lead_attempt or handler.attempt)
@@ -256,14 +256,14 @@ class FlusherService:
             self._lease.resume_work()
         seen = self._lease.seen
         handler.welcome(seen, resumed=resumed)
-        told = {
+        fields = {
             "pid": handler.channel.peer_pid,
             "attempt": self._ring.attempt,
             "resumed": resumed,
             "failures": seen.failures,
             "seen_seconds": round(seen.seconds, 3),
         }
-        self._events.emit("stager_attached", told)
+        self._events.emit("stager_attached", fields)
         handler.hear(self._engine)
 
     def _set_attempt(self, lead_attempt: int) -> None:
@@ -296,7 +296,7 @@ class FlusherService:
             why = f"the stager (process {handler.channel.peer_pid}) ended"
             if not handler.finishing and self._keep_share(why):
                 return
-            settle(self._engine, self._ring, why)
+            resolve_checkpoints(self._engine, self._ring, why)
             grace_seconds = 0.0 if handler.finishing else self._config.grace_seconds
             self._ends_at = time.monotonic() + grace_seconds
         elif self._ends_at is None:
@@ -309,7 +309,7 @@ class FlusherService:
         if self._config.share.leads or self._terminating or not self._is_standing:
             return False
         attempt, engine = self._ring.attempt, self._engine
-        settle(engine, self._ring, why, keep=attempt)
+        resolve_checkpoints(engine, self._ring, why, keep=attempt)
         receiving = engine.receiving()
         names = [key for key in self._ring.checkpoint_ids() if key.attempt == attempt]
         if all(engine.knows(key) and key not in receiving for key in names):
@@ -352,7 +352,7 @@ class FlusherService:
                     self._ring.attempt,
                 )
                 self._warned_of_hang = True
-            self._ends_at = time.monotonic() + _LOOK_AGAIN_SECONDS
+            self._ends_at = time.monotonic() + _HANG_CHECK_SECONDS
             return
         if not self._awaits_next_stager and self._keep_share("its stager ended"):
             return
@@ -371,14 +371,14 @@ class FlusherService:
         if self._waits_for_old_stager:
             self._waits_for_old_stager = False
             self._lease.end_work(lost=True)
-            settle(self._engine, self._ring, why)
+            resolve_checkpoints(self._engine, self._ring, why)
 
     def _end_if_held(self) -> None:
         """Leave the ring to the next flusher when the store takes no writes and waiting is pointless."""
-        refused = self._refused()
-        if refused is None or (self._handler is not None and not self._terminating):
+        refusal = self._store_refusal()
+        if refusal is None or (self._handler is not None and not self._terminating):
             return
-        waited_seconds, error = refused
+        waited_seconds, error = refusal
         if self._terminating or (waited_seconds >= self._config.held_seconds_max and not self._is_kept()):
             why = "told to end" if self._terminating else f"nothing succeeded for {waited_seconds:.0f} s"
             raise StoreError(
@@ -386,7 +386,7 @@ class FlusherService:
                 f"store, then run `holdfast flusher --store {self._store.url}` to publish them"
             )
 
-    def _refused(self) -> tuple[float, HoldfastError] | None:
+    def _store_refusal(self) -> tuple[float, HoldfastError] | None:
         """Return for how many seconds the store has refused all remaining work, and why; None while not."""
         error = self._engine.held_error
         if error is not None:

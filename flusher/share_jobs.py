@@ -28,7 +28,7 @@ from holdfast.checkpoints.share_records import (
     ShareRecords,
     ShareStart,
     combine_seals,
-    voided,
+    voided_error,
 )
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -61,26 +61,26 @@ class ShareJobs:
         # With the number of shares of each: a ring forgets older attempts.
         self._voided: dict[CheckpointId, int] = {}
 
-    def note(self, key: CheckpointId, share: ImageShare | None) -> None:
+    def set_share(self, key: CheckpointId, share: ImageShare | None) -> None:
         """Note which share of a checkpoint this flusher writes; None: all of it."""
         self._shares[key] = share
 
-    def joined(self, key: CheckpointId, layout: Layout, share: ImageShare) -> ShareStart:
+    def lead_start(self, key: CheckpointId, layout: Layout, share: ImageShare) -> ShareStart:
         """Return the lead's start. Raises `PeerNotReady`, and `ProtocolError` if it splits the image otherwise."""
         records = self._records(key)
         start = records.start()
         if start is None:
             self._raise_if_void(records)
             raise PeerNotReady("the first stager's flusher to begin the upload")
-        complaint = start.complaint(layout, share.shares)
-        if complaint:
+        mismatch = start.complaint(layout, share.shares)
+        if mismatch:
             raise ProtocolError(
-                f"{key}: the first stager's flusher on {start.host} begins an upload with {complaint}; start all "
+                f"{key}: the first stager's flusher on {start.host} begins an upload with {mismatch}; start all "
                 "stagers of the run with the same version, store, chunk_bytes and number of shares"
             )
         return start
 
-    def began(
+    def record_start(
         self,
         key: CheckpointId,
         layout: Layout,
@@ -134,14 +134,14 @@ class ShareJobs:
         upload = upload_of(self._store, start, job.index.layout, image.chunk_crc32s, job.share)
         return AllSealed(image), upload
 
-    def await_end(self, key: CheckpointId) -> None:
+    def check_ended(self, key: CheckpointId) -> None:
         """Return once the lead has published it, or never will. Raises `PeerNotReady`."""
         records = self._records(key)
         if records.start() is not None:  # the lead removes it after it wrote the manifest
             self._raise_if_void(records)
             raise PeerNotReady("the first stager's flusher to publish")
 
-    def committed(self, key: CheckpointId) -> None:
+    def clear_published(self, key: CheckpointId) -> None:
         """Remove the records of a published checkpoint, and older voids; after an error the next writer does."""
         share = self._shares.get(key)
         if share is None:
@@ -182,7 +182,7 @@ class ShareJobs:
     def _raise_if_void(records: ShareRecords) -> None:
         void = records.void()
         if void is not None:
-            raise voided(void)
+            raise voided_error(void)
 
     @staticmethod
     @contextlib.contextmanager

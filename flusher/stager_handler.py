@@ -52,7 +52,7 @@ class StagerHandler(FlushListener):
 
     # -- messages from the stager --------------------------------------------------------------------------------
 
-    def hear(self, engine: Engine) -> bool:
+    def poll(self, engine: Engine) -> bool:
         """Handle the stager's messages; False: it said hello and needs an answer. Raises `ProtocolError`."""
         # Poll until empty: the error of a bad message is raised only once those before it were taken.
         while messages := self.channel.poll():
@@ -70,7 +70,7 @@ class StagerHandler(FlushListener):
                     self._stager_share = message.fields["share"]
                     self.standing = message.fields.get("standing") is True
                     return False
-                self._take(message, engine)
+                self._handle(message, engine)
         return True
 
     def check_share(self) -> None:
@@ -114,7 +114,7 @@ class StagerHandler(FlushListener):
         self.channel.send("refused", code=error.code, message=str(error)[:_TEXT_CHARACTERS_MAX])
         self.channel.close()
 
-    def _take(self, message: Message, engine: Engine) -> None:
+    def _handle(self, message: Message, engine: Engine) -> None:
         fields = message.fields
         match message.kind:
             case "chunk":

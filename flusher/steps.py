@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.checkpoints.publish import Finished
+from holdfast.checkpoints.publish import FinishedImage
 from holdfast.checkpoints.share_records import ShareSeal
 from holdfast.errors import HoldfastError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -141,7 +141,7 @@ class SealRead:
 class AllSealed:
     """Every share is sealed; only the lead gets this."""
 
-    image: Finished
+    image: FinishedImage
 
     @property
     def key(self) -> CheckpointId:
@@ -240,7 +240,7 @@ class WritePart:
 class Publish:
     """Publish the file and write its manifest. Answer: `Published`."""
 
-    image: Finished
+    image: FinishedImage
     slots: tuple[int, ...] = ()
 
     @property

@@ -16,7 +16,7 @@ from flusher.doubt_marks import DoubtMarks
 from flusher.flusher_context import FlusherContext
 from flusher.proof_writing import ProofWriter
 from flusher.read_pace import ReadPace
-from flusher.retention import Keep, StoredStep, to_remove
+from flusher.retention import RetentionPolicy, StoredStep, to_remove
 from flusher.workers import Workers
 from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import Catalog
@@ -49,7 +49,7 @@ class ReadBack(NamedTuple):
     seconds: float
     caveat: str = ""
     nonfinite: int | None = None
-    numbers: str = ""
+    nonfinite_text: str = ""
 
     @property
     def event(self) -> str:
@@ -74,7 +74,7 @@ class MaintenanceRules:
     """
 
     verify: bool
-    keep: Keep
+    keep: RetentionPolicy
     reuse: bool = True
     refuse_nonfinite: bool = False
 
@@ -109,7 +109,7 @@ class Maintenance:
         self._known: dict[str, StoredStep] = {}  # by manifest: nobody else writes them, so each is read once
         # Only that of the newest published checkpoint: a manifest names every tensor.
         self._newest: Manifest | None = None
-        self._under_way: set[CheckpointId] = set()  # manifests of these may exist, and be written again
+        self._protected: set[CheckpointId] = set()  # manifests of these may exist, and be written again
         self._write_ids: dict[str, str] = {}  # by manifest: the last write known
         self._waiting: set[str] = set()  # write-ids queued or in progress; each is handled once
         self._removed: set[str] = set()  # write-ids that retention removed before their read-back
@@ -126,25 +126,25 @@ class Maintenance:
     def give_way(self, busy: bool) -> None:
         self._pace.busy(busy)
 
-    def wrote(self, nbytes: int) -> None:
+    def add_written(self, nbytes: int) -> None:
         self._pace.wrote(nbytes)
 
-    def under_way(self, key: CheckpointId) -> None:
+    def protect(self, key: CheckpointId) -> None:
         """Protect a checkpoint from retention while it is being written and published."""
         with self._lock:
-            self._under_way.add(key)
+            self._protected.add(key)
 
-    def given_up(self, key: CheckpointId) -> None:
+    def unprotect(self, key: CheckpointId) -> None:
         """End the protection of a checkpoint that will not be published."""
         with self._lock:
-            self._under_way.discard(key)
+            self._protected.discard(key)
 
-    def published(self, key: CheckpointId, manifest: Manifest) -> None:
+    def enqueue(self, key: CheckpointId, manifest: Manifest) -> None:
         """Queue a new durable checkpoint for read-back and retention."""
         if self._stopped:
             return
         with self._lock:
-            self._under_way.discard(key)
+            self._protected.discard(key)
             self._write_ids[manifest_name(manifest.file)] = manifest.write_id
             if manifest.write_id in self._waiting:  # a flusher that takes over may report it twice
                 return
@@ -154,20 +154,20 @@ class Maintenance:
         known = StoredStep.of(manifest)
         self._workers.submit((0,), lambda: self._maintain(key, known))
 
-    def doubt(self, found: Sequence[DoubtedSteps]) -> None:
+    def update_doubts(self, found: Sequence[DoubtedSteps]) -> None:
         """Mark the published checkpoints of these steps, and those published later. `found` has all earlier doubts."""
         if self.marks.learn(found):
             self._retry_marks()
 
-    def prove(self, found: Sequence[ProofRecord]) -> None:
+    def update_proofs(self, found: Sequence[ProofRecord]) -> None:
         """Write these proofs beside the published checkpoints that they belong to."""
         if self._proofs.learn(found):
             self._submit(self._write_proofs)
 
     def _write_proofs(self) -> None:
         with self._lock:
-            under_way = frozenset(self._under_way)
-        self._guarded(lambda: self._proofs.write_all(under_way), "a proof of a resume is not written")
+            protected = frozenset(self._protected)
+        self._guarded(lambda: self._proofs.write_all(protected), "a proof of a resume is not written")
 
     def _retry_marks(self) -> None:
         """Retry until every mark is in the store."""
@@ -199,10 +199,10 @@ class Maintenance:
         """Runs in the worker thread."""
         try:
             found: list[Manifest] = []
-            look = Catalog(self._store).look()
-            if look.old_slices:
-                _log.warning("%s", look.old_slices)
-            for item in look.items(look.current):
+            listing = Catalog(self._store).look()
+            if listing.old_slices:
+                _log.warning("%s", listing.old_slices)
+            for item in listing.items(listing.current):
                 if item.manifest is None:
                     _log.warning("a checkpoint is not read back from the store: %s", item.fault)
                 elif len(found) < _UNREAD_CHECKED_MAX or item.manifest.state is not State.BAD:
@@ -213,7 +213,7 @@ class Maintenance:
             for manifest in found[:_UNREAD_CHECKED_MAX]:
                 is_unread = manifest.state is State.DURABLE and manifest.note != READ_BACK
                 if self._rules.verify and is_unread:
-                    self.published(manifest.order, manifest)
+                    self.enqueue(manifest.order, manifest)
         except (StoreError, DamageError) as error:
             _log.warning("checkpoints that an earlier flusher did not read back stay unverified: %s", error)
 
@@ -304,18 +304,18 @@ class Maintenance:
         refused = bool(numbers) and self._rules.refuse_nonfinite
         manifest = self.marks.marked(manifest)  # new doubts may have arrived during the read
         has_caveat = report.ok and not refused and bool(manifest.caveat)
-        whole = State.DURABLE if has_caveat else State.VERIFIED
-        state = whole if report.ok and not refused else State.BAD
+        good_state = State.DURABLE if has_caveat else State.VERIFIED
+        state = good_state if report.ok and not refused else State.BAD
         if numbers:
             _log.warning("%s: %s%s", key, numbers, "; restore does not use it" if refused else "")
         note = report.summary() if not report.ok else numbers if refused else READ_BACK if has_caveat else ""
         done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": counted})
         if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
             values = None if counted is None else counted.values
-            said = manifest.caveat if has_caveat else note or numbers
+            summary = manifest.caveat if has_caveat else note or numbers
             seconds = time.monotonic() - begun
-            told = manifest.display_state if has_caveat else ""
-            self._inbox.put(ReadBack(key, state, said, seconds, told, values, numbers))
+            caveat = manifest.display_state if has_caveat else ""
+            self._inbox.put(ReadBack(key, state, summary, seconds, caveat, values, numbers))
             return done
         if manifest.doubt:
             self._retry_marks()
@@ -342,7 +342,7 @@ class Maintenance:
         if keep != keep.without_rungs():
             self._submit(lambda: self._guarded(lambda: self._prune(keep.without_rungs()), "no room was made"))
 
-    def _prune(self, keep: Keep | None = None) -> None:
+    def _prune(self, keep: RetentionPolicy | None = None) -> None:
         keep = keep or self._rules.keep
         if keep.last == 0:
             return
@@ -367,7 +367,7 @@ class Maintenance:
         for one in old:
             name = manifest_name(one.file)
             with self._lock:
-                if any(key.step == one.step for key in self._under_way) or self._is_of_another_write(name):
+                if any(key.step == one.step for key in self._protected) or self._is_of_another_write(name):
                     continue
                 if one.write_id in self._waiting:
                     self._removed.add(one.write_id)

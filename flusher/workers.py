@@ -32,7 +32,7 @@ class Inbox:
         self._items.put(item)
         os.eventfd_write(self._eventfd, 1)
 
-    def take(self) -> list[Any]:
+    def drain(self) -> list[Any]:
         try:
             os.eventfd_read(self._eventfd)
         except BlockingIOError:
@@ -66,12 +66,12 @@ class Workers:
         self._idle = 0
         self._threads: list[threading.Thread] = []
 
-    def submit(self, urgency: tuple[int, ...], job: Callable[[], int | None]) -> None:
-        """Queue `job`; lower `urgency` runs first. It must not raise, and may return how many bytes it moved."""
+    def submit(self, priority: tuple[int, ...], job: Callable[[], int | None]) -> None:
+        """Queue `job`; lower `priority` runs first. It must not raise, and may return how many bytes it moved."""
         with self._ready:
             if self._ended:
                 return
-            heapq.heappush(self._jobs, (urgency, next(self._order), job))
+            heapq.heappush(self._jobs, (priority, next(self._order), job))
             if self._idle < len(self._jobs) and len(self._threads) < self._threads_max:
                 name = f"{self._name}-{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))

@@ -48,7 +48,7 @@ class WriterLease:
         return self._claim.attempt
 
     @property
-    def seen(self) -> FailureCount:
+    def prior_failures(self) -> FailureCount:
         """The failures of the attempts before this one."""
         return self._claim.seen
 
@@ -174,8 +174,8 @@ class MemberLease(WriterLease):
 
 _PID_NAME = "flusher.pid"
 _PID_BYTES_MAX = 32
-_ENDS_SECONDS_MAX = 10.0
-_LOOK_AGAIN_SECONDS = 0.05
+_EXIT_SECONDS_MAX = 10.0
+_RETRY_SECONDS = 0.05
 _MISSES_MAX = 3
 
 
@@ -194,10 +194,10 @@ class InstanceLease:
         ConfigError: The directory is not private to this user.
     """
 
-    def __init__(self, directory: Path, *, ends_seconds_max: float = _ENDS_SECONDS_MAX) -> None:
+    def __init__(self, directory: Path, *, exit_seconds_max: float = _EXIT_SECONDS_MAX) -> None:
         self.directory = directory
         self._path = directory / _PID_NAME
-        self._fd = self._lock(time.monotonic() + ends_seconds_max)
+        self._fd = self._lock(time.monotonic() + exit_seconds_max)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -220,7 +220,7 @@ class InstanceLease:
                 # Seen twice: a flusher that closes the socket removes its name right after.
                 listens = listens + 1 if (self.directory / SOCKET_NAME).exists() else 0
                 if listens < 2 and time.monotonic() < deadline:
-                    time.sleep(_LOOK_AGAIN_SECONDS)
+                    time.sleep(_RETRY_SECONDS)
                     continue
                 raise FencedError(
                     f"process {pid} is already the flusher of this run ({self.directory}); let it finish, or end it"

@@ -378,12 +378,12 @@ class _RingConfig(RoleConfig):
     @property
     def hourly_kept(self) -> int:
         """`keep_hourly` or its default, which is 0 if `keep_last` is set: the user has then planned the space."""
-        return self._rungs(self.keep_hourly, _KEEP_HOURLY)
+        return self._count_or_default(self.keep_hourly, _KEEP_HOURLY)
 
     @property
     def daily_kept(self) -> int:
         """`keep_daily` or its default, like `hourly_kept`."""
-        return self._rungs(self.keep_daily, _KEEP_DAILY)
+        return self._count_or_default(self.keep_daily, _KEEP_DAILY)
 
     @property
     def best_rule(self) -> BestRule | None:
@@ -392,9 +392,9 @@ class _RingConfig(RoleConfig):
             return None
         return BestRule(metric=self.best_metric, mode=self.best_mode)
 
-    def _rungs(self, said: int | None, default: int) -> int:
-        if said is not None:
-            return said
+    def _count_or_default(self, count: int | None, default: int) -> int:
+        if count is not None:
+            return count
         return 0 if "keep_last" in self.model_fields_set else default
 
     def ring_chunks(self, chunk_bytes: int) -> int:

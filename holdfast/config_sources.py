@@ -138,10 +138,10 @@ def _reject_unknown(keys: Iterable[str], valid: Iterable[str], *, where: str) ->
     valid = sorted(valid)
     for key in keys:
         if key not in valid:
-            raise ConfigError(f"{where}: {key}: no such setting; {_nearest(key, valid)}")
+            raise ConfigError(f"{where}: {key}: no such setting; {_suggestion(key, valid)}")
 
 
-def _nearest(name: str, valid: Iterable[str]) -> str:
+def _suggestion(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"the settings are {', '.join(names)}"
@@ -163,7 +163,7 @@ def _warn_of_misspelt_environment() -> None:
 def _describe_error(cls: type[RoleConfig], detail: ErrorDetails) -> str:
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return f"{cls.role} setting {name}: no such setting; {_nearest(name, cls.model_fields)}"
+        return f"{cls.role} setting {name}: no such setting; {_suggestion(name, cls.model_fields)}"
     if detail["type"] == "missing":
         return (
             f"{cls.role} setting {name}: expected a value, got none; give --{name.replace('_', '-')}, "

@@ -43,29 +43,29 @@ class OwnStagerEndpoint(NamedTuple):
     def from_bytes(cls, data: bytes) -> OwnStagerEndpoint:
         """Raises `ValueError`: `data` is not a place."""
         try:
-            said = _EndpointDocument.model_validate_json(data)
+            document = _EndpointDocument.model_validate_json(data)
         except ValidationError:
             raise ValueError("expected the address and the key of a stager") from None
-        return cls(said.address, said.key, said.share)
+        return cls(document.address, document.key, document.share)
 
 
 def report_endpoint(place: OwnStagerEndpoint) -> None:
     """Tell rank 0, which reads stdout, that this stager listens; later writes to stdout go to the log."""
-    _say(place.to_bytes())
+    _write_first_line(place.to_bytes())
 
 
 def report_error(error: HoldfastError) -> None:
     """Tell rank 0, which reads only the first line of stdout, why this stager has not started."""
-    _say(json.dumps({"error": [error.code, str(error)]}).encode())
+    _write_first_line(json.dumps({"error": [error.code, str(error)]}).encode())
 
 
-def _say(line: bytes) -> None:
+def _write_first_line(line: bytes) -> None:
     with contextlib.suppress(OSError):  # rank 0 is gone
         os.write(1, line + b"\n")
     os.dup2(2, 1)
 
 
-def heard(line: bytes) -> OwnStagerEndpoint:
+def parse_first_line(line: bytes) -> OwnStagerEndpoint:
     """Parse the first line of a stager. Raises `ValueError`: not a place; `HoldfastError`: the stager's own error."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         raise peer_error(*json.loads(line)["error"])
@@ -91,11 +91,11 @@ class OwnStagerNote:
         self, store_url: str, runtime_dir: Path, address: Address, key: bytes, share: ShareNumber = WHOLE
     ) -> None:
         self._path = note_path(store_url, runtime_dir)
-        self._fd = self._hold()
+        self._fd = self._lock_note()
         os.truncate(self._fd, 0)
         os.write(self._fd, OwnStagerEndpoint(str(address), key.decode(), str(share)).to_bytes())
 
-    def _hold(self) -> int:
+    def _lock_note(self) -> int:
         deadline = time.monotonic() + _HELD_SECONDS_MAX
         while True:
             make_private_directory(self._path.parent)

@@ -121,7 +121,7 @@ class _PickleWalker:
         return self._deepest
 
     def _run(self) -> None:
-        pickled, acts, available = self._pickled, _ACTS, len(self._pickled)
+        pickled, acts, available = self._pickled, _HANDLERS, len(self._pickled)
         while True:
             self._begin = self._position
             code = pickled[self._position]
@@ -137,7 +137,7 @@ class _PickleWalker:
                 begin, end = self._operand(code, size)
             act(self, begin, end)
             if self.cost > self.allowed_bytes:
-                self._refuse()
+                self._reject()
             if self._tuples_max is not None and self._deepest > self._tuples_max:
                 return
 
@@ -159,11 +159,11 @@ class _PickleWalker:
         end = self._position = begin + size
         if end > len(self._pickled):
             if self.cost > self.allowed_bytes:
-                self._refuse(f"claims {size} bytes, of which {max(0, len(self._pickled) - begin)} are there")
+                self._reject(f"claims {size} bytes, of which {max(0, len(self._pickled) - begin)} are there")
             raise IndexError
         return begin, end
 
-    def _refuse(self, why: str = "") -> NoReturn:
+    def _reject(self, why: str = "") -> NoReturn:
         place = f"{_NAMES[self._pickled[self._begin]]} at byte {self._begin}"
         if why:
             raise InputTooLarge(f"{place} {why}; expected at most {self.allowed_bytes} bytes in all")
@@ -215,12 +215,12 @@ class _PickleWalker:
         self._push(value, _CONTAINER_BYTES)
 
     def container_of_marked(self, _begin: int, _end: int) -> None:
-        items = self._marked()
+        items = self._pop_to_mark()
         self.container(0, 0)
         self._fill(items)
 
     def tuple_of_marked(self, _begin: int, _end: int) -> None:
-        self._tuple(self._marked())
+        self._tuple(self._pop_to_mark())
 
     def tuple_of_last(self, _begin: int, _end: int) -> None:
         count = self._pickled[self._begin] - _CODES["TUPLE1"] + 1
@@ -250,14 +250,14 @@ class _PickleWalker:
         self._fill([self._stack.pop()], _PLACE_BYTES)
 
     def append_marked(self, _begin: int, _end: int) -> None:
-        self._fill(self._marked(), _PLACE_BYTES)
+        self._fill(self._pop_to_mark(), _PLACE_BYTES)
 
     def set_item(self, _begin: int, _end: int) -> None:
         value, key = self._stack.pop(), self._stack.pop()
         self._fill([key, value])
 
     def fill_with_marked(self, _begin: int, _end: int) -> None:
-        self._fill(self._marked())
+        self._fill(self._pop_to_mark())
 
     def _fill(self, items: list[_Value], nbytes: int = _PAIR_BYTES) -> None:
         target = self._stack[-1]
@@ -281,15 +281,15 @@ class _PickleWalker:
             self._stack = self._below.pop()
 
     def pop_marked(self, _begin: int, _end: int) -> None:
-        self._marked()
+        self._pop_to_mark()
 
-    def _marked(self) -> list[_Value]:
+    def _pop_to_mark(self) -> list[_Value]:
         """Pop the values above the last mark."""
         items = self._stack
         self._stack = self._below.pop()
         return items
 
-    def again(self, _begin: int, _end: int) -> None:
+    def duplicate_top(self, _begin: int, _end: int) -> None:
         self._push(self._stack[-1])
 
     def get(self, begin: int, end: int) -> None:
@@ -299,28 +299,28 @@ class _PickleWalker:
         index = self._index(begin, end)
         if index < 0:
             raise ValueError
-        self._note(index)
+        self._memoize_top(index)
 
     def memoize(self, _begin: int, _end: int) -> None:
-        self._note(len(self._memo))
+        self._memoize_top(len(self._memo))
 
     def _index(self, begin: int, end: int) -> int:
         operand = self._pickled[begin:end]
         is_text = self._pickled[self._begin] in _DECIMAL
         return int(operand) if is_text else int.from_bytes(operand, "little")
 
-    def _note(self, index: int) -> None:
+    def _memoize_top(self, index: int) -> None:
         """Store the top value in the memo. The memo is an array: a large index allocates all entries before it."""
         if index >= self._memo_end:
             self.cost += _MEMO_BYTES + _PLACE_BYTES * (index - self._memo_end)
             self._memo_end = index + 1
             if self.cost > self.allowed_bytes:
-                self._refuse(f"claims place {index} of the memo, of which {len(self._memo)} are taken")
+                self._reject(f"claims place {index} of the memo, of which {len(self._memo)} are taken")
         self._memo[index] = self._stack[-1]
 
     # -- classes, functions, and their results -----------------------------------------------------------------------
 
-    def named(self, begin: int, end: int) -> None:
+    def push_global(self, begin: int, end: int) -> None:
         value = _Value()
         value.name = self._pickled[begin:end].decode(errors="replace")
         self._push(value, _GLOBAL_BYTES + end - begin)
@@ -341,9 +341,9 @@ class _PickleWalker:
         self._call(function, arguments)
 
     def call_marked(self, begin: int, end: int) -> None:
-        items = self._marked()
+        items = self._pop_to_mark()
         if self._pickled[self._begin] == _CODES["INST"]:
-            self.named(begin, end)
+            self.push_global(begin, end)
             function = self._stack.pop()
         else:
             function = items.pop(0)
@@ -364,16 +364,16 @@ class _PickleWalker:
         size = int.from_bytes(self._pickled[begin:end], "little")
         self.cost += size
         if self.cost > self.allowed_bytes:
-            self._refuse(f"claims {size} bytes, of which {len(self._pickled) - end} are there")
+            self._reject(f"claims {size} bytes, of which {len(self._pickled) - end} are there")
 
-    def nothing(self, _begin: int, _end: int) -> None:
+    def ignore(self, _begin: int, _end: int) -> None:
         pass
 
     def _call(self, function: _Value, arguments: _Value) -> None:
         nbytes = _VALUE_BYTES + arguments.weight + self._growth(function.name, arguments)
-        made = _Value(nbytes)
-        made.depth = max(function.depth, arguments.depth)
-        self._push(made, _CALL_BYTES + nbytes)
+        result = _Value(nbytes)
+        result.depth = max(function.depth, arguments.depth)
+        self._push(result, _CALL_BYTES + nbytes)
 
     def _growth(self, name: str, arguments: _Value) -> int:
         """Return how many bytes the result of the named function may have beyond those of its arguments."""
@@ -383,18 +383,18 @@ class _PickleWalker:
             name, arguments = arguments.parts[0].name, arguments.parts[2]
         parts = arguments.parts
         if name in _UNBOUNDED or (name in _BY_NUMBER and parts is None):
-            self._refuse(f"calls {name}, which may take any number of bytes")
+            self._reject(f"calls {name}, which may take any number of bytes")
         if name.endswith(_BY_SIZE) and parts != ():
-            self._refuse(f"calls {name} with values, which may take any number of bytes")
+            self._reject(f"calls {name} with values, which may take any number of bytes")
         if name in _OF_LISTS and arguments.holds_list:
-            self._refuse(f"calls {name} with a list, which may take any number of bytes")
+            self._reject(f"calls {name} with a list, which may take any number of bytes")
         by_number = sum(abs(part.number) for part in parts or ()) if name in _BY_NUMBER else 0
         is_latin = parts is not None and len(parts) > 1 and parts[1].name in _LATIN
         return by_number + (_CODEC_FACTOR * arguments.weight if name in _BY_CODEC and not is_latin else 0)
 
 
 _Act = Callable[[_PickleWalker, int, int], None]
-_ACTS: dict[int, _Act] = {
+_HANDLERS: dict[int, _Act] = {
     _CODES[name]: act
     for act, names in (
         (_PickleWalker.plain, "NONE NEWFALSE NEWTRUE"),

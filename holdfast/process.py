@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 def yield_to_training(niceness: int) -> None:
     """Raise the niceness of this process and later children to `niceness` (0 to 19; 0: unchanged). Any thread."""
-    nicer: set[int] = set()
+    adjusted: set[int] = set()
     # Niceness is per thread, and a thread with the old value may start another meanwhile: repeat until all have it.
-    while left := {int(task.name) for task in Path("/proc/self/task").iterdir()} - nicer:
+    while left := {int(task.name) for task in Path("/proc/self/task").iterdir()} - adjusted:
         for thread in left:
             with suppress(ProcessLookupError):  # the thread has ended
                 before = os.getpriority(os.PRIO_PROCESS, thread)
                 os.setpriority(os.PRIO_PROCESS, thread, max(niceness, before))
-        nicer |= left
+        adjusted |= left
 
 
 def at_exit(call: Callable[..., object], *arguments: object) -> Callable[[], None]:
@@ -110,7 +110,7 @@ def call_or_exit(seconds_max: float, call: Callable[[], object], what: str, *, c
     `call` must release the GIL: mpi4py's `MPI.Finalize` does not, the same function called by ctypes does.
     """
 
-    def leave() -> None:
+    def exit_now() -> None:
         sys.stderr.write(
             f"holdfast: {what} did not return within {seconds_max:g} s: a process of this job must have died in it; "
             "nothing is lost, this process exits\n"
@@ -119,7 +119,7 @@ def call_or_exit(seconds_max: float, call: Callable[[], object], what: str, *, c
         sys.stderr.flush()
         os._exit(code)
 
-    timer = threading.Timer(seconds_max, leave)
+    timer = threading.Timer(seconds_max, exit_now)
     timer.daemon = True
     timer.start()
     try:

@@ -49,23 +49,23 @@ def own_rank() -> int:
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
-def say(kind: str, **fields: Any) -> None:
+def emit(kind: str, **fields: Any) -> None:
     """Write one line to stderr; begin with a newline, because the program may have left an unfinished line."""
     line = f"\n{MARK}{json.dumps({kind: fields}, separators=(',', ':'))}\n"
     with contextlib.suppress(OSError):  # mpirun is gone, and will take this process with it
         os.write(2, line.encode())
 
 
-def tell(kind: str, *, step: int, **more: Any) -> None:
+def emit_progress(kind: str, *, step: int, **more: Any) -> None:
     """Report a training rank's progress to `holdfast run`, if the job has one."""
     if ATTEMPT_VARIABLE in os.environ:
-        say(kind, rank=own_rank(), step=step, **more)
+        emit(kind, rank=own_rank(), step=step, **more)
 
 
 FINAL_ERROR = re.compile(r"holdfast: rank \d+: ([A-Z]\w+): .*")
 
 
-def last_words(error: HoldfastError, *, rank: int, place: str) -> str:
+def format_final_error(error: HoldfastError, *, rank: int, place: str) -> str:
     """Format the error that ends a rank, so that `FINAL_ERROR` matches. `place`: the script's line, or empty."""
     where = f" (at {place})" if place else ""
     return f"\nholdfast: rank {rank}: {type(error).__name__}: {error}{where}\nhelp: {error.help}\n"
@@ -80,7 +80,7 @@ def is_in_drill() -> bool:
     return bool(os.environ.get(DIARY_VARIABLE))
 
 
-def note(kind: str, value: Any) -> None:
+def write_diary(kind: str, value: Any) -> None:
     """Write a line to the diary, if this process is in a drill. Ignore a full disk, so that training continues."""
     path = os.environ.get(DIARY_VARIABLE)
     if not path:

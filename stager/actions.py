@@ -63,40 +63,40 @@ class Actions:
         self.notices, self.events = notices, events
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
-        self._said = ""  # the last reason that was logged, with its digits masked
+        self._last_logged = ""  # the last reason that was logged, with its digits masked
 
-    def offered(self, step: int) -> None:
+    def on_offered(self, step: int) -> None:
         self._offered_at.setdefault(step, self._clock())
 
-    def take(self, event: Event, blame: Callable[[ProtocolError], None] | None = None) -> None:
-        """Pass an event to the session and execute its actions. `blame`: called with a `ProtocolError` of the sender.
+    def process(self, event: Event, on_protocol_error: Callable[[ProtocolError], None] | None = None) -> None:
+        """Pass an event to the session and execute its actions. `on_protocol_error`: called with a `ProtocolError` of the sender.
 
         Raises:
-            ProtocolError: The sender broke the protocol, and there is no `blame`.
+            ProtocolError: The sender broke the protocol, and there is no `on_protocol_error`.
             HoldfastError, OSError: Writing to the ring failed.
         """
         try:
             actions = self._session.handle(event, self._clock())
         except ProtocolError as error:
-            if blame is None:
+            if on_protocol_error is None:
                 raise
-            blame(error)
+            on_protocol_error(error)
             return
-        self.do(actions)
+        self.execute(actions)
 
-    def do(self, actions: list[Action]) -> None:
+    def execute(self, actions: list[Action]) -> None:
         """Execute these actions in order. Raises as `take`."""
         for action in actions:
             try:
-                self._carry_out(action)
+                self._execute_one(action)
             except (HoldfastError, OSError) as error:
                 if not isinstance(action, BeginReceiving | MarkStaged):
                     raise  # the journal no longer matches the session, so the stager must end
                 _log.error("step %d: %s", action.step, error)
                 code = error.code if isinstance(error, HoldfastError) else ProtocolError.code
-                self.take(Failed(action.step, code, f"stager: {error}"))
+                self.process(Failed(action.step, code, f"stager: {error}"))
 
-    def _carry_out(self, action: Action) -> None:
+    def _execute_one(self, action: Action) -> None:
         ring, line, attempt = self.line.flusher.ring, self.line, self.line.flusher.attempt
         match action:
             case GrantCredit(rank, step, chunk, slot, layout):
@@ -116,7 +116,7 @@ class Actions:
             case CancelReceive(rank, slot):
                 self.payloads.cancel(rank, slot)
             case SendMessage():
-                self._tell(action)
+                self._send_message(action)
             case BeginReceiving(step, layout):
                 self._begun_at[step] = self._clock()
                 ring.put_layout(layout)
@@ -126,11 +126,11 @@ class Actions:
                 _log.error("%s", message)
                 self.events.emit("divergence", dict(body), step=step)
             case MarkStaged():
-                self._staged(action)
+                self._mark_staged(action)
             case Abort(step, reason):
                 line.send("abort", attempt=attempt, step=step, reason=reason[:2000])
 
-    def _tell(self, action: SendMessage) -> None:
+    def _send_message(self, action: SendMessage) -> None:
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:
             reason = action.body.get("message") or action.body.get("reason")
             now = self._clock()
@@ -139,12 +139,12 @@ class Actions:
             # A slow store declines every step for the same reason: log it once. The events still count the steps.
             if self.line.held:
                 reason = f"{reason}; the store takes nothing: {self.line.held}"
-            said = re.sub(r"[0-9]+", "#", str(reason))
-            if said != self._said:
+            masked = re.sub(r"[0-9]+", "#", str(reason))
+            if masked != self._last_logged:
                 _log.warning("step %d is %s: %s", action.step, action.kind.name.lower(), reason)
-                self._said = said
-            told = {**action.body, "seconds": round(seconds, 6)}
-            self.events.emit(action.kind.name.lower(), told, step=action.step)
+                self._last_logged = masked
+            fields = {**action.body, "seconds": round(seconds, 6)}
+            self.events.emit(action.kind.name.lower(), fields, step=action.step)
         message = wire.encode(
             action.kind, attempt=self.line.flusher.attempt, step=action.step, body=wire.to_json(action.body)
         )
@@ -156,7 +156,7 @@ class Actions:
         else:
             self.trainers.send(action.rank, message)
 
-    def _staged(self, action: MarkStaged) -> None:
+    def _mark_staged(self, action: MarkStaged) -> None:
         ring, attempt = self.line.flusher.ring, self.line.flusher.attempt
         staged_at_unix = time.time()
         record = StepRecord(dict(action.records), staged_at_unix, drift=action.drift)
@@ -174,10 +174,10 @@ class Actions:
         ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record.to_json())
         reach(Point.STAGED)
         self.line.send("staged", attempt=attempt, step=action.step)
-        told: dict[str, object] = {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes}
+        fields: dict[str, object] = {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes}
         share = self.line.share_of(action.layout).number
         if share != WHOLE:
-            told["share"] = str(share)
-        self.events.emit("staged", told, step=action.step)
-        self._tell(SendMessage(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
+            fields["share"] = str(share)
+        self.events.emit("staged", fields, step=action.step)
+        self._send_message(SendMessage(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
         self.notices.staged(action.step, action.layout.image_bytes, now - offered_at)

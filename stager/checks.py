@@ -118,5 +118,5 @@ def _job(mode: str, plan: CheckPlan, *, ulfm: bool) -> dict[str, Any] | str:
         if not answer.exists():
             tail = " ".join(output.split())[-_OUTPUT_CHARACTERS:]
             return f"exit code {process.returncode}: {tail or 'no output'}"
-        said: dict[str, Any] = json.loads(answer.read_text())
-        return said
+        result: dict[str, Any] = json.loads(answer.read_text())
+        return result

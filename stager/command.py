@@ -124,12 +124,12 @@ def stager(
     # mpirun passes this signal on to every process of the job; for trainers that watch it, it is a preemption notice.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config, problem = None, None
-    told: list[Destination] = []
+    recipients: list[Destination] = []
     try:
         identify("stager")
-        told = destinations(notify, notify_command)
+        recipients = destinations(notify, notify_command)
         config = StagerConfig.from_sources(**arguments)
-        if told and config.events is None and not _is_supervised():
+        if recipients and config.events is None and not _is_supervised():
             config = config.model_copy(update={"events": _default_events(config)})
     except HoldfastError as error:
         if own is not None:
@@ -139,22 +139,22 @@ def stager(
         problem = error  # join the trainers first: they must be told
     if once and (config is None or config.listen is None):
         raise ConfigError("--once is for a stager that listens: give --listen HOST:PORT as well")
-    people = None if config is None or _is_supervised() else _watch(config, told)
+    log_watch = None if config is None or _is_supervised() else _start_log_watch(config, recipients)
     try:
         if config is not None and config.listen is not None:
             _serve_standalone(config, once=once, own_host=own)
         else:
-            _serve_in_mpi_job(config, problem, people)
+            _serve_in_mpi_job(config, problem, log_watch)
     except HoldfastError as error:
         if own is not None:
             report_error(error)
-        _close(people, {"event": "gave_up", "message": str(error)})
+        _close_log_watch(log_watch, {"event": "gave_up", "message": str(error)})
         raise
     except Exception:  # includes click's Exit, which carries the exit code
-        _close(people, None)
+        _close_log_watch(log_watch, None)
         raise
     # A second signal raises SystemExit and so skips this.
-    _close(people, None if config is None or config.listen is None or once else _STOPPED)
+    _close_log_watch(log_watch, None if config is None or config.listen is None or once else _STOPPED)
 
 
 _STOPPED = {"event": "stopped", "message": "the stager was told to stop, and has ended"}
@@ -169,37 +169,37 @@ def _default_events(config: StagerConfig) -> Path:
     return log_directory(run_key(config.store)) / EVENTS_NAME
 
 
-def _watch(config: StagerConfig, told: list[Destination]) -> LogWatch | None:
-    if not told or config.events is None:
+def _start_log_watch(config: StagerConfig, recipients: list[Destination]) -> LogWatch | None:
+    if not recipients or config.events is None:
         return None
     from holdfast.notify.log_watch import LogWatch
     from holdfast.notify.notifier import Notifier
 
-    return LogWatch(config.events, Notifier(told, run=config.store, is_unsupervised=True))
+    return LogWatch(config.events, Notifier(recipients, run=config.store, is_unsupervised=True))
 
 
-def _close(people: LogWatch | None, last: dict[str, str] | None) -> None:
-    if people is not None:
-        people.close(None if last is None else {"role": "stager", **last})
+def _close_log_watch(log_watch: LogWatch | None, last_event: dict[str, str] | None) -> None:
+    if log_watch is not None:
+        log_watch.close(None if last_event is None else {"role": "stager", **last_event})
 
 
-def _serve_in_mpi_job(config: StagerConfig | None, problem: HoldfastError | None, people: LogWatch | None) -> None:
+def _serve_in_mpi_job(config: StagerConfig | None, problem: HoldfastError | None, log_watch: LogWatch | None) -> None:
     """Serve as a process of an MPI job."""
     # Importing `stager.mpi` starts MPI, which waits for all ranks; `holdfast --help` must not.
     from stager.flusher_process import PreloadedFlusher
     from stager.service import StartRefused, serve, tell_end
 
-    ahead = PreloadedFlusher(config) if config else None
+    preloaded = PreloadedFlusher(config) if config else None
     from stager.mpi import MpiTrainersPort
 
     port = MpiTrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
     if config is not None:
         config = _with_share(config, port.stagers.share)
     try:
-        flusher, problem = _attached(config, problem, port.stagers, ahead)
+        flusher, problem = _attach_flusher(config, problem, port.stagers, preloaded)
         lost_ranks = serve(port, config, problem, flusher)
     except StartRefused as refused:
-        _close(people, {"event": "gave_up", "message": str(refused.error)})
+        _close_log_watch(log_watch, {"event": "gave_up", "message": str(refused.error)})
         click.get_current_context().exit(refused.error.exit_code)
     except HoldfastError as error:
         if problem is not None or port.stagers.share.writers == 1:
@@ -207,19 +207,19 @@ def _serve_in_mpi_job(config: StagerConfig | None, problem: HoldfastError | None
         # Ranks may still be running, and MPI_Finalize would wait for them.
         tell_end(port, error)
         _log.error("%s", error)
-        _close(people, {"event": "gave_up", "message": str(error)})
+        _close_log_watch(log_watch, {"event": "gave_up", "message": str(error)})
         logging.shutdown()
         os._exit(error.exit_code)
     except Exception:  # noqa: BLE001 - any bug: the trainers must not wait for a dead stager
         # Skip MPI_Finalize: trainers and stager would wait for each other. MPI reports this death at once.
         message = "the stager ends by an unexpected error; the flusher still writes what is staged"
         _log.exception("%s", message)
-        _close(people, {"event": "gave_up", "message": message})
+        _close_log_watch(log_watch, {"event": "gave_up", "message": message})
         logging.shutdown()
         os._exit(1)
     if lost_ranks:
         # Skip MPI_Finalize: it sometimes waits for dead ranks forever.
-        _close(people, None)
+        _close_log_watch(log_watch, None)
         logging.shutdown()
         os._exit(0)
 
@@ -231,11 +231,11 @@ def _with_share(config: StagerConfig, share: ShareNumber) -> StagerConfig:
     return config.model_copy(update=update)
 
 
-def _attached(
+def _attach_flusher(
     config: StagerConfig | None,
     problem: HoldfastError | None,
     stagers: MpiStagers,
-    ahead: PreloadedFlusher | None,
+    preloaded: PreloadedFlusher | None,
 ) -> tuple[Flusher | None, HoldfastError | None]:
     """Attach to the flusher; return it, or the error. The other stagers wait here for the lead's attempt."""
     from stager.flusher_process import attach
@@ -245,7 +245,7 @@ def _attached(
             raise problem
         assert config is not None
         lead_attempt = stagers.hear_attempt(config.start_seconds_max)
-        flusher = attach(config, ahead=ahead, lead_attempt=lead_attempt)
+        flusher = attach(config, ahead=preloaded, lead_attempt=lead_attempt)
     except HoldfastError as error:
         stagers.tell(error)
         return None, error

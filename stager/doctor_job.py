@@ -31,10 +31,10 @@ def main(mode: str, answer: Path) -> None:
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     if comm.size != 2:
         sys.exit(f"expected 2 ranks, got {comm.size}")
-    said = _measure(comm) if mode == "measure" else _survive(comm)
-    if said is not None:
+    result = _measure(comm) if mode == "measure" else _survive(comm)
+    if result is not None:
         partial = answer.with_suffix(".new")
-        partial.write_text(json.dumps(said))
+        partial.write_text(json.dumps(result))
         partial.rename(answer)
     if mode == "measure":
         MPI.Finalize()
@@ -67,15 +67,15 @@ def _measure(comm: MPI.Intracomm) -> dict[str, object] | None:
 
 
 def _survive(comm: MPI.Intracomm) -> dict[str, object] | None:
-    told = np.zeros(1)
+    buffer = np.zeros(1)
     if comm.rank == 1:
-        told[0] = time.time()
-        comm.Send(told, 0)
-        comm.Recv(told, 0)  # rank 0 has posted its receive
+        buffer[0] = time.time()
+        comm.Send(buffer, 0)
+        comm.Recv(buffer, 0)  # rank 0 has posted its receive
         os.kill(os.getpid(), signal.SIGKILL)
-    comm.Recv(told, 1)
+    comm.Recv(buffer, 1)
     request = comm.Irecv(np.zeros(1), 1)
-    comm.Send(told, 1)
+    comm.Send(buffer, 1)
     began = time.monotonic()
     while time.monotonic() - began < _NOTICE_SECONDS_MAX:
         try:

@@ -27,16 +27,16 @@ class DoubtHandler:
         self._line, self._trainers, self._events = line, trainers, events
         self._known: list[DoubtedSteps] = []
 
-    def hear(self, rank: int, frame: Frame) -> None:
+    def handle(self, rank: int, frame: Frame) -> None:
         """Handle DOUBT of a rank. Raises `ProtocolError`."""
         doubt = Doubt.from_frame(frame)
         if doubt.rank != rank:
             raise ProtocolError(f"rank {rank} sent DOUBT in the name of rank {doubt.rank}")
         attempt = self._line.flusher.attempt
-        said = f"; {doubt.sentence()}" if doubt.steps else ""
-        _log.warning("rank %d: %s%s. All ranks copy inside save() from now on", rank, doubt.reason, said)
-        told = {"of_rank": rank, "steps": list(doubt.steps or ()), "reason": doubt.reason}
-        self._events.emit("doubt", told)
+        suffix = f"; {doubt.sentence()}" if doubt.steps else ""
+        _log.warning("rank %d: %s%s. All ranks copy inside save() from now on", rank, doubt.reason, suffix)
+        fields = {"of_rank": rank, "steps": list(doubt.steps or ()), "reason": doubt.reason}
+        self._events.emit("doubt", fields)
         if doubt.steps is not None:
             written = doubt._replace(earlier_attempts=())
             self._known += [DoubtedSteps(one, written) for one in (*doubt.earlier_attempts, attempt)]
@@ -46,7 +46,7 @@ class DoubtHandler:
             self._line.send("doubt")
         self._trainers.send_all(doubt.to_frame(Kind.DOUBTED, attempt=attempt))
 
-    def again(self) -> None:
+    def resend(self) -> None:
         """Tell the next flusher all doubts of this job."""
         if self._known:
             self._write()

@@ -47,7 +47,7 @@ class Fetches:
         """Whether a rank waits for an answer."""
         return bool(self._waiting)
 
-    def hear(self, rank: int, frame: Frame) -> None:
+    def handle(self, rank: int, frame: Frame) -> None:
         """Queue a rank's FETCH. Raises `ProtocolError`: the request is invalid."""
         if frame.flags not in set(FetchKind):
             raise ProtocolError(
@@ -69,7 +69,7 @@ class Fetches:
             raise ProtocolError(f"FETCH from rank {rank}: {_WAITING_MAX} requests of it are not answered yet")
         waiting.append(frame)
 
-    def left(self, rank: int) -> None:
+    def drop_requests(self, rank: int) -> None:
         """Drop the requests of a rank that has left."""
         self._waiting.pop(rank, None)
 
@@ -105,15 +105,15 @@ class Fetches:
                 body = None if found is None else found.to_bytes()
             case FetchKind.BYTES:
                 body = self._bytes(ring, frame)
-        there = body is not None and len(body) <= wire.MAX_BODY_BYTES
+        is_available = body is not None and len(body) <= wire.MAX_BODY_BYTES
         return wire.encode(
             Kind.FETCHED,
             attempt=self._line.flusher.attempt,
             step=frame.step,
             chunk=frame.chunk,
             flags=frame.flags,
-            arg=int(there),
-            body=body if body is not None and there else b"",
+            arg=int(is_available),
+            body=body if body is not None and is_available else b"",
         )
 
     def _place(self, ring: Ring) -> bytes | None:
@@ -124,10 +124,10 @@ class Fetches:
     def _bytes(self, ring: Ring, frame: Frame) -> memoryview | None:
         wanted = wire.json_body(frame, offset=int, nbytes=int)
         end = wanted["offset"] + wanted["nbytes"]
-        place = (frame.arg, frame.step, frame.chunk)
-        slot = self._slots.get(place)
+        chunk_key = (frame.arg, frame.step, frame.chunk)
+        slot = self._slots.get(chunk_key)
         record = ring.remains_in(slot) if slot is not None and slot < ring.ring_chunks else None
-        if record is None or (record.attempt, record.step, record.chunk) != place or end > record.nbytes:
+        if record is None or (record.attempt, record.step, record.chunk) != chunk_key or end > record.nbytes:
             return None
         if len(self._copied) < wanted["nbytes"]:
             self._copied = bytearray(wanted["nbytes"])

@@ -42,7 +42,7 @@ def replay(line: FlusherConnection, session: Session) -> FlusherReplaced:
     for checkpoint in known:
         step = checkpoint.step
         line.send("begin", attempt=attempt, step=step, layout_digest=checkpoint.layout_digest)
-        for slot in (*checkpoint.slots, *before.get(step, ())):
+        for slot in (*checkpoint.slots, *inherited.get(step, ())):
             if ring.state(slot) is SlotState.FULL:
                 line.send("chunk", slot=slot)
         if checkpoint.staged:
@@ -79,10 +79,10 @@ class FlusherHandler:
         session: Session,
         payloads: Payloads,
         actions: Actions,
-        again: Callable[[], None],
+        resend: Callable[[], None],
     ) -> None:
         self._line, self._session, self._payloads, self._actions = line, session, payloads, actions
-        self._again = again
+        self._resend = resend
         self._next: Flusher | None = None  # has another ring; attached once no credit is out into this one
         self.drained = False
 
@@ -91,7 +91,7 @@ class FlusherHandler:
             self._next.close()
         self._line.close()
 
-    def hear(self) -> bool:
+    def poll(self) -> bool:
         """Handle the flusher's messages, or its end; whether there were messages."""
         messages = self._line.poll()
         try:
@@ -157,10 +157,10 @@ class FlusherHandler:
         says FREE and it is still the flusher's.
         """
         ring, theirs = self._line.flusher.ring, self._session.flusher_slots
-        strange = [slot for slot in slots if not 0 <= slot < ring.ring_chunks]
-        if strange:
-            raise ProtocolError(f"the flusher freed slots {strange}; the ring has {ring.ring_chunks}")
-        freed = tuple(slot for slot in slots if slot in theirs and ring.state(slot) is SlotState.FREE)
+        out_of_range = [slot for slot in slots if not 0 <= slot < ring.ring_chunks]
+        if out_of_range:
+            raise ProtocolError(f"the flusher freed slots {out_of_range}; the ring has {ring.ring_chunks}")
+        freed = tuple(slot for slot in slots if slot in flusher_slots and ring.state(slot) is SlotState.FREE)
         if freed:
             self._line.progressed()
             self._actions.take(SlotsFreed(freed))
@@ -178,18 +178,18 @@ class FlusherHandler:
         """Fail each unstaged step whose chunks left the ring in an upload that has no progress record."""
         flusher = self._line.flusher
         for known in self._session.known():
-            here = sum(flusher.ring.state(slot) is SlotState.FULL for slot in known.slots)
-            gone = known.handed_over - here
-            if known.staged or not gone or flusher.ring.has_progress(flusher.attempt, known.step):
+            in_ring = sum(flusher.ring.state(slot) is SlotState.FULL for slot in known.slots)
+            in_upload = known.handed_over - in_ring
+            if known.staged or not in_upload or flusher.ring.has_progress(flusher.attempt, known.step):
                 continue
             lost = PeerLost(
-                f"step {known.step}: the flusher (process {flusher.pid}) ended with {gone} chunks of it in an upload "
+                f"step {known.step}: the flusher (process {flusher.pid}) ended with {in_upload} chunks of it in an upload "
                 "that no other process can resume; make the ring larger than the image, or use a store whose "
                 "uploads can be resumed"
             )
             self._actions.take(Failed(known.step, lost.code, str(lost)))
 
-    def mend(self) -> None:
+    def reattach(self) -> None:
         """Attach another flusher once it is found: with our ring at once, with a new ring when no credit is out.
 
         PeerLost: it has a new ring, and other stagers still have the old attempt.
@@ -203,7 +203,7 @@ class FlusherHandler:
                 # The last flusher may have ended after its journal entry and before its message.
                 self._handle_grown("")
                 self._actions.take(replay(self._line, self._session))
-                self._again()
+                self._resend()
                 return
             if self._line.leads_others:
                 found.close()
@@ -219,16 +219,16 @@ class FlusherHandler:
                 )
             )
         if not self._session.outstanding():
-            self._start_over(self._next)
+            self._switch_ring(self._next)
             self._next = None
 
-    def _start_over(self, flusher: Flusher) -> None:
+    def _switch_ring(self, flusher: Flusher) -> None:
         """Switch to a flusher that has another ring; no payload is in flight into the old one."""
         self._payloads.use(flusher.ring)
         self._line.take(flusher)
         free_slots, flusher_slots = slot_owners(flusher.ring)
         self._session.reopen(free_slots=free_slots, flusher_slots=flusher_slots)
-        self._again()
+        self._resend()
 
 
 def slot_owners(ring: Ring) -> tuple[list[int], list[int]]:

@@ -59,11 +59,11 @@ class FlusherConnection:
     ) -> None:
         self._config, self._events, self._clock = config, events, clock
         self.flusher = flusher
-        self.cut = self.held = ""
+        self.lost_reason = self.held = ""
         self.failures = 0
         self.attempts = {flusher.attempt}
         self._unsent: deque[tuple[str, dict[str, Any]]] = deque()
-        self._cut_at = self._retry_at = 0.0
+        self._lost_at = self._retry_at = 0.0
         self._thread: threading.Thread | None = None
         self._found: queue.SimpleQueue[Flusher | HoldfastError] = queue.SimpleQueue()
 
@@ -86,13 +86,13 @@ class FlusherConnection:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message to the flusher; dropped if it is gone."""
-        if not self.cut:
+        if not self.lost_reason:
             self._unsent.append((kind, fields))
             self._send_queued()
 
     def poll(self) -> list[Message]:
         """Return the flusher's messages; close the connection if it broke the protocol."""
-        if self.cut:
+        if self.lost_reason:
             return []
         self._send_queued()
         try:
@@ -110,7 +110,7 @@ class FlusherConnection:
         else:
             time.sleep(seconds)
 
-    def progressed(self) -> None:
+    def reset_failures(self) -> None:
         """Reset the count of failures: this flusher has made progress."""
         self.failures = 0
 
@@ -129,22 +129,22 @@ class FlusherConnection:
 
     def notice_end(self) -> bool:
         """Return whether the flusher has ended since the last call; if so, schedule the search for another."""
-        if self.cut or not self.flusher.channel.closed:
+        if self.lost_reason or not self.flusher.channel.closed:
             return False
         pid = self.flusher.pid
-        self.cut = f"the flusher (process {pid}) has ended, and no other one is ready yet"
-        self._cut_at = self._clock()
+        self.lost_reason = f"the flusher (process {pid}) has ended, and no other one is ready yet"
+        self._lost_at = self._clock()
         self._unsent.clear()
         _log.error(
             "the flusher (process %d) has ended; the ring is kept, and another flusher is started", pid
         )
         self._events.emit("flusher_lost", {"pid": pid})
-        self._fail("")
+        self._count_failure("")
         return True
 
-    def find(self) -> Flusher | None:
+    def poll_replacement(self) -> Flusher | None:
         """Return another flusher once the thread has found it, for `take`. Never waits."""
-        if not self.cut:
+        if not self.lost_reason:
             return None
         if self._thread is None:
             if self._clock() >= self._retry_at:
@@ -161,21 +161,21 @@ class FlusherConnection:
         self._thread = None
         if isinstance(found, Flusher):
             return found
-        self.cut = (
+        self.lost_reason = (
             f"the flusher (process {self.flusher.pid}) has ended, and no other one could be started: {found}"
         )
-        self._fail(str(found))
+        self._count_failure(str(found))
         return None
 
-    def take(self, flusher: Flusher) -> None:
+    def switch_to(self, flusher: Flusher) -> None:
         """Switch to this flusher. Close the old ring, unless the new flusher has kept it."""
         if flusher.ring is not self.flusher.ring:
             self.flusher.ring.close()
         self.flusher.channel.close()
         self.flusher = flusher
         self.attempts.add(flusher.attempt)
-        self.cut = self.held = ""
-        seconds = self._clock() - self._cut_at
+        self.lost_reason = self.held = ""
+        seconds = self._clock() - self._lost_at
         self._events.emit(
             "flusher_replaced",
             {
@@ -197,7 +197,7 @@ class FlusherConnection:
         """Detach from the flusher, which keeps running."""
         self.flusher.close()
 
-    def _fail(self, why: str) -> None:
+    def _count_failure(self, why: str) -> None:
         """Count one more failure; the pause before the next try grows."""
         self.failures += 1
         pause_seconds = 0.0

@@ -74,8 +74,8 @@ class PreloadedFlusher:
             if config.metrics_port is not None:
                 options += f" --metrics-port {config.metrics_port}"
             # If the process has died, its output says why.
-            with contextlib.suppress(BrokenPipeError), process.stdin as told:
-                told.write(f"{options}\n".encode())
+            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+                stdin.write(f"{options}\n".encode())
         return process
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Flusher:
     store_url: str
     pid: int
     resumed: bool = False
-    seen: FailureCount = NO_FAILURES
+    prior_failures: FailureCount = NO_FAILURES
 
     def close(self) -> None:
         """Detach; the flusher keeps running."""
@@ -109,12 +109,12 @@ class Flusher:
 def attach(
     config: StagerConfig,
     *,
-    held: Flusher | None = None,
-    ahead: PreloadedFlusher | None = None,
+    previous: Flusher | None = None,
+    preloaded: PreloadedFlusher | None = None,
     lead_attempt: int = 0,
 ) -> Flusher:
-    """Attach to the run's flusher, within `start_seconds_max`; start one if none runs. Any thread. `held`: the flusher
-    that has ended, if its ring is still mapped: the next one may keep that ring. `ahead`: a flusher that waits to
+    """Attach to the run's flusher, within `start_seconds_max`; start one if none runs. Any thread. `previous`: the flusher
+    that has ended, if its ring is still mapped: the next one may keep that ring. `preloaded`: a flusher that waits to
     begin. `lead_attempt`: the attempt of the job, if another stager leads; 0 if this flusher chooses it.
 
     Raises:
@@ -124,26 +124,26 @@ def attach(
     deadline = time.monotonic() + config.start_seconds_max
     directory = _directory(config)
     socket_path = directory / ipc.SOCKET_NAME
-    attempt = 0 if held is None else held.attempt
+    attempt = 0 if previous is None else previous.attempt
     hello = {
         "attempt": attempt,
         "share": [config.share.index, config.share.writers],
         "lead_attempt": lead_attempt,
         "standing": config.listen is not None,
     }
-    greeted = _greet(socket_path, hello, deadline)
-    if greeted is None:
-        _start(config, deadline, ahead)
-        if held is None:
+    connected = _handshake(socket_path, hello, deadline)
+    if connected is None:
+        _start_flusher(config, deadline, preloaded)
+        if previous is None:
             _adopt_rings(config)
-        greeted = _greet(socket_path, hello, deadline, wait=True)
-    if greeted is None:
+        connected = _handshake(socket_path, hello, deadline, wait=True)
+    if connected is None:
         raise PeerLost(
             f"the flusher that was started hung up before it answered; see {log_path('flusher', config.store)}"
         )
-    if ahead is not None:
-        ahead.close()
-    channel, welcome = greeted
+    if preloaded is not None:
+        preloaded.close()
+    channel, welcome = connected
     try:
         if config.chunk_bytes is not None and welcome["chunk_bytes"] != config.chunk_bytes:
             _log.warning(
@@ -152,12 +152,12 @@ def attach(
                 config.chunk_bytes,
             )
         resumed, seen = welcome["resumed"], FailureCount.from_json(welcome.get("seen"))
-        if resumed and (held is None or welcome["attempt"] != attempt):
+        if resumed and (previous is None or welcome["attempt"] != attempt):
             raise ProtocolError(
                 f"the flusher (process {welcome['pid']}) resumes attempt {welcome['attempt']}, expected {attempt}"
             )
-        if resumed and held is not None:
-            ring = held.ring
+        if resumed and previous is not None:
+            ring = previous.ring
         else:
             ring = Ring.attach(directory)
             ring.hold(welcome["attempt"])
@@ -186,7 +186,7 @@ def reap() -> None:
         _log.info("the flusher (process %d) ended with %s", process.pid, how)
 
 
-def _greet(
+def _handshake(
     socket_path: Path, hello: Mapping[str, Any], deadline: float, *, wait: bool = False
 ) -> tuple[ipc.Channel, dict[str, Any]] | None:
     """Connect, send `hello`, and return channel and welcome; None if no flusher answered, or it was ending and hung up.
@@ -251,10 +251,10 @@ def _launch(
         )
 
 
-def _start(config: StagerConfig, deadline: float, ahead: PreloadedFlusher | None) -> None:
+def _start_flusher(config: StagerConfig, deadline: float, preloaded: PreloadedFlusher | None) -> None:
     """Start a flusher, or tell the waiting one to begin, and wait until it is ready."""
     path = log_path("flusher", config.store)
-    process = (ahead and ahead.begin(config)) or _launch(config, [], subprocess.DEVNULL)
+    process = (preloaded and preloaded.begin(config)) or _launch(config, [], subprocess.DEVNULL)
     assert process.stdout is not None
     with process.stdout as output:
         line = _first_line(output, deadline)
@@ -266,9 +266,9 @@ def _start(config: StagerConfig, deadline: float, ahead: PreloadedFlusher | None
             f"see {path}"
         )
     try:
-        said = json.loads(line)
-        error = said.get("error")
-        ready = said.get("ready") is True
+        document = json.loads(line)
+        error = document.get("error")
+        ready = document.get("ready") is True
     except (ValueError, AttributeError):
         error, ready = None, False
     if ready:
@@ -285,23 +285,23 @@ def _start(config: StagerConfig, deadline: float, ahead: PreloadedFlusher | None
 
 def _adopt_rings(config: StagerConfig) -> None:
     """Start flushers for rings that other shares left on this machine; nobody else would publish them."""
-    for left in orphaned_rings(config.store, config.runtime_dir, config.share):
-        if left.has_stager:
+    for orphan in orphaned_rings(config.store, config.runtime_dir, config.share):
+        if orphan.has_stager:
             _log.warning(
                 "the ring of share %s on this machine, %s, has checkpoints and no flusher; the stager of that share "
                 "starts one if it is on this machine; otherwise run `%s` here",
-                *(left.share, left.directory, left.command(config.store)),
+                *(orphan.share, orphan.directory, orphan.command(config.store)),
             )
             continue
         # Keep the ring's sizes. The metrics port is taken by our own flusher.
         unset = dict.fromkeys(("chunk_bytes", "ring_bytes", "metrics_port"))
-        of_share = config.model_copy(update={**unset, "share": left.share, "linger": False})
+        of_share = config.model_copy(update={**unset, "share": orphan.share, "linger": False})
         process = _launch(of_share, [], subprocess.DEVNULL, output=subprocess.DEVNULL)
         _started[process] = count_oom_kills()
         _log.warning(
             "the ring of share %s on this machine, %s, has checkpoints and no flusher: started one, process %d, as by "
             "`%s`",
-            *(left.share, left.directory, process.pid, left.command(config.store)),
+            *(orphan.share, orphan.directory, process.pid, orphan.command(config.store)),
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.errors import ProtocolError
 from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, AnnouncementKind, apply_effects
-from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
+from holdfast.notices.step_agreement import ProposalState, Margin, StepAgreement
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
@@ -38,77 +38,77 @@ class IntervalAgreement:
         self._agreement = StepAgreement(
             ranks, _MARGIN, tries_max=_TRIES_MAX, answer_seconds_max=answer_seconds_max
         )
-        self._wish = PaceRequest(1, -1, "")  # valid while the agreement is open
+        self._request = PaceRequest(1, -1, "")  # valid while the agreement is open
         self._pace: Pace | None = None  # the pace that all ranks have promised, by proposal `_appointed`
         self._appointed, self._appointed_step = 0, -1
-        self._refused = ""  # why no interval can be agreed on in this job
+        self._refusal = ""  # why no interval can be agreed on in this job
 
     @property
     def open(self) -> bool:
         """Whether ranks may wait for a decision."""
         return self._agreement.open
 
-    def wished(self, wish: PaceRequest, now: float) -> list[Effect]:
+    def on_request(self, request: PaceRequest, now: float) -> list[Effect]:
         """Rank 0 has computed another interval."""
-        if self._refused or (self._pace is not None and self._pace.every == wish.every and not self.open):
+        if self._refusal or (self._pace is not None and self._pace.every == request.every and not self.open):
             return []  # rank 0 has not reached the appointed step
-        self._wish = wish  # even if a step is proposed already: proposals do not name the interval
+        self._request = request  # even if a step is proposed already: proposals do not name the interval
         return [] if self.open else [self._agreement.begin(now)]
 
-    def answered(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
+    def on_answer(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
         """A rank has answered a proposal without a refusal."""
         match self._agreement.answered(rank, answer):
-            case Answers.INCOMPLETE:
+            case ProposalState.INCOMPLETE:
                 return []
-            case Answers.PROMISED:
-                return self._appoint(self._wish)
-            case Answers.EXHAUSTED:
+            case ProposalState.PROMISED:
+                return self._appoint(self._request)
+            case ProposalState.EXHAUSTED:
                 return self._call_off(self._agreement.exhausted)
-            case Answers.PASSED:
+            case ProposalState.PASSED:
                 # Above the appointed step: a rank that has not reached that one changes its interval twice, in order.
                 return [self._agreement.propose_later(now, above=self._appointed_step)]
 
-    def refused(self, rank: int, number: int, reason: str) -> list[Effect]:
+    def on_refusal(self, rank: int, number: int, reason: str) -> list[Effect]:
         """A rank refuses: its script has set another interval, or the rank could not keep its promise."""
         if self.open and number == self._agreement.number:
-            self._refused = f"rank {rank}: {reason}"
-            return self._call_off(f"{self._refused}; give all ranks of a job the same `every`", loud=True)
-        return self.doubtful(f"rank {rank}: {reason}") if number == self._appointed else []
+            self._refusal = f"rank {rank}: {reason}"
+            return self._call_off(f"{self._refusal}; give all ranks of a job the same `every`", loud=True)
+        return self.on_doubt(f"rank {rank}: {reason}") if number == self._appointed else []
 
-    def doubtful(self, reason: str) -> list[Effect]:
+    def on_doubt(self, reason: str) -> list[Effect]:
         """A rank may not have received the last decision: it is silent, dead or dropped, or has broken its promise."""
         return [*self._give_up(reason), *self._loosen(reason)]
 
-    def left(self, reason: str, *, lost: bool) -> list[Effect]:
-        self._refused = self._refused or reason
-        return self.doubtful(reason) if lost else self._give_up(reason)
+    def on_rank_left(self, reason: str, *, lost: bool) -> list[Effect]:
+        self._refusal = self._refusal or reason
+        return self.on_doubt(reason) if lost else self._give_up(reason)
 
     def tick(self, now: float) -> list[Effect]:
         overdue = self._agreement.overdue(now)
         return self._call_off(overdue) if overdue else []
 
-    def _appoint(self, wish: PaceRequest) -> list[Effect]:
+    def _appoint(self, request: PaceRequest) -> list[Effect]:
         step, before = self._agreement.step, None if self._pace is None else self._pace.every
-        self._pace = Pace(max(step, wish.after + wish.every), wish.every)
+        self._pace = Pace(max(step, request.after + request.every), request.every)
         self._appointed, self._appointed_step = self._agreement.number, step
         fields = {
             "at_step": step,
             "first_step": self._pace.first,
-            "every": wish.every,
+            "every": request.every,
             "every_before": before,
-            "why": wish.why,
+            "why": request.why,
         }
-        said = EventLine("interval", f"from step {step} on {wish.why}", fields)
-        return [self._agreement.appoint(self._pace.to_json()), said]
+        event_line = EventLine("interval", f"from step {step} on {request.why}", fields)
+        return [self._agreement.appoint(self._pace.to_json()), event_line]
 
     def _give_up(self, why: str) -> list[Effect]:
         return self._call_off(why) if self.open else []
 
     def _call_off(self, why: str, *, loud: bool = False) -> list[Effect]:
-        every = self._wish.every
+        every = self._request.every
         text = f"the interval stays as it is ({every} steps were wanted): {why}"
-        said = EventLine("interval_kept", text, {"reason": why, "every": every}, loud=loud)
-        return [self._agreement.call_off(), said]
+        event_line = EventLine("interval_kept", text, {"reason": why, "every": every}, loud=loud)
+        return [self._agreement.call_off(), event_line]
 
     def _loosen(self, why: str) -> list[Effect]:
         """Have every rank with a pace save at powers of two: such intervals share steps even where they differ."""
@@ -137,32 +137,32 @@ class IntervalHandler:
         self._trainers, self._events, self._clock, self._attempt = trainers, events, clock, attempt
         self._agreement = IntervalAgreement(trainers.ranks)
 
-    def hear(self, rank: int, frame: Frame) -> None:
+    def handle(self, rank: int, frame: Frame) -> None:
         """Handle WISH or HERE of a rank. Raises `ProtocolError`."""
         if frame.kind is Kind.WISH:
             body = wire.json_body(frame)
             if rank != 0:
                 raise ProtocolError(f"WISH from rank {rank}; only rank 0 measures")
-            self._do(self._agreement.wished(PaceRequest.from_json(body), self._clock()))
+            self._apply(self._agreement.wished(PaceRequest.from_json(body), self._clock()))
             return
         answer = StepAnswer.from_frame(frame)
         refusal = answer.body.get("refusal", "")
         if not isinstance(refusal, str):
             raise ProtocolError(f"HERE: refusal is {refusal!r:.80}, expected a text")
         if refusal:
-            self._do(self._agreement.refused(rank, answer.number, refusal[:_REASON_CHARACTERS]))
+            self._apply(self._agreement.refused(rank, answer.number, refusal[:_REASON_CHARACTERS]))
         else:
-            self._do(self._agreement.answered(rank, answer, self._clock()))
+            self._apply(self._agreement.answered(rank, answer, self._clock()))
 
-    def silent(self, reason: str) -> None:
-        self._do(self._agreement.doubtful(reason))
+    def on_rank_silent(self, reason: str) -> None:
+        self._apply(self._agreement.doubtful(reason))
 
-    def left(self, reason: str, *, lost: bool) -> None:
-        self._do(self._agreement.left(reason, lost=lost))
+    def on_rank_left(self, reason: str, *, lost: bool) -> None:
+        self._apply(self._agreement.left(reason, lost=lost))
 
     def tick(self) -> None:
-        self._do(self._agreement.tick(self._clock()))
+        self._apply(self._agreement.tick(self._clock()))
 
-    def _do(self, effects: Sequence[Effect]) -> None:
+    def _apply(self, effects: Sequence[Effect]) -> None:
         send_to_all = self._trainers.send_all
         apply_effects(effects, Kind.SAVE_EVERY, send_to_all, self._events, attempt=self._attempt(), log=_log)

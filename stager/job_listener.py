@@ -59,7 +59,7 @@ _GREETINGS_MAX = 256  # connections that have not proved the key; beyond this th
 _GREETING_SECONDS_MAX = 10.0
 _ENDED_JOBS_MAX = 4096
 _ALL_GENERATIONS = GENERATION_MAX + 1
-_AGAIN = "its job was started again"
+_RESTARTED = "its job was started again"
 _UNKNOWN = (
     "this stager does not know its job: it was started after it, or the job is over or goes on without it"
 )
@@ -75,7 +75,7 @@ class _Greeting:
     sock: AnySocket
     peer: str
     deadline: float
-    begun: bytearray = field(default_factory=bytearray)
+    buffer: bytearray = field(default_factory=bytearray)
     hello: Hello | None = None
     hello_data: bytes = b""
     nonce: bytes = b""
@@ -107,7 +107,7 @@ def listen(address: Address) -> socket.socket:
         family, kind, protocol, _, place = found[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
+        sock.bind(sockaddr)
         sock.listen(_BACKLOG)
     except OSError as error:
         raise ConfigError(
@@ -145,7 +145,7 @@ class JobListener:
         self._greetings: OrderedDict[AnySocket, _Greeting] = OrderedDict()
         self._waiting: dict[AnySocket, _Waiting] = {}
         self._ended_jobs: OrderedDict[bytes, _EndedJob] = OrderedDict()  # by incarnation
-        self._present: TcpTrainersPort | None = None
+        self._current: TcpTrainersPort | None = None
         self._ending = False
         self.turned_away: set[int] = set()
         self._refusal_logged_at = -_REFUSAL_LOG_SECONDS
@@ -159,19 +159,19 @@ class JobListener:
         """The HELLO of the next job's first rank; None until one has connected."""
         return next((one.hello for one in self._waiting.values()), None)
 
-    def open(self, port: TcpTrainersPort) -> None:
+    def open_job(self, port: TcpTrainersPort) -> None:
         """Serve this job: pass its connections to `port`, and refuse all others."""
-        self._present = port
+        self._current = port
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
             self._unwatch(one.sock)
-            self._place(one.sock, one.hello, one.received)
+            self._assign(one.sock, one.hello, one.received)
 
     def close_job(self) -> None:
-        if self._present is not None:
-            self._end_current(self._present.generation)
+        if self._current is not None:
+            self._end_current(self._current.generation)
 
-    def end(self) -> None:
+    def stop_accepting(self) -> None:
         """Accept no further job. Ranks of the current job may still reconnect, until `close_job`."""
         self._ending = True
         for one in list(self._waiting.values()):
@@ -191,7 +191,7 @@ class JobListener:
             if now <= greeting.deadline:
                 break  # the others came later
             self._log_refusal(greeting.peer, "it did not identify itself in time")
-            self._forget(greeting)
+            self._discard(greeting)
 
     # -- handshakes --------------------------------------------------------------------------------------------------
 
@@ -203,18 +203,18 @@ class JobListener:
                 return
             except OSError as error:
                 if error.errno in _NO_DESCRIPTORS and self._greetings:
-                    self._forget(next(iter(self._greetings.values())))
+                    self._discard(next(iter(self._greetings.values())))
                     continue
                 _log.debug("a connection is not accepted: %s", error)
                 return
             sock.setblocking(False)
-            self._greet(sock, f"{place[0]}:{place[1]}")
+            self._start_handshake(sock, f"{sockaddr[0]}:{sockaddr[1]}")
             while len(self._greetings) > _GREETINGS_MAX:
                 oldest = next(iter(self._greetings.values()))
                 self._log_refusal(oldest.peer, "too many connections have not identified themselves")
-                self._forget(oldest)
+                self._discard(oldest)
 
-    def _greet(self, accepted: socket.socket, peer: str) -> None:
+    def _start_handshake(self, accepted: socket.socket, peer: str) -> None:
         sock: AnySocket = accepted
         if self._tls is not None:
             try:
@@ -226,9 +226,9 @@ class JobListener:
         deadline = self._clock() + _GREETING_SECONDS_MAX
         greeting = _Greeting(sock, peer, deadline, in_tls_handshake=self._tls is not None)
         self._greetings[sock] = greeting
-        self._reactor.watch(sock, functools.partial(self._hear, greeting))
+        self._reactor.watch(sock, functools.partial(self._on_readable, greeting))
 
-    def _hear(self, greeting: _Greeting, _readable: bool, _writable: bool) -> None:
+    def _on_readable(self, greeting: _Greeting, _readable: bool, _writable: bool) -> None:
         if greeting.in_tls_handshake and not self._continue_tls_handshake(greeting):
             return
         try:
@@ -238,7 +238,7 @@ class JobListener:
         except OSError:
             data = b""
         if not data:
-            self._forget(greeting)
+            self._discard(greeting)
             return
         greeting.begun += data
         try:
@@ -251,7 +251,7 @@ class JobListener:
             self._log_refusal(greeting.peer, str(error))
         except (ProtocolError, OSError) as error:
             self._log_refusal(greeting.peer, str(error))
-            self._forget(greeting)
+            self._discard(greeting)
 
     def _continue_tls_handshake(self, greeting: _Greeting) -> bool:
         """Continue the TLS handshake; whether it is done."""
@@ -262,7 +262,7 @@ class JobListener:
             if begun and is_hello(begun):
                 sock.reject_plain(rejection(Status.TLS), HELLO_BYTES_MAX)
                 self._log_refusal(greeting.peer, "it does not speak TLS; give the ranks HOLDFAST_TLS_CA")
-                self._forget(greeting)
+                self._discard(greeting)
                 return False
             if sock.handshake():
                 greeting.in_tls_handshake = False
@@ -271,9 +271,9 @@ class JobListener:
             pass
         except ssl.SSLError as error:
             self._log_refusal(greeting.peer, f"its TLS handshake failed: {error.reason or error}")
-            self._forget(greeting)
+            self._discard(greeting)
         except OSError:
-            self._forget(greeting)
+            self._discard(greeting)
         return False
 
     def _bytes_wanted(self, greeting: _Greeting) -> int:
@@ -313,16 +313,16 @@ class JobListener:
             self._log_refusal(greeting.peer, "it has another key")
             refuse(self._reactor, greeting.sock, Status.KEY, "another key")
         else:
-            self._place(greeting.sock, hello, received)
+            self._assign(greeting.sock, hello, received)
 
     def _send_and_close(self, greeting: _Greeting, data: bytes) -> None:
         try:
             greeting.sock.send(data)
         except OSError as error:
             _log.debug("%s: %s", greeting.peer, error)
-        self._forget(greeting)
+        self._discard(greeting)
 
-    def _forget(self, greeting: _Greeting) -> None:
+    def _discard(self, greeting: _Greeting) -> None:
         self._greetings.pop(greeting.sock, None)
         self._reactor.close(greeting.sock)
 
@@ -339,13 +339,13 @@ class JobListener:
 
     # -- whose job it is ---------------------------------------------------------------------------------------------
 
-    def _place(self, sock: AnySocket, hello: Hello, received: int) -> None:
-        present = self._present
-        past = self._ended_jobs.get(hello.incarnation)
-        if self._ending and (present is None or not _is_of(hello, present)):
+    def _assign(self, sock: AnySocket, hello: Hello, received: int) -> None:
+        current = self._current
+        ended_job = self._ended_jobs.get(hello.incarnation)
+        if self._ending and (current is None or not _belongs_to(hello, current)):
             self._turn_away(sock, hello)
-        elif past is not None and hello.generation <= past.generation:
-            if past.generation == _ALL_GENERATIONS:
+        elif ended_job is not None and hello.generation <= ended_job.generation:
+            if ended_job.generation == _ALL_GENERATIONS:
                 refuse(
                     self._reactor, sock, Status.REPLACED, "its job is over, or was started again without it"
                 )
@@ -354,54 +354,54 @@ class JobListener:
         elif self._expected_ranks not in {None, hello.ranks}:
             text = f"the job has {hello.ranks} ranks, and this stager was started with --ranks {self._expected_ranks}"
             refuse(self._reactor, sock, Status.RANKS, text)
-        elif present is not None and _is_of(hello, present):
-            if hello.ranks != present.ranks:
-                text = f"rank {hello.rank} counts {hello.ranks} ranks, another one of its job {present.ranks}"
+        elif current is not None and _belongs_to(hello, current):
+            if hello.ranks != current.ranks:
+                text = f"rank {hello.rank} counts {hello.ranks} ranks, another one of its job {current.ranks}"
                 refuse(self._reactor, sock, Status.RANKS, text)
-            elif hello.lead_attempt != present.lead_attempt:
-                text = f"attempt {present.lead_attempt} is served here, and the lead has begun another one"
+            elif hello.lead_attempt != current.lead_attempt:
+                text = f"attempt {current.lead_attempt} is served here, and the lead has begun another one"
                 refuse(self._reactor, sock, Status.LOST, text)
             else:
-                present.admit(sock, hello, received)
-        elif hello.resuming or self._is_behind(hello):
+                current.admit(sock, hello, received)
+        elif hello.resuming or self._is_superseded(hello):
             refuse(self._reactor, sock, Status.LOST, _UNKNOWN)
-            if present is None or present.incarnation != hello.incarnation:
+            if current is None or current.incarnation != hello.incarnation:
                 # A rank of this start that no stager has admitted may connect after the launcher's next start.
                 self._record_ended(hello.incarnation, hello.launch, hello.generation)
-        elif present is not None and present.is_alive and not self._may_replace(hello, present):
-            text = f"this stager serves another job, of {present.ranks} ranks, which is alive"
+        elif current is not None and current.is_alive and not self._may_replace(hello, current):
+            text = f"this stager serves another job, of {current.ranks} ranks, which is alive"
             refuse(self._reactor, sock, Status.BUSY, text)
         else:
-            self._wait(sock, hello, received)
+            self._enqueue(sock, hello, received)
 
     def _turn_away(self, sock: AnySocket, hello: Hello) -> None:
         refuse(self._reactor, sock, Status.ENDING, "the stager is stopping")
         if hello.channel == MESSAGES_CHANNEL:
             self.turned_away.add(hello.rank)
 
-    def _is_behind(self, hello: Hello) -> bool:
+    def _is_superseded(self, hello: Hello) -> bool:
         """Whether a later generation of the same start is served, or waits."""
         known = [one.hello.generation for one in self._waiting.values() if _is_same_start(one.hello, hello)]
-        if self._present is not None and self._present.incarnation == hello.incarnation:
-            known.append(self._present.generation)
+        if self._current is not None and self._current.incarnation == hello.incarnation:
+            known.append(self._current.generation)
         return any(generation > hello.generation for generation in known)
 
-    def _may_replace(self, hello: Hello, present: TcpTrainersPort) -> bool:
-        """Whether `present` must end: its launcher has restarted the job, or its ranks have lost this stager."""
-        is_same_start = hello.incarnation == present.incarnation
-        return hello.launch == present.launch and (hello.generation == 0 or is_same_start)
+    def _may_replace(self, hello: Hello, current: TcpTrainersPort) -> bool:
+        """Whether `current` must end: its launcher has restarted the job, or its ranks have lost this stager."""
+        is_same_start = hello.incarnation == current.incarnation
+        return hello.launch == current.launch and (hello.generation == 0 or is_same_start)
 
-    def _wait(self, sock: AnySocket, hello: Hello, received: int) -> None:
-        if self._present is not None:
-            present = self._present
-            is_start = hello.generation == 0 and hello.launch == present.launch
-            self._end_current(_ALL_GENERATIONS if is_start else present.generation)
-            present.end(f"was left behind: {_AGAIN if is_start else 'ranks of it come again'}")
+    def _enqueue(self, sock: AnySocket, hello: Hello, received: int) -> None:
+        if self._current is not None:
+            current = self._current
+            is_start = hello.generation == 0 and hello.launch == current.launch
+            self._end_current(_ALL_GENERATIONS if is_start else current.generation)
+            current.end(f"was left behind: {_RESTARTED if is_start else 'ranks of it come again'}")
         if hello.generation == 0:
             # The later of two starts of one launch wins; the first of two launches wins: `open` refuses the other.
-            for incarnation, past in list(self._ended_jobs.items()):
-                if past.launch == hello.launch and incarnation != hello.incarnation:
-                    self._ended_jobs[incarnation] = past._replace(generation=_ALL_GENERATIONS)
+            for incarnation, ended_job in list(self._ended_jobs.items()):
+                if ended_job.launch == hello.launch and incarnation != hello.incarnation:
+                    self._ended_jobs[incarnation] = ended_job._replace(generation=_ALL_GENERATIONS)
         for one in list(self._waiting.values()):
             is_same_start = one.hello.incarnation == hello.incarnation
             is_older = one.hello.generation < hello.generation if is_same_start else hello.generation == 0
@@ -428,9 +428,9 @@ class JobListener:
 
     def _end_current(self, generation: int) -> None:
         """Record that the present job has ended, up to this generation of its start."""
-        assert self._present is not None
-        self._record_ended(self._present.incarnation, self._present.launch, generation)
-        self._present = None
+        assert self._current is not None
+        self._record_ended(self._current.incarnation, self._current.launch, generation)
+        self._current = None
 
     def _record_ended(self, incarnation: bytes, launch: str, generation: int) -> None:
         self._ended_jobs[incarnation] = _EndedJob(launch, generation)
@@ -442,5 +442,5 @@ def _is_same_start(hello: Hello, other: Hello) -> bool:
     return hello.incarnation == other.incarnation
 
 
-def _is_of(hello: Hello, port: TcpTrainersPort) -> bool:
+def _belongs_to(hello: Hello, port: TcpTrainersPort) -> bool:
     return (hello.incarnation, hello.generation) == (port.incarnation, port.generation)

@@ -77,7 +77,7 @@ class MpiStagers:
         self.share = ShareNumber(stagers.rank, stagers.size)
         self._pending_sends: list[tuple[MPI.Request, bytes]] = []
 
-    def tell(self, attempt: int | HoldfastError) -> None:
+    def send_attempt(self, attempt: int | HoldfastError) -> None:
         """Send the others the attempt, or the error that replaces it. Only the lead sends."""
         if not self.share.leads:
             return
@@ -198,12 +198,12 @@ class MpiTrainersPort:
             request = self._comm.Isend([message, MPI.BYTE], self._world_ranks[rank], CONTROL_TAG)
             self._sending.append((rank, request, message))
         except MPI.Exception as error:
-            self._lose(rank, error)
+            self._mark_lost(rank, error)
 
     def poll(self) -> PollResult:
-        seen = PollResult()
+        result = PollResult()
         status = MPI.Status()
-        while len(seen.messages) < _MESSAGES_PER_POLL_MAX:
+        while len(result.messages) < _MESSAGES_PER_POLL_MAX:
             try:
                 if not self._comm.Iprobe(MPI.ANY_SOURCE, CONTROL_TAG, status):
                     break
@@ -211,16 +211,16 @@ class MpiTrainersPort:
                 if not self._acknowledge(error):
                     break
                 continue  # messages that a dead rank sent before are still pending
-            self._receive(seen, status)
+            self._receive(result, status)
         sending, self._sending = self._sending, []
         for rank, request, message in sending:
             try:
                 if not request.Test():
                     self._sending.append((rank, request, message))
             except MPI.Exception as error:
-                self._lose(rank, error)
-        seen.lost, self._newly_lost = self._newly_lost, []
-        return seen
+                self._mark_lost(rank, error)
+        result.lost, self._newly_lost = self._newly_lost, []
+        return result
 
     @property
     def unsent(self) -> bool:
@@ -229,7 +229,7 @@ class MpiTrainersPort:
     def unsent_to(self, rank: int) -> int:
         return 0 if rank in self._lost else sum(to == rank for to, _, _ in self._sending)
 
-    def _receive(self, seen: PollResult, status: MPI.Status) -> None:
+    def _receive(self, result: PollResult, status: MPI.Status) -> None:
         source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
         rank = self._trainer.get(source)
         if rank is None or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
@@ -244,9 +244,9 @@ class MpiTrainersPort:
         try:
             self._comm.Recv([buffer, MPI.BYTE], source, CONTROL_TAG)
         except MPI.Exception as error:
-            self._lose(rank, error)
+            self._mark_lost(rank, error)
             return
-        seen.messages.append((rank, bytes(buffer)))
+        result.messages.append((rank, bytes(buffer)))
 
     # -- payloads ------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class MpiTrainersPort:
             requests.extend(self._comm.Irecv(target, world_rank, data_tag(slot)) for target in targets)
         except MPI.Exception as error:
             self.cancel(rank, slot)
-            self._lose(rank, error)
+            self._mark_lost(rank, error)
 
     def received(self, rank: int, slot: int) -> int | None:
         requests = self._receives.get((rank, slot))
@@ -275,7 +275,7 @@ class MpiTrainersPort:
                 return None
         except MPI.Exception as error:
             self.cancel(rank, slot)
-            self._lose(rank, error, statuses)
+            self._mark_lost(rank, error, statuses)
             return None
         del self._receives[rank, slot]
         return sum(int(status.Get_elements(MPI.BYTE)) for status in statuses)
@@ -304,7 +304,7 @@ class MpiTrainersPort:
             self._lost.add(rank)
             self._newly_lost.append((rank, f"rank {rank} {reason}"))
 
-    def _lose(self, rank: int, error: MPI.Exception, statuses: Sequence[MPI.Status] = ()) -> None:
+    def _mark_lost(self, rank: int, error: MPI.Exception, statuses: Sequence[MPI.Status] = ()) -> None:
         classes = {error.Get_error_class()}
         if MPI.ERR_IN_STATUS in classes:  # several requests: each status has its own error
             classes |= {MPI.Get_error_class(status.Get_error()) for status in statuses}

@@ -45,30 +45,30 @@ class Notices:
             rebalance_factor=config.rebalance_factor,
         )
 
-    def hear(self, rank: int, frame: Frame) -> None:
+    def handle(self, rank: int, frame: Frame) -> None:
         """Handle NOTICE or AT of a rank. Raises `ProtocolError`: the message is malformed."""
-        self._do(self._coordinator.hear(rank, self._trainers.name(rank), frame, self._clock()))
+        self._apply(self._coordinator.hear(rank, self._trainers.name(rank), frame, self._clock()))
 
-    def offered(self, step: int) -> None:
+    def on_offered(self, step: int) -> None:
         """A rank has offered or declined this step."""
         self._coordinator.offered(step)
 
-    def staged(self, step: int, nbytes: int, seconds: float) -> None:
+    def on_staged(self, step: int, nbytes: int, seconds: float) -> None:
         """A checkpoint was staged, `seconds` after its first offer."""
-        self._do(self._coordinator.staged(step, nbytes, seconds, self._clock()))
+        self._apply(self._coordinator.staged(step, nbytes, seconds, self._clock()))
 
-    def ended(self, step: int, reason: str) -> None:
+    def on_ended(self, step: int, reason: str) -> None:
         """A checkpoint was declined or has failed, on all ranks."""
-        self._do(self._coordinator.ended(step, reason, self._clock()))
+        self._apply(self._coordinator.ended(step, reason, self._clock()))
 
-    def left(self, rank: int, reason: str) -> None:
+    def on_rank_left(self, rank: int, reason: str) -> None:
         """A rank has left, is lost, or was dropped."""
-        self._do(self._coordinator.rank_left(rank, reason, self._clock()))
+        self._apply(self._coordinator.rank_left(rank, reason, self._clock()))
 
     def tick(self) -> None:
-        self._do(self._coordinator.tick(self._clock()))
+        self._apply(self._coordinator.tick(self._clock()))
 
-    def _do(self, effects: Sequence[Effect]) -> None:
+    def _apply(self, effects: Sequence[Effect]) -> None:
         self.terminates |= any(
             isinstance(effect, EventLine) and effect.fields.get("kind") == NoticeKind.TERMINATE
             for effect in effects

@@ -14,7 +14,7 @@ from holdfast.image.shares import ShareNumber
 from holdfast.ring.checkpoint_record import checkpoint_ids
 from holdfast.ring.directory import check_private_directory, runtime_directory, share_directories
 from holdfast.ring.side_files import read_writers
-from holdfast.telemetry.status_socket import ask, socket_path
+from holdfast.telemetry.status_socket import request_status, socket_path
 
 _ANSWER_SECONDS_MAX = 2.0
 
@@ -53,7 +53,7 @@ def _is_orphaned(directory: Path) -> bool:
     try:
         check_private_directory(directory)
         has_ring = (directory / "journal").exists() and bool(checkpoint_ids(directory))
-        return has_ring and ask(socket_path(directory, "flusher"), seconds_max=_ANSWER_SECONDS_MAX) is None
+        return has_ring and request_status(socket_path(directory, "flusher"), seconds_max=_ANSWER_SECONDS_MAX) is None
     except (FileNotFoundError, ConfigError):
         return False  # no such directory, or another user's
     except HoldfastError:

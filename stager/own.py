@@ -32,11 +32,11 @@ class OwnStager(StandingStager):
     def __init__(self, config: StagerConfig, host: str) -> None:
         if config.idle_seconds_max is None:
             config = config.model_copy(update={"idle_seconds_max": _IDLE_SECONDS_MAX})
-        self._serving = self._is_last = False  # first: a signal may come at once
+        self._serving = self._ends_after_job = False  # first: a signal may come at once
         super().__init__(config)
-        place = Address(host, self.address.port)
-        self._note = OwnStagerNote(config.store, config.runtime_dir, place, key_of(config), config.share)
-        report_endpoint(OwnStagerEndpoint(str(place), "", str(config.share)))
+        address = Address(host, self.address.port)
+        self._note = OwnStagerNote(config.store, config.runtime_dir, address, key_of(config), config.share)
+        report_endpoint(OwnStagerEndpoint(str(address), "", str(config.share)))
 
     def _attach_early(self) -> Flusher | None:
         return None  # attach at the first job, so that its ranks are told why there is no flusher
@@ -57,11 +57,11 @@ class OwnStager(StandingStager):
 
     def _ends_with_job(self) -> bool:
         # A restart may be waiting already, since the last job's checkpoints were being written.
-        return (not self._lost or self._is_last) and self._listener.next_job() is None
+        return (not self._lost or self._ends_after_job) and self._listener.next_job() is None
 
     def _told_to_stop(self, number: int, frame: FrameType | None) -> None:
-        if self._serving and not self._is_last:
-            self._is_last = True
+        if self._serving and not self._ends_after_job:
+            self._ends_after_job = True
             _log.warning(
                 "told to stop by signal %d: this stager ends once the ranks of its job have left", number
             )

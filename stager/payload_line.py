@@ -27,7 +27,7 @@ _RECEIPTS_BYTES_MAX = 4 << 20  # more than the payloads that fit into the connec
 
 
 @dataclass(slots=True)
-class Place:
+class PayloadTarget:
     """Target of a payload. `pieces`: parts of `memory`, in the order of the payload's bytes."""
 
     memory: memoryview
@@ -49,16 +49,16 @@ class PayloadConnection:
         self,
         sock: AnySocket,
         *,
-        open_place: Callable[[PayloadHeader], Place | None],
-        taken: Callable[[PayloadHeader, Place | None], None],
+        open_target: Callable[[PayloadHeader], PayloadTarget | None],
+        on_received: Callable[[PayloadHeader, PayloadTarget | None], None],
     ) -> None:
-        self._sock, self._open_place, self._taken = sock, open_place, taken
+        self._sock, self._open_target, self._on_received = sock, open_target, on_received
         self._header = bytearray(HEADER.size)
         self._header_filled = 0
-        self._present: PayloadHeader | None = None
-        self._place: Place | None = None
-        self._targets: deque[memoryview] = deque()
-        self._left = 0  # of the present payload
+        self._current: PayloadHeader | None = None
+        self._target: PayloadTarget | None = None
+        self._buffers: deque[memoryview] = deque()
+        self._remaining = 0  # of the present payload
         self._receipts = bytearray()
 
     def read(self) -> None:
@@ -80,17 +80,17 @@ class PayloadConnection:
         self.write()
 
     def _read_some(self) -> int:
-        if self._present is None:
+        if self._current is None:
             nbytes = self._sock.recv_into(memoryview(self._header)[self._header_filled :])
             self._header_filled += nbytes
             if self._header_filled == HEADER.size:
                 self._begin()
             return nbytes
-        if self._targets and not (self._place is not None and self._place.wanted):
-            self._targets.clear()
-        nbytes = self._into_place() if self._targets else self._drop()
-        self._left -= nbytes
-        if self._left == 0:
+        if self._buffers and not (self._target is not None and self._target.wanted):
+            self._buffers.clear()
+        nbytes = self._into_place() if self._buffers else self._drop()
+        self._remaining -= nbytes
+        if self._remaining == 0:
             self._end()
         return nbytes
 
@@ -99,33 +99,33 @@ class PayloadConnection:
         if not 0 < header.nbytes <= _NBYTES_MAX or header.number == 0:
             raise ProtocolError(f"a payload of {header.nbytes} bytes with number {header.number}")
         self._header_filled = 0
-        self._present, self._left = header, header.nbytes
-        self._place = place = self._open_place(header)
+        self._current, self._remaining = header, header.nbytes
+        self._target = place = self._open_target(header)
         if place is not None and place.nbytes == header.nbytes:
-            self._targets.extend(place.memory[piece.offset : piece.end] for piece in place.pieces)
+            self._buffers.extend(place.memory[piece.offset : piece.end] for piece in place.pieces)
 
     def _into_place(self) -> int:
-        targets = self._targets
+        buffers = self._buffers
         nbytes = self._sock.recvmsg_into(
-            [targets[i] for i in range(min(len(targets), _PIECES_PER_CALL_MAX))]
+            [buffers[i] for i in range(min(len(buffers), _PIECES_PER_CALL_MAX))]
         )[0]
         left = nbytes
         while left > 0:
-            first = targets.popleft()
+            first = buffers.popleft()
             if left < len(first):
-                targets.appendleft(first[left:])
+                buffers.appendleft(first[left:])
             left -= min(left, len(first))
         return nbytes
 
     def _drop(self) -> int:
-        return len(self._sock.recv(min(self._left, _DROPPED_BYTES)))
+        return len(self._sock.recv(min(self._remaining, _DROPPED_BYTES)))
 
     def _end(self) -> None:
-        header, place = self._present, self._place
+        header, place = self._current, self._target
         assert header is not None
-        self._present, self._place = None, None
-        self._targets.clear()
-        self._taken(header, place if place is not None and place.wanted else None)
+        self._current, self._target = None, None
+        self._buffers.clear()
+        self._on_received(header, place if place is not None and place.wanted else None)
         self._receipts += RECEIPT.pack(header.number)
         if len(self._receipts) > _RECEIPTS_BYTES_MAX:
             raise ProtocolError(
@@ -139,6 +139,6 @@ class PayloadConnection:
                 del self._receipts[: self._sock.send(self._receipts)]
 
     @property
-    def owes(self) -> bool:
+    def has_pending_receipts(self) -> bool:
         """Whether receipts are pending."""
         return bool(self._receipts)

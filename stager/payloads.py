@@ -42,7 +42,7 @@ class Payloads:
         """Whether a payload is in flight whose SENT has arrived."""
         return bool(self._arriving)
 
-    def use(self, ring: Ring) -> None:
+    def set_ring(self, ring: Ring) -> None:
         """Receive into another ring from now on. Only while no receive is posted."""
         assert not self._posted, "payloads are still in flight into the old ring"
         self._memory = _memory(ring)
@@ -64,7 +64,7 @@ class Payloads:
         self._slots[rank, step, chunk] = slot
         self._port.post(rank, slot, self._memory[slot], pieces)
 
-    def announced(self, rank: int, step: int, chunk: int) -> None:
+    def on_sent(self, rank: int, step: int, chunk: int) -> None:
         """Poll this payload from now on: its SENT has arrived."""
         slot = self._slots.get((rank, step, chunk))
         if slot is not None:
@@ -76,17 +76,17 @@ class Payloads:
         self._forget(rank, slot)
         self._arriving.discard((rank, slot))
 
-    def look(self) -> list[Arrival]:
+    def poll(self) -> list[Arrival]:
         """Return the payloads that were completed since the last call."""
         found = []
-        for place in list(self._arriving):
-            nbytes = self._port.received(*place)
+        for key in list(self._arriving):
+            nbytes = self._port.received(*key)
             if nbytes is None:
                 continue
-            self._arriving.discard(place)
-            step, chunk, expected_bytes = self._posted[place]
-            self._forget(*place)
-            found.append(Arrival(place[0], step, chunk, nbytes, expected_bytes))
+            self._arriving.discard(key)
+            step, chunk, expected_bytes = self._posted[key]
+            self._forget(*key)
+            found.append(Arrival(key[0], step, chunk, nbytes, expected_bytes))
         return found
 
     def _forget(self, rank: int, slot: int) -> None:

@@ -39,41 +39,41 @@ class PreviousJobs:
         self._first_look_at: float | None = None
         self._may_restore = False
 
-    def settled(self, ring: Ring, attempt: int) -> bool:
+    def may_restore(self, ring: Ring, attempt: int) -> bool:
         """Whether restore can read every step that earlier attempts staged, or the wait has timed out."""
         if self._may_restore:
             return True
         now = self._clock()
         staged = _staged_before(ring, attempt)
-        whole = self._whole_in(ring) if staged else set()
-        left = [key.step for key in staged if key not in whole]
-        if left and self._first_look_at is None:
+        complete = self._complete_in(ring) if staged else set()
+        missing = [key.step for key in staged if key not in complete]
+        if missing and self._first_look_at is None:
             self._first_look_at = now
             _log.warning(
                 "an earlier job has staged %s, which the flusher is still writing; the trainers wait at most %g s "
                 "until it is durable",
-                _named(left),
+                _format_steps(missing),
                 self._seconds_max,
             )
         late = self._first_look_at is not None and now - self._first_look_at >= self._seconds_max
-        if left and not late:
+        if missing and not late:
             return False
-        if left:
+        if missing:
             _log.error(
                 "%s, staged by an earlier job, is not durable after %g s: the trainers go on from an older step, which "
                 "is durable. Look at the flusher's log for the cause",
-                _named(left),
+                _format_steps(missing),
                 self._seconds_max,
             )
         elif staged:
             _log.warning(
                 "an earlier job has staged %s, which is not in the store yet; the trainers restore it from the ring",
-                _named([key.step for key in staged]),
+                _format_steps([key.step for key in staged]),
             )
         self._may_restore = True
         return True
 
-    def _whole_in(self, ring: Ring) -> set[CheckpointId]:
+    def _complete_in(self, ring: Ring) -> set[CheckpointId]:
         """Staged checkpoints with every chunk in the ring."""
         found = set()
         for held in held_checkpoints(ring):
@@ -102,13 +102,13 @@ def _states(ring: Ring) -> list[tuple[CheckpointId, str]]:
     found: list[tuple[CheckpointId, str]] = []
     for key in ring.checkpoint_ids():
         try:
-            said = ring.checkpoint(*key)
+            checkpoint = ring.checkpoint(*key)
         except ProtocolError:
             continue
-        if said is not None:
-            found.append((key, said.state))
+        if checkpoint is not None:
+            found.append((key, checkpoint.state))
     return found
 
 
-def _named(steps: list[int]) -> str:
+def _format_steps(steps: list[int]) -> str:
     return f"step {', '.join(map(str, steps))}"

@@ -26,10 +26,10 @@ class ProofHandler:
 
     def __init__(self, line: FlusherConnection, events: EventLog, *, ranks: int) -> None:
         self._line, self._events, self._ranks = line, events, ranks
-        self._coming: dict[CheckpointId, dict[int, Digest]] = {}
+        self._pending: dict[CheckpointId, dict[int, Digest]] = {}
         self._known: list[ProofRecord] = []
 
-    def hear(self, rank: int, frame: Frame) -> None:
+    def handle(self, rank: int, frame: Frame) -> None:
         """Handle PROOF of a rank. Raises `ProtocolError`."""
         key, said = read_proof(frame)
         if isinstance(said, ResumeProof):
@@ -37,20 +37,20 @@ class ProofHandler:
                 raise ProtocolError(f"PROOF from rank {rank}: only rank 0 says how the resume went")
             self._events.emit("resume_proof", {"attempt": key.attempt, **said.to_json()}, step=key.step)
             return
-        digests = self._coming.setdefault(key, {})
+        digests = self._pending.setdefault(key, {})
         digests[rank] = said
-        while len(self._coming) > PROOFS_MAX:  # drop the oldest: some rank never sent its digest
-            del self._coming[next(iter(self._coming))]
+        while len(self._pending) > PROOFS_MAX:  # drop the oldest: some rank never sent its digest
+            del self._pending[next(iter(self._pending))]
         if len(digests) < self._ranks:
             return
-        self._coming.pop(key, None)
+        self._pending.pop(key, None)
         self._known.append(ProofRecord(key, tuple(digests[one] for one in range(self._ranks))))
         del self._known[:-PROOFS_MAX]
         self._write()
         reach(Point.PROOF_WRITTEN)
         self._line.send("proof")
 
-    def again(self) -> None:
+    def resend(self) -> None:
         """Tell the next flusher all proofs of this job."""
         if self._known:
             self._write()

@@ -82,17 +82,17 @@ class RankHandler:
         """Whether bytes are in flight that move only while the port is polled."""
         return self._payloads.arriving or self._fetches.busy or self._port.unsent
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         """Handle all input that has arrived; return whether there was any."""
-        seen = self._port.poll()
-        for rank, message in seen.messages:
+        result = self._port.poll()
+        for rank, message in result.messages:
             if rank in self._trainers.present:
-                self._hear(rank, message)
-        for rank, reason in seen.lost:
-            self._leave(rank, f"{reason} ({self._trainers.name(rank)})", loud=True)
+                self._handle_message(rank, message)
+        for rank, reason in result.lost:
+            self._remove_rank(rank, f"{reason} ({self._trainers.name(rank)})", loud=True)
         received = self._poll_payloads()
         answered = self._fetches.answer()
-        return bool(seen.messages or seen.lost or received or answered)
+        return bool(result.messages or result.lost or received or answered)
 
     def tick(self, now: float) -> None:
         """Check deadlines, welcome ranks that may restore, and find silent ranks."""
@@ -100,27 +100,27 @@ class RankHandler:
         self._interval.tick()
         if late := self._round.late(now):
             _log.warning("%s", late)
-        self._answer(self._round.overdue(now))
-        self._greet()
+        self._send_round_result(self._round.overdue(now))
+        self._welcome_ranks()
         self._send_beats()
 
     def _poll_payloads(self) -> bool:
         arrivals = self._payloads.look()
         for rank, step, chunk, nbytes, expected_bytes in arrivals:
             if nbytes == expected_bytes:
-                self._take(rank, Received(rank, step, chunk))
+                self._process(rank, Received(rank, step, chunk))
                 continue
             what = f"step {step}, chunk {chunk}: payload of {nbytes} bytes, expected {expected_bytes}"
             self._drop_rank(rank, ProtocolError(f"rank {rank}: {what}"))
         return bool(arrivals)
 
-    def _take(self, rank: int, event: Event) -> None:
+    def _process(self, rank: int, event: Event) -> None:
         """Pass an event to the session; drop the rank if the event breaks the protocol."""
         self._actions.take(event, lambda error: self._drop_rank(rank, error))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _hear(self, rank: int, message: bytes) -> None:
+    def _handle_message(self, rank: int, message: bytes) -> None:
         silence = self._trainers.heard(rank)
         if silence is not None:
             name = self._trainers.name(rank)
@@ -155,42 +155,42 @@ class RankHandler:
             case Kind.HELLO:
                 self._trainers.hello(rank, frame)
                 self._awaiting_welcome.add(rank)
-                self._greet()
+                self._welcome_ranks()
             case Kind.PROPOSE:
-                self._answer(self._round.propose(rank, self._proposal(rank, frame), self._clock()))
+                self._send_round_result(self._round.propose(rank, self._proposal(rank, frame), self._clock()))
             case Kind.LAYOUT:
-                self._take(rank, NewLayout(self._layout(rank, frame)))
+                self._process(rank, NewLayout(self._layout(rank, frame)))
             case Kind.OFFER:
                 body = wire.json_body(frame, layout_digest=str)
                 self._actions.offered(frame.step)
                 self._trainers.spoke(rank, frame.step)
                 self._notices.offered(frame.step)
-                self._take(
+                self._process(
                     rank, Offer(rank, frame.step, body.pop("layout_digest"), SaveRecord.from_json(body))
                 )
-                self._answer(self._round.fits(rank, frame.step))
+                self._send_round_result(self._round.fits(rank, frame.step))
             case Kind.FITS:
-                self._answer(self._round.fits(rank, frame.step))
+                self._send_round_result(self._round.fits(rank, frame.step))
             case Kind.DECLINE:
                 reason = Reason.of_decline(frame.body.decode(errors="replace")[:2000])
                 self._trainers.spoke(rank, frame.step)
                 self._notices.offered(frame.step)
-                self._take(rank, Decline(rank, frame.step, reason, frame.arg))
+                self._process(rank, Decline(rank, frame.step, reason, frame.arg))
             case Kind.SENT:
-                self._take(rank, Sent(rank, frame.step, frame.chunk, frame.arg, frame.flags))
+                self._process(rank, Sent(rank, frame.step, frame.chunk, frame.arg, frame.flags))
                 self._payloads.announced(rank, frame.step, frame.chunk)
             case Kind.RETURN:
-                self._take(rank, Returned(rank, frame.step, frame.chunk))
+                self._process(rank, Returned(rank, frame.step, frame.chunk))
             case Kind.DONE:
                 body = wire.json_body(frame)
                 fingerprints = body.pop(FIELD, None)
-                self._take(rank, Done(rank, frame.step, SaveRecord.from_json(body), fingerprints))
+                self._process(rank, Done(rank, frame.step, SaveRecord.from_json(body), fingerprints))
             case Kind.BYE:
-                self._leave(rank, f"rank {rank} has left", loud=False)
+                self._remove_rank(rank, f"rank {rank} has left", loud=False)
 
     # -- ranks that join, fall silent, and leave -------------------------------------------------------------------
 
-    def _greet(self) -> None:
+    def _welcome_ranks(self) -> None:
         """Welcome the ranks that have joined, once restore can read every step that earlier jobs staged."""
         flusher = self._line.flusher
         if not self._awaiting_welcome:
@@ -236,9 +236,9 @@ class RankHandler:
         """Tell the rank why, and drop it."""
         _log.error("rank %d broke the protocol and is dropped: %s", rank, error)
         self._trainers.send(rank, self._refusal(error))
-        self._leave(rank, f"rank {rank} broke the protocol: {error}", loud=True)
+        self._remove_rank(rank, f"rank {rank} broke the protocol: {error}", loud=True)
 
-    def _leave(self, rank: int, reason: str, *, loud: bool) -> None:
+    def _remove_rank(self, rank: int, reason: str, *, loud: bool) -> None:
         if rank not in self._trainers.present:
             return
         self._trainers.leave(rank, lost=loud)
@@ -252,9 +252,9 @@ class RankHandler:
         )  # first: otherwise it would retry the steps that the session fails now
         self._interval.left(reason, lost=loud)
         self._actions.take(RankLost(rank, reason))
-        self._answer(self._round.lost(rank, reason, has_exited=not loud))
+        self._send_round_result(self._round.lost(rank, reason, has_exited=not loud))
 
-    def _answer(self, answer: Agreement | HoldfastError | OneSidedRound | None) -> None:
+    def _send_round_result(self, answer: Agreement | HoldfastError | OneSidedRound | None) -> None:
         """Tell every rank how a round of proposals ended, if it did."""
         if answer is None:
             return

@@ -64,7 +64,7 @@ class Reactor:
         """Have every `turn` call this, to check deadlines."""
         self._turn_callbacks.append(call)
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """Call the callbacks of all ready sockets; return whether there were events."""
         for call in self._turn_callbacks:
             call()

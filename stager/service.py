@@ -22,7 +22,7 @@ from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.image.shares import WHOLE
 from holdfast.process import yield_to_training
-from holdfast.ring.ring_keeper import is_kept
+from holdfast.ring.ring_keeper import is_ring_kept
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_document import RankStatus, Transport
@@ -108,7 +108,7 @@ class StagerService:
         )
         proofs = ProofHandler(self._line, events, ranks=port.ranks)
 
-        def again() -> None:
+        def resend() -> None:
             doubts.again()
             proofs.again()
 
@@ -119,7 +119,7 @@ class StagerService:
             config, port, self._actions, doubts, proofs, previous_jobs, clock=clock
         )
         self._flusher_handler = FlusherHandler(
-            self._line, self._session, self._payloads, self._actions, again
+            self._line, self._session, self._payloads, self._actions, resend
         )
         self._tick_at = 0.0
         self._active_at = 0.0
@@ -139,11 +139,11 @@ class StagerService:
         `PeerLost`: one flusher after the other ended before every staged step was durable.
         """
         while not self._is_over():
-            if self._turn():
+            if self._poll_once():
                 self._active_at = self._clock()
                 self._pause_seconds = _PAUSE_SECONDS_MIN
             else:
-                self._rest()
+                self._idle()
         self._finish()
         for rank in sorted(self._trainers.present):
             self._trainers.leave(rank, lost=True)
@@ -163,16 +163,16 @@ class StagerService:
 
     # -- one turn ------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> bool:
+    def _poll_once(self) -> bool:
         """Poll ranks and flusher once; return whether there was any input."""
-        happened = self._rank_handler.turn()
-        happened |= self._flusher_handler.hear()
+        had_input = self._rank_handler.turn()
+        had_input |= self._flusher_handler.hear()
         self._flusher_handler.mend()
         now = self._clock()
         if now >= self._tick_at:
             self._tick_at = now + _TICK_SECONDS
             self._tick(now)
-        return happened
+        return had_input
 
     def _tick(self, now: float) -> None:
         reap()
@@ -181,11 +181,11 @@ class StagerService:
         self._actions.take(Tick())
         self._rank_handler.tick(now)
 
-    def _rest(self) -> None:
+    def _idle(self) -> None:
         """Yield the core; wake when the flusher sends a message, or a rank does over TCP."""
-        wakes = self._port.fileno()
-        if wakes is not None:
-            self._line.wait(_TICK_SECONDS, wakes)
+        port_fd = self._port.fileno()
+        if port_fd is not None:
+            self._line.wait(_TICK_SECONDS, port_fd)
             return
         waited_seconds, streaming = self._clock() - self._active_at, self._rank_handler.streaming
         if streaming and waited_seconds < _STREAMING_SECONDS:
@@ -205,18 +205,18 @@ class StagerService:
         Return earlier if ranks were lost or another stager leads, and the ring is kept: the next attempt waits for this
         process to end, and restores from the ring.
         """
-        told: Flusher | None = None
+        finish_sent_to: Flusher | None = None
         deadline = self._clock() + _DRAIN_SECONDS_MAX
-        said = ""
-        while told is None or not self._flusher_handler.drained:
+        logged_held = ""
+        while finish_sent_to is None or not self._flusher_handler.drained:
             is_settled = not (self._line.cut or self._session.may_stage)
             # The lead may never publish a checkpoint, and ranks may wait to join again with another attempt.
             may_restart = bool(self.lost_ranks) or not self._config.share.leads
-            if may_restart and is_settled and is_kept(self._line.flusher.ring.directory):
+            if may_restart and is_settled and is_ring_kept(self._line.flusher.ring.directory):
                 return
             # "finish" would end a checkpoint that still streams through a smaller ring and may become staged.
-            if told is not self._line.flusher and not self._line.cut and not self._session.may_stage:
-                told = self._line.flusher
+            if finish_sent_to is not self._line.flusher and not self._line.cut and not self._session.may_stage:
+                finish_sent_to = self._line.flusher
                 self._line.send("finish", interrupted=bool(self.lost_ranks) or self._notices.terminates)
             if self._line.failures >= _DRAIN_FAILURES_MAX:
                 raise self._drain_error()
@@ -229,14 +229,14 @@ class StagerService:
                 )
                 return
             if bool(self._line.held) != bool(
-                said
+                logged_held
             ):  # the text differs at each try: compare only whether there is one
-                said = self._line.held
-                self._log_waiting(said, left_seconds)
-            wakes = self._port.fileno() if self._trainers.present else None
-            self._line.wait(min(left_seconds, _TICK_SECONDS), *(() if wakes is None else (wakes,)))
+                logged_held = self._line.held
+                self._log_waiting(logged_held, left_seconds)
+            port_fd = self._port.fileno() if self._trainers.present else None
+            self._line.wait(min(left_seconds, _TICK_SECONDS), *(() if port_fd is None else (port_fd,)))
             if self._trainers.present:
-                self._turn()
+                self._poll_once()
                 continue
             self._flusher_handler.hear()
             self._flusher_handler.mend()
@@ -295,10 +295,10 @@ def serve(
         segments = SegmentList(config.runtime_dir)
         flusher = attached or attach(config, lead_attempt=lead_attempt)
     except HoldfastError as error:
-        is_told = refuse_start(port, error, is_stopping)
+        was_sent = refuse_start(port, error, is_stopping)
         if segments is not None:
             segments.close()
-        if is_told:  # the lowest rank prints the error, once for the job
+        if was_sent:  # the lowest rank prints the error, once for the job
             _log.debug("the start was refused", exc_info=error)
             raise StartRefused(error) from None
         raise
@@ -345,10 +345,10 @@ def refuse_start(
     """
     waiting = set(range(port.ranks))
     message = Welcome.refusal(error)
-    is_told = False
+    was_sent = False
     while waiting and not is_stopping():
-        seen = port.poll()
-        for rank, raw in seen.messages:
+        result = port.poll()
+        for rank, raw in result.messages:
             try:
                 kind = wire.decode(raw).kind
             except ProtocolError as broken:
@@ -357,21 +357,21 @@ def refuse_start(
                 continue
             if kind is Kind.HELLO:
                 port.send(rank, message)
-                is_told = True
+                was_sent = True
             elif kind is Kind.BYE:
                 waiting.discard(rank)
-        waiting -= {rank for rank, _ in seen.lost}
+        waiting -= {rank for rank, _ in result.lost}
         time.sleep(_REFUSAL_PAUSE_SECONDS)
-    return is_told
+    return was_sent
 
 
 def tell_end(port: TrainersPort, error: HoldfastError) -> None:
     """Tell every rank that this stager ends by `error`; otherwise they would wait for their timeout."""
-    ended = ProtocolError(
+    end_error = ProtocolError(
         f"it has ended: {error}"
     )  # not PeerLost: the ranks would take that for another rank
     for rank in range(port.ranks):
-        port.send(rank, wire.encode(Kind.REFUSED, body=wire.error_body(ended)))
+        port.send(rank, wire.encode(Kind.REFUSED, body=wire.error_body(end_error)))
     deadline = time.monotonic() + _FINAL_SEND_SECONDS_MAX
     while port.unsent and time.monotonic() < deadline:
         port.poll()

@@ -32,7 +32,7 @@ from holdfast.ring.directory import runtime_directory
 from holdfast.ring.ring_keeper import RingKeeper
 from holdfast.stager_key import StagerKey
 from holdfast.store import normalise_url
-from holdfast.telemetry.event_text import cut
+from holdfast.telemetry.event_text import truncate
 from holdfast.telemetry.status_document import TEXT_CHARACTERS_MAX, StatusDocument
 from holdfast.telemetry.status_socket import serve_status
 from stager.flusher_process import Flusher, attach, reap
@@ -79,7 +79,7 @@ def tls_of(config: StagerConfig) -> StagerTls | None:
     return StagerTls(config.tls_cert, config.tls_key)
 
 
-def _wrong_place(share: ShareNumber, lead_attempt: int) -> ConfigError | None:
+def _share_mismatch(share: ShareNumber, lead_attempt: int) -> ConfigError | None:
     """Return an error if ranks with this `lead_attempt` have mistaken this stager for another one of their list."""
     if share.leads == (lead_attempt == 0):
         return None
@@ -115,16 +115,16 @@ class StandingStager:
         self._keeper: RingKeeper | None = RingKeeper(self._directory)
         self._reactor = Reactor()
         self._listener = JobListener(sock, self._reactor, key, ranks=config.ranks, tls=tls)
-        self._stopped = False
+        self._is_stopping = False
         self._lost: set[int] = set()  # ranks of the last job
-        self._left_alone: list[int] = []  # ranks that had not left when this stager was told to stop
+        self._abandoned_ranks: list[int] = []  # ranks that had not left when this stager was told to stop
         # A signal wakes the loop, which stops between two turns.
-        self._signalled, self._woken = socket.socketpair()
-        for end in (self._signalled, self._woken):
+        self._wakeup_send, self._wakeup_receive = socket.socketpair()
+        for end in (self._wakeup_send, self._wakeup_receive):
             end.setblocking(False)
-        self._reactor.watch(self._woken, self._stop)
+        self._reactor.watch(self._wakeup_receive, self._on_wakeup)
         self._attached = self._attach_early()
-        signal.set_wakeup_fd(self._signalled.fileno())
+        signal.set_wakeup_fd(self._wakeup_send.fileno())
         for number in ENDING_SIGNALS:
             signal.signal(number, self._told_to_stop)
 
@@ -157,7 +157,7 @@ class StandingStager:
         """
         served = 0
         try:
-            while not self._stopped and (jobs is None or served < jobs) and self._wait_for_job():
+            while not self._is_stopping and (jobs is None or served < jobs) and self._wait_for_job():
                 self._serve_next()
                 served += 1
                 if self._ends_with_job():
@@ -171,9 +171,9 @@ class StandingStager:
                 self._keeper.close()
             if self._own_key is not None:
                 self._own_key.close()
-        if self._left_alone:
+        if self._abandoned_ranks:
             raise PeerLost(
-                f"the stager was told to stop before its job had ended: ranks {self._left_alone} are left alone. "
+                f"the stager was told to stop before its job had ended: ranks {self._abandoned_ranks} are left alone. "
                 "Staged checkpoints are written; start the stager and the job again"
             )
 
@@ -184,10 +184,10 @@ class StandingStager:
         """Wait for a job; False if the stager was told to stop, or no job came within `idle_seconds_max`."""
         deadline = time.monotonic() + (self._config.idle_seconds_max or math.inf)
         directory = self._directory
-        waiting = functools.partial(self._said, time.time())
+        waiting = functools.partial(self._status_document, time.time())
         # Between jobs: while a job is served, `serve` publishes a status document of its own.
         with serve_status(directory, "stager", waiting) if directory.is_dir() else contextlib.nullcontext():
-            while not self._stopped and time.monotonic() < deadline:
+            while not self._is_stopping and time.monotonic() < deadline:
                 reap()
                 if self._listener.next_job() is not None:
                     return True
@@ -195,10 +195,10 @@ class StandingStager:
                 self._reactor.turn()
         return False
 
-    def _said(self, since_unix: float) -> StatusDocument:
+    def _status_document(self, since_unix: float) -> StatusDocument:
         return StatusDocument(
             role="stager",
-            run=cut(normalise_url(self._config.store), 4 * TEXT_CHARACTERS_MAX),
+            run=truncate(normalise_url(self._config.store), 4 * TEXT_CHARACTERS_MAX),
             pid=os.getpid(),
             since_unix=since_unix,
             now_unix=time.time(),
@@ -223,13 +223,13 @@ class StandingStager:
             self._lost = lost = serve(
                 port,
                 self._config,
-                _wrong_place(self._config.share, hello.lead_attempt),
+                _share_mismatch(self._config.share, hello.lead_attempt),
                 attached=attached,
-                is_stopping=lambda: self._stopped,
+                is_stopping=lambda: self._is_stopping,
                 lead_attempt=hello.lead_attempt,
             )
-            if self._stopped:
-                self._left_alone = sorted(lost)
+            if self._is_stopping:
+                self._abandoned_ranks = sorted(lost)
             _log.info(
                 "the job has ended after %.0f s%s; the next one may join",
                 time.monotonic() - begun,
@@ -238,14 +238,14 @@ class StandingStager:
         except StartRefused as refused:
             _log.error("the job was refused: %s", refused.error)
         except HoldfastError as error:
-            if self._stopped:
+            if self._is_stopping:
                 raise
             _log.error("the job has ended, and not all of its checkpoints are in the store: %s", error)
         finally:
             self._listener.close_job()
             connected = port.connected
             port.close()
-            if self._stopped:
+            if self._is_stopping:
                 self._turn_away_reconnecting(connected)
 
     def _turn_away_reconnecting(self, ranks: set[int]) -> None:
@@ -257,13 +257,13 @@ class StandingStager:
 
     def _told_to_stop(self, number: int, _frame: FrameType | None) -> None:
         # A second signal ends the process at once. SIGHUP does not: the kernel and the shell may both send it.
-        if self._stopped and number != signal.SIGHUP:
+        if self._is_stopping and number != signal.SIGHUP:
             raise SystemExit(128 + number)
-        self._stopped = True
+        self._is_stopping = True
 
-    def _stop(self, _readable: bool, _writable: bool) -> None:
-        self._woken.recv(_SIGNALS_MAX)
-        if not self._stopped:
+    def _on_wakeup(self, _readable: bool, _writable: bool) -> None:
+        self._wakeup_receive.recv(_SIGNALS_MAX)
+        if not self._is_stopping:
             return  # another signal woke the loop
         _log.warning("stopping: no further job is taken, and what is staged is written to the store")
         self._listener.end()

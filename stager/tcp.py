@@ -22,7 +22,7 @@ from holdfast.net.handshake import MESSAGES_CHANNEL, Hello, Status, admission
 from holdfast.net.message_line import SCRATCH_BYTES, MessageLine
 from holdfast.net.payload_frame import PayloadHeader, ReceivedNumbers
 from holdfast.net.tls import AnySocket
-from stager.payload_line import PayloadConnection, Place
+from stager.payload_line import PayloadConnection, PayloadTarget
 from stager.reactor import Reactor
 from stager.trainers_port import PollResult
 
@@ -35,12 +35,12 @@ _READS_PER_TURN_MAX = 64  # so that a rank that sends without pause does not del
 class _Rank:
     line: MessageLine
     sock: AnySocket | None = None
-    known: bool = False  # it was admitted here before
+    was_admitted: bool = False  # it was admitted here before
     disconnected_at: float | None = None  # since when it has no connection; None before the first
     blocked: bool = False
     left: bool = False
     lost: bool = False
-    taken: ReceivedNumbers = field(default_factory=ReceivedNumbers)
+    received_numbers: ReceivedNumbers = field(default_factory=ReceivedNumbers)
     payload_socks: dict[int, AnySocket] = field(default_factory=dict)
 
 
@@ -75,8 +75,8 @@ class TcpTrainersPort:
         # Filled on demand: the number of ranks is a claim of the first hello.
         self._ranks: defaultdict[int, _Rank] = defaultdict(self._new_rank)
         self._scratch = bytearray(SCRATCH_BYTES)
-        self._awaited = True  # ranks that have not connected yet may still do so
-        self._places: dict[tuple[int, int], Place] = {}
+        self._start_pending = True  # ranks that have not connected yet may still do so
+        self._targets: dict[tuple[int, int], PayloadTarget] = {}
         self._received: dict[tuple[int, int], int] = {}
         self._messages: list[tuple[int, bytes]] = []
         self._newly_lost: list[tuple[int, str]] = []
@@ -102,7 +102,7 @@ class TcpTrainersPort:
         try:
             if hello.channel == MESSAGES_CHANNEL:
                 rank.line.resume(received)
-            _answer(sock, admission(Status.ADMITTED, own))
+            _send_answer(sock, admission(Status.ADMITTED, own))
         except (ProtocolError, OSError) as error:
             _log.warning("rank %d: its connection is refused: %s", hello.rank, error)
             self._reactor.close(sock)
@@ -128,8 +128,8 @@ class TcpTrainersPort:
         rank.payload_socks[channel] = sock
         line = PayloadConnection(
             sock,
-            open_place=functools.partial(self._open_place, number),
-            taken=functools.partial(self._taken, number),
+            open_place=functools.partial(self._open_target, number),
+            taken=functools.partial(self._on_payload_received, number),
         )
         self._reactor.watch(sock, functools.partial(self._payload_ready, number, channel, sock, line))
 
@@ -143,14 +143,14 @@ class TcpTrainersPort:
         """The connected ranks that have not said BYE."""
         return {number for number, rank in self._ranks.items() if rank.sock is not None and not rank.left}
 
-    def end(self, reason: str) -> None:
+    def drop_all(self, reason: str) -> None:
         """Drop every rank that has not left."""
         for number in range(self.ranks):
             self.drop(number, reason)
 
     def close(self) -> None:
         for number in self._ranks:
-            self._hang_up(number)
+            self._close_connections(number)
 
     def fileno(self) -> int:
         return self._reactor.fileno()
@@ -188,17 +188,17 @@ class TcpTrainersPort:
                     number,
                     f"has had no connection for {self._reconnect_seconds_max:g} s: its process is dead, or cut off",
                 )
-        if self._awaited and now > self._start_deadline:
-            self._awaited = False
+        if self._start_pending and now > self._start_deadline:
+            self._start_pending = False
             for number in range(self.ranks):
                 rank = self._ranks[number]
                 if rank.sock is None and rank.disconnected_at is None:
                     self.drop(
                         number, f"did not come within {self._start_seconds_max:g} s after the first rank"
                     )
-        seen = PollResult(self._messages, self._newly_lost)
+        result = PollResult(self._messages, self._newly_lost)
         self._messages, self._newly_lost = [], []
-        return seen
+        return result
 
     def _messages_ready(self, number: int, readable: bool, writable: bool) -> None:
         if writable:
@@ -215,14 +215,14 @@ class TcpTrainersPort:
             try:
                 nbytes = rank.sock.recv_into(rank.line.room())
                 if nbytes == 0:
-                    self._cut(number)
+                    self._close_messages(number)
                     return
                 self._messages.extend((number, message) for message in rank.line.arrived(nbytes))
             except BlockingIOError:
                 break
             except OSError as error:
                 _log.debug("rank %d: %s", number, error)
-                self._cut(number)
+                self._close_messages(number)
                 return
             except ProtocolError as error:
                 self.drop(number, f"broke the protocol: {error}")
@@ -241,12 +241,12 @@ class TcpTrainersPort:
                 rank.blocked = True
             except OSError as error:
                 _log.debug("rank %d: %s", number, error)
-                self._cut(number)
+                self._close_messages(number)
                 return
         if rank.sock is not None:
             self._reactor.want_write(rank.sock, rank.blocked)
 
-    def _cut(self, number: int) -> None:
+    def _close_messages(self, number: int) -> None:
         rank = self._ranks[number]
         if rank.sock is not None:
             self._reactor.close(rank.sock)
@@ -258,30 +258,30 @@ class TcpTrainersPort:
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
         self.cancel(rank, slot)
-        self._places[rank, slot] = Place(memory, pieces, sum(piece.nbytes for piece in pieces))
+        self._targets[rank, slot] = PayloadTarget(memory, pieces, sum(piece.nbytes for piece in pieces))
 
     def received(self, rank: int, slot: int) -> int | None:
         return self._received.pop((rank, slot), None)
 
     def cancel(self, rank: int, slot: int) -> None:
-        place = self._places.pop((rank, slot), None)
-        if place is not None:
-            place.wanted = False
+        target = self._targets.pop((rank, slot), None)
+        if target is not None:
+            target.wanted = False
         self._received.pop((rank, slot), None)
 
-    def _open_place(self, number: int, header: PayloadHeader) -> Place | None:
+    def _open_target(self, number: int, header: PayloadHeader) -> PayloadTarget | None:
         if header.number in self._ranks[number].taken:
             return None
         self._ranks[number].taken.check(header.number)
-        return self._places.get((number, header.slot))
+        return self._targets.get((number, header.slot))
 
-    def _taken(self, number: int, header: PayloadHeader, place: Place | None) -> None:
+    def _on_payload_received(self, number: int, header: PayloadHeader, target: PayloadTarget | None) -> None:
         rank = self._ranks[number]
         if header.number in rank.taken:
             return
         rank.taken.add(header.number)
         # A wrong size is reported as it is: the loop then drops the rank.
-        if place is not None:
+        if target is not None:
             # Otherwise a duplicate on another connection would still write to the slot, and into its next chunk.
             self.cancel(number, header.slot)
             self._received[number, header.slot] = header.nbytes
@@ -321,12 +321,12 @@ class TcpTrainersPort:
         if not (of_rank.lost or of_rank.left):
             of_rank.lost = True
             self._newly_lost.append((rank, f"rank {rank} {reason}"))
-            self._hang_up(rank)
+            self._close_connections(rank)
             of_rank.line = MessageLine(self._scratch)  # frees its unacknowledged messages
 
-    def _hang_up(self, number: int) -> None:
+    def _close_connections(self, number: int) -> None:
         rank = self._ranks[number]
-        self._cut(number)
+        self._close_messages(number)
         for sock in rank.payload_socks.values():
             self._reactor.close(sock)
         rank.payload_socks.clear()
@@ -335,13 +335,13 @@ class TcpTrainersPort:
 def refuse(reactor: Reactor, sock: AnySocket, status: Status, text: str) -> None:
     """Send the reason of the refusal, and close the connection."""
     try:
-        _answer(sock, admission(status, text=text))
+        _send_answer(sock, admission(status, text=text))
     except OSError as error:
         _log.debug("a refused connection was not told why: %s", error)
     reactor.close(sock)
 
 
-def _answer(sock: AnySocket, data: bytes) -> None:
+def _send_answer(sock: AnySocket, data: bytes) -> None:
     # A few hundred bytes always fit into the buffer of a new connection.
     if sock.send(data) != len(data):
         raise OSError("the connection takes no answer")

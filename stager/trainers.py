@@ -35,10 +35,10 @@ class SilentRank(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Heard:
+class _RankRecord:
     host: str
     pid: int
-    at: float
+    heard_at: float
     silent: bool = False
     step: int | None = None  # the newest that it has offered or declined
 
@@ -56,7 +56,7 @@ class Trainers:
         self.lost: set[int] = set()
         self.beat_seconds = min(_BEAT_SECONDS_MAX, rank_seconds_max / _BEATS_PER_LIMIT)
         self._known: dict[
-            int, _Heard
+            int, _RankRecord
         ] = {}  # ranks that have said HELLO; before, they may import torch for long
         # Broadcasts held for each rank that has no WELCOME yet.
         self._held: dict[int, list[bytes]] = {rank: [] for rank in range(port.ranks)}
@@ -80,16 +80,16 @@ class Trainers:
         for one in (message, *self._held.pop(rank, ())):
             self._port.send(rank, one)
 
-    def hello(self, rank: int, frame: Frame) -> None:
+    def handle_hello(self, rank: int, frame: Frame) -> None:
         body = wire.json_body(frame)
         host, pid = body.get("host"), body.get("pid")
-        self._known[rank] = _Heard(
+        self._known[rank] = _RankRecord(
             host[:_HOST_CHARACTERS_MAX] if isinstance(host, str) and host.isprintable() else _UNKNOWN,
             pid if type(pid) is int else 0,
             self._listened_seconds,
         )
 
-    def heard(self, rank: int) -> SilentRank | None:
+    def note_message(self, rank: int) -> SilentRank | None:
         """Note a message of this rank; return the silence that it has ended, if the rank was silent."""
         known = self._known.get(rank)
         if known is None:
@@ -104,15 +104,15 @@ class Trainers:
         if known is not None:
             known.step = step
 
-    def said(self) -> list[RankStatus]:
+    def statuses(self) -> list[RankStatus]:
         """The state of every rank, for `holdfast status`. Any thread: it copies the dicts and reads single words."""
         known, present, lost = dict(self._known), set(self.present), set(self.lost)
         return [
-            _said(rank, known.get(rank), rank in present, rank in lost, self._listened_seconds)
+            _rank_status(rank, known.get(rank), rank in present, rank in lost, self._listened_seconds)
             for rank in range(self.ranks)
         ]
 
-    def leave(self, rank: int, *, lost: bool) -> None:
+    def remove(self, rank: int, *, lost: bool) -> None:
         """A rank has left, is dead, or was dropped."""
         self.present.discard(rank)
         self._held.pop(rank, None)
@@ -124,7 +124,7 @@ class Trainers:
         known = self._known.get(rank)
         return f"rank {rank}" if known is None else f"rank {rank} on host {known.host} (process {known.pid})"
 
-    def beat(self, attempt: int) -> list[SilentRank]:
+    def send_beats(self, attempt: int) -> list[SilentRank]:
         """Send a beat when it is due; return the ranks that have become silent since the last call."""
         now = self._clock()
         self._listened_seconds += min(_STALL_SECONDS_MAX, now - self._last_turn_at)
@@ -147,7 +147,7 @@ class Trainers:
         return found
 
 
-def _said(rank: int, known: _Heard | None, is_present: bool, is_lost: bool, now: float) -> RankStatus:
+def _rank_status(rank: int, known: _RankRecord | None, is_present: bool, is_lost: bool, now: float) -> RankStatus:
     state: RankState = "lost" if is_lost else "left"
     if is_present:
         state = "coming" if known is None else "silent" if known.silent else "here"

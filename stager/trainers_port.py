@@ -45,7 +45,7 @@ class TrainersPort(Protocol):
         """Return the control messages that have arrived, and the ranks newly found dead. Never waits."""
         ...
 
-    def left(self, rank: int) -> None:
+    def mark_left(self, rank: int) -> None:
         """The rank has left, or its messages are ignored: its end is no loss."""
         ...
 
@@ -53,7 +53,7 @@ class TrainersPort(Protocol):
         """Post the receive of `pieces` (offsets within `memory`, the slot) from `rank`; the credit is sent after it."""
         ...
 
-    def received(self, rank: int, slot: int) -> int | None:
+    def pop_received(self, rank: int, slot: int) -> int | None:
         """Return the payload's size in bytes once it is complete, and forget it; None before."""
         ...
 

@@ -34,10 +34,10 @@ class BackgroundThread:
         *,
         rank: int,
         task: str,
-        died: Callable[[ThreadDied], object],
+        on_death: Callable[[ThreadDied], object],
     ) -> None:
         self.name = name
-        self._work, self._rank, self._task, self._died = work, rank, task, died
+        self._work, self._rank, self._task, self._on_death = work, rank, task, on_death
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -54,7 +54,7 @@ class BackgroundThread:
         try:
             self._work()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the thread must not end unnoticed
-            self._died(thread_died(error, rank=self._rank, name=self.name, task=self._task))
+            self._on_death(thread_died(error, rank=self._rank, name=self.name, task=self._task))
 
 
 def thread_died(error: BaseException, *, rank: int, name: str, task: str) -> ThreadDied:

@@ -94,16 +94,16 @@ def build(given: UserState, config: TrainerConfig, *, auto: bool, fresh: bool) -
     schedule = Schedule(auto=auto, wait_seconds_max=config.stager_seconds_max)
     inbox = StagerInbox(rank, agreed_steps, schedule)
     link = join(config, world, inbox, events)
-    pacer = _pacer(schedule, config, link, events, optimizers, world) if auto else None
+    pacer = _make_pacer(schedule, config, link, events, optimizers, world) if auto else None
     tiers = open_tier_set(config, world, link, agreed_steps, ledger, events)
     cancel_at_exit = at_exit(tiers.close, EXIT_SECONDS_MAX)
 
     def tell(doubt: Doubt) -> None:
         """Tell all ranks that this one no longer trusts copies behind the gate. Any thread."""
         tiers.doubt(doubt)  # first: the stager and the other ranks may be gone
-        lives = link.job.lives
+        is_alive = link.job.lives
         link.tell(StagerMessage.doubt(doubt))
-        if not lives:
+        if not is_alive:
             tiers.council.doubt(doubt)
 
     copy_policy = CopyPolicy(
@@ -140,7 +140,7 @@ def build(given: UserState, config: TrainerConfig, *, auto: bool, fresh: bool) -
         seconds_max=config.close_seconds_max,
         on_not_durable=config.on_not_durable,
     )
-    send = _to_stager(link) if link.job.has_stager else tiers.council.notice
+    send = _notice_sender(link) if link.job.has_stager else tiers.council.notice
     notices = PreemptionNotices(config, agreed_steps, send, rank=rank)
     peers = world.peers()
     resume_check = ResumeCheck(state, link, tiers, peers, events, stops=config.on_unproven == "stop")
@@ -167,7 +167,7 @@ def build(given: UserState, config: TrainerConfig, *, auto: bool, fresh: bool) -
     )
 
 
-def _pacer(
+def _make_pacer(
     schedule: Schedule,
     config: TrainerConfig,
     link: ToStager,
@@ -187,7 +187,7 @@ def _pacer(
     return Pacer(schedule, wish, config, events, optimizers, seen=link.job.seen)
 
 
-def _to_stager(link: ToStager) -> Callable[[Notice], None]:
+def _notice_sender(link: ToStager) -> Callable[[Notice], None]:
     def send(notice: Notice) -> None:
         if link.job.lead_problem is not None:
             _log.error(

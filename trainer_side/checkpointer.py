@@ -31,7 +31,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import is_trackers
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
-from holdfast.supervised import report, register_end_report, tell
+from holdfast.supervised import report, register_end_report, emit_progress
 from trainer_side.builder import build
 from trainer_side.ledger import Stats
 from trainer_side.opaque import OpaqueContext, opaque_methods
@@ -55,7 +55,7 @@ from trainer_side.state.tree import UserState
 from trainer_side.trackers.marking import MarkSender
 from trainer_side.trackers.start_point import StartPoint
 from trainer_side.trackers.tracker import NullTracker, Tracker
-from trainer_side.whole_number import STEP_MAX, shown, step_number
+from trainer_side.whole_number import STEP_MAX, describe_value, step_number
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -111,11 +111,11 @@ class Checkpointer:
         # An exception that the script handles while it makes the Checkpointer does not end the training.
         self._handled_exception = sys.exc_info()[1]
         if not isinstance(state, Mapping):
-            raise StateError(f"state: expected a mapping of names to objects, got {shown(state)}")
+            raise StateError(f"state: expected a mapping of names to objects, got {describe_value(state)}")
         if not isinstance(config, TrainerConfig | None):
-            raise ConfigError(f"config: expected a TrainerConfig, got {shown(config)}")
+            raise ConfigError(f"config: expected a TrainerConfig, got {describe_value(config)}")
         if not isinstance(fresh, bool):
-            raise ConfigError(f"fresh: expected True or False, got {shown(fresh)}")
+            raise ConfigError(f"fresh: expected True or False, got {describe_value(fresh)}")
         self._given = UserState(state)
         self._state = self._given.held
         refuse_split_objects(self._state)
@@ -133,13 +133,13 @@ class Checkpointer:
         self._metrics = StepMetrics(self.rank)
         self._skippable = Skippable(self._state)
         self.restored: Restored | None = None
-        self._marking: MarkSender | None = None
-        self._closed = self._stepped = self._asked = self._progressed = False
-        self._finished = (
+        self._mark_sender: MarkSender | None = None
+        self._closed = self._step_called = self._save_called = self._progress_reported = False
+        self._finished_step = (
             FinishedStep(self._state, lambda: self._copier.updates) if self._config.watch else None
         )
         report("joined", attempt=self._link.job.attempt or self._tiers.attempt, ranks=self.ranks)
-        diary.note("begins", True)
+        diary.write_diary("begins", True)
         self._seat.take(self, self._copier.gate.remove)
         if self.rank == 0:
             # A warning, as for a restore, so that a script without its own logging setup shows the line.
@@ -234,7 +234,7 @@ class Checkpointer:
         self._check_call("restore()")
         wanted = parse_best(best, mode, step)
         step = None if step is None else step_number(step, "restore()")
-        lacking = self._names_in_state(may_lack)
+        may_lack_names = self._names_in_state(may_lack)
         self._parts.fresh_run.restored()
         agree(self._parts.peers, self._given.problem())
         store = open_store(self._link.job.store_url)
@@ -243,7 +243,7 @@ class Checkpointer:
             best=wanted,
             seconds_max=self._config.restore_seconds_max,
             without_store=self._config.restore_without_store,
-            may_lack=lacking,
+            may_lack=may_lack_names,
             set_aside=self._config.restore_set_aside,
             can_skip=bool(self._skippable),
             locked=locked_buffer,
@@ -261,7 +261,7 @@ class Checkpointer:
         if found is None:
             if self.rank == 0:
                 _log.warning("a new run: %s has no checkpoint to resume from", self._link.job.store_url)
-            tell("restored", step=-1)
+            emit_progress("restored", step=-1)
             return 0
         self._tiers.restored((found.attempt, found.step), found.whole_in)
         self._agreed_steps.restored(found.step)
@@ -272,12 +272,12 @@ class Checkpointer:
             found.kept_proofs,
             unlike=f"the run was {found.rewound}" if is_other_batch else "",
         )
-        self._tell_samplers(found.step)
+        self._notify_samplers(found.step)
         if found.rewound is not None:
             self._skippable.skip(found.rewound, self._events, rank=self.rank)
         report("restored", attempt=found.attempt)
         before = {} if found.before is None else {"before": found.before.label}
-        tell("restored", step=found.step, attempt=found.attempt, **before)
+        emit_progress("restored", step=found.step, attempt=found.attempt, **before)
         return found.step + 1
 
     def _names_in_state(self, may_lack: Any) -> frozenset[str]:
@@ -322,39 +322,39 @@ class Checkpointer:
             ResumeDiffers: The first step after a resume differs, and `on_unproven` is `stop`; raised on every rank.
             PeerLost: The stager is lost, and `on_stager_lost` is `end`; and as `save()`.
         """
-        step = self._checked_step(step, "step()")
+        step = self._check_step(step, "step()")
         self._metrics.to_step(metrics, step)
-        self._end_without_stager()
+        self._raise_if_stager_lost()
         self._saver.decline_late()
-        if not self._stepped:
-            self._stepped = True
-            tell("stepped", step=step)
-        if self._finished is not None:
-            self._finished.note(step)
-        diary.note("step", step)
+        if not self._step_called:
+            self._step_called = True
+            emit_progress("stepped", step=step)
+        if self._finished_step is not None:
+            self._finished_step.note(step)
+        diary.write_diary("step", step)
         self._counters.note(step)
         self._batches.note(step)
-        self._tell_samplers(step)
+        self._notify_samplers(step)
         agreed_steps = self._agreed_steps
-        due = agreed_steps.reach(step)
+        instruction = agreed_steps.reach(step)
         every = agreed_steps.every(self._every, step)
-        timely = bool(every and (step + 1) % every == 0)
+        interval_due = bool(every and (step + 1) % every == 0)
         if self._pacer is not None:
-            timely = self._pacer.reach(step, lambda usual: agreed_steps.every(usual, step))
-        if due is not None:
-            self._events.emit("appointed", {"save": due.save, "reason": due.reason}, step=step)
-            if due.notice.kind is NoticeKind.TERMINATE:
+            interval_due = self._pacer.reach(step, lambda usual: agreed_steps.every(usual, step))
+        if instruction is not None:
+            self._events.emit("appointed", {"save": instruction.save, "reason": instruction.reason}, step=step)
+            if instruction.notice.kind is NoticeKind.TERMINATE:
                 report("noticed")  # by now all ranks may leave their loops, whichever received the notice
         proof = self._resume_check.step(step, StepInput(batch, loss, grad_norm), self._leaving.newest_step)
         if proof is not None and self.restored is not None:
             self.restored = replace(self.restored, proof=proof)
         self._report_progress()
-        wanted = timely or (due is not None and due.save)
-        saved = wanted and self.save(step, metrics=metrics)
+        save_due = interval_due or (instruction is not None and instruction.save)
+        saved = save_due and self.save(step, metrics=metrics)
         if self._leaving.newest_step == step:
             self._resume_check.saved(step)
         if self._pacer is not None:
-            self._pacer.stepped(step, due=wanted, saved=saved)
+            self._pacer.stepped(step, due=save_due, saved=saved)
         return saved
 
     def save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
@@ -386,13 +386,13 @@ class Checkpointer:
             PeerLost: A rank did not answer while the ranks agreed on a new layout; or the stager is lost, and
                 `on_stager_lost` is `end`.
         """
-        step = self._checked_step(step, "save()")
+        step = self._check_step(step, "save()")
         values = None if metrics is None else self._metrics.values_for_save(metrics, step)
-        self._end_without_stager()
-        self._asked = True
-        if self._finished is not None and step != self._finished.step:
-            self._finished.note(step)  # for a script that does not call step()
-        self._tell_samplers(step)
+        self._raise_if_stager_lost()
+        self._save_called = True
+        if self._finished_step is not None and step != self._finished_step.step:
+            self._finished_step.note(step)  # for a script that does not call step()
+        self._notify_samplers(step)
         self._report_progress()
         saved = self._saver.save(step, metrics=values or None)
         if saved and values is not None:
@@ -451,10 +451,10 @@ class Checkpointer:
             raise ConfigError(
                 f"tracker: expected a kind and a run_id of at most 1024 characters, got {named}"
             )
-        if self._marking is None:
-            self._marking = MarkSender()
-            self._events.listen(self._marking.hear)
-        self._marking.add(tracker, start.marks(tracker.last_step))
+        if self._mark_sender is None:
+            self._mark_sender = MarkSender()
+            self._events.listen(self._mark_sender.hear)
+        self._mark_sender.add(tracker, start.marks(tracker.last_step))
         self._saver.trackers |= named
         return tracker
 
@@ -491,15 +491,15 @@ class Checkpointer:
             error = None  # a finished script may end by sys.exit() or sys.exit(0)
         self._closed = True
         self._seat.give_up()
-        failed = self._save_late() if error is None else None
+        failed = self._save_deferred() if error is None else None
         error = error or failed
         if error is not None:
             self._leaving.say(error)
             notice = None if isinstance(error, GeneratorExit) else self._parts.notices.pending
-            if notice is not None and self._finished is not None and not self._leaving.has_lost_peer(error):
-                self._leaving.save_last(self._finished, self._saver.save, notice)
+            if notice is not None and self._finished_step is not None and not self._leaving.has_lost_peer(error):
+                self._leaving.save_last(self._finished_step, self._saver.save, notice)
             self._saver.decline_late()
-        elif self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
+        elif self._step_called and not self._save_called and self.rank == 0 and self._pacer is None:
             _log.warning(
                 "no checkpoint was taken: %s, and save() was not called; give Checkpointer(..., every=N), or call it",
                 f"step() saves after every {self._every} steps, which were not reached"
@@ -522,13 +522,13 @@ class Checkpointer:
             if summary := self._parts.ledger.summary():
                 _log.warning("rank %d: %s", self.rank, summary)
             self._report_progress()
-            if self._marking is not None:
-                self._marking.close()
+            if self._mark_sender is not None:
+                self._mark_sender.close()
             self._events.close()
         if failed is not None:
             raise failed
 
-    def _save_late(self) -> BaseException | None:
+    def _save_deferred(self) -> BaseException | None:
         """Save the last step if it found no room before; return the error of that, if any."""
         try:
             saved = self._saver.save_late(self._config.close_seconds_max)
@@ -537,7 +537,7 @@ class Checkpointer:
         self._leaving.newest_step = max(self._leaving.newest_step, saved)
         return None
 
-    def _checked_step(self, step: int, call: str) -> int:
+    def _check_step(self, step: int, call: str) -> int:
         """Check a step that a script passes to `call`. Raises `ConfigError` as `step_number` and `_check_call` do."""
         self._check_call(call)
         return step if type(step) is int and 0 <= step <= STEP_MAX else step_number(step, call)
@@ -547,12 +547,12 @@ class Checkpointer:
         if os.getpid() != self._seat.process:
             raise self._seat.refusal(call)
 
-    def _tell_samplers(self, step: int) -> None:
+    def _notify_samplers(self, step: int) -> None:
         """Tell samplers in the state that a step is done."""
         for stepped in self._skippable.told:
             stepped(step)
 
-    def _end_without_stager(self) -> None:
+    def _raise_if_stager_lost(self) -> None:
         """End the training if the stager is lost and `on_stager_lost` is `end`."""
         problem = self._link.job.problem
         if problem is not None and self._config.on_stager_lost == "end":
@@ -560,8 +560,8 @@ class Checkpointer:
             raise problem
 
     def _report_progress(self) -> None:
-        if not self._progressed and max(self.staged_step, self.durable_step, self.kept_step) >= 0:
-            self._progressed = True
+        if not self._progress_reported and max(self.staged_step, self.durable_step, self.kept_step) >= 0:
+            self._progress_reported = True
             report("staged")
 
     def __enter__(self) -> Self:

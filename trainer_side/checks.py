@@ -33,7 +33,7 @@ def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator
         yield Finding(_CHECK, CheckState.FAIL, str(error), "fix or unset the variable that moves the server")
         return
     if aws.present():
-        yield _heard(aws)
+        yield _notice_finding(aws)
     elif aws.answers_without_token():
         yield Finding(
             _CHECK,
@@ -47,7 +47,7 @@ def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator
     else:
         found = next((source for source in others if source.present()), None)
         if found is not None:
-            yield _heard(found)
+            yield _notice_finding(found)
         else:
             yield Finding(
                 _CHECK,
@@ -58,7 +58,7 @@ def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator
             )
 
 
-def _heard(source: NoticeSource) -> Finding:
+def _notice_finding(source: NoticeSource) -> Finding:
     try:
         notices = source.look()
     except SourceError as error:

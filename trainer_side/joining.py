@@ -40,10 +40,10 @@ from trainer_side.tiers.tier_set import StagerCouncil, TierSet
 
 _log = logging.getLogger("holdfast.trainer")
 
-_LEAVE_SECONDS_MAX = 5.0
+_DISCONNECT_SECONDS_MAX = 5.0
 # A member waits this long for a lost lead: its own next try comes after a pause that may be longer.
 _LEAD_SECONDS_MAX = 5.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> ToStager:
@@ -55,9 +55,9 @@ def join(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventL
         PeerLost: A rank or the stager did not come.
         HoldfastError: The stager could not start.
     """
-    alone = world.stagers == 0
-    compare(config, world.peers(), alone=alone)
-    if alone and config.tiers:
+    without_stager = world.stagers == 0
+    compare_settings(config, world.peers(), alone=without_stager)
+    if without_stager and config.tiers:
         return NoStager(config, world)
     if world.stagers > 1:
         return connect_stagers(config, world, inbox, events)
@@ -77,10 +77,10 @@ def connect_stager(config: TrainerConfig, world: World, inbox: StagerInbox, even
 def _connect_lead(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> Link:
     identify(f"rank:{world.rank}")
     greeted = _greet(config, world, world.port(), 0)
-    again = None
+    reconnect = None
     if world.again is not None and config.on_stager_lost != "end":
-        again = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
-    return Link(config, greeted, inbox, events, rank=world.rank, again=again)
+        reconnect = Reconnect(world.again, lambda: _newest_published(greeted.welcome.store_url))
+    return Link(config, greeted, inbox, events, rank=world.rank, again=reconnect)
 
 
 def connect_stagers(config: TrainerConfig, world: World, inbox: StagerInbox, events: EventLog) -> StagerGroup:
@@ -107,47 +107,47 @@ def _connect_member(
 ) -> Link:
     attempt = lead.job.attempt
     greeted = _greet(config, world, world.member(index, attempt), index)
-    said = greeted.welcome.attempt, greeted.welcome.store_url, greeted.welcome.chunk_bytes
+    actual = greeted.welcome.attempt, greeted.welcome.store_url, greeted.welcome.chunk_bytes
     expected = attempt, lead.job.store_url, lead.job.chunk_bytes
-    if said != expected:
-        greeted.port.leave(_LEAVE_SECONDS_MAX)
+    if actual != expected:
+        greeted.port.leave(_DISCONNECT_SECONDS_MAX)
         raise ConfigError(
             f"{greeted.name}: expected attempt {expected[0]} of {expected[1]} in chunks of {expected[2]} bytes, as the "
-            f"first stager has it, got attempt {said[0]} of {said[1]} in chunks of {said[2]} bytes; start all stagers "
+            f"first stager has it, got attempt {actual[0]} of {actual[1]} in chunks of {actual[2]} bytes; start all stagers "
             "with the same store and chunk_bytes"
         )
-    again = None
+    reconnect = None
     if config.on_stager_lost == "train" and world.again is not None:
         # The lead checks whether another start of the job has continued the run.
-        again = Reconnect(lambda generation: world.member(index, _attempt_of(lead), generation), lambda: 0)
+        reconnect = Reconnect(lambda generation: world.member(index, _wait_for_lead_attempt(lead), generation), lambda: 0)
     own = ShareInbox(world.rank, lambda: inbox.last_step)
-    return Link(config, greeted, own, events, rank=world.rank, again=again)
+    return Link(config, greeted, own, events, rank=world.rank, again=reconnect)
 
 
-def _attempt_of(lead: Link) -> int:
+def _wait_for_lead_attempt(lead: Link) -> int:
     """Return the attempt of the lead once it is reached. PeerLost: it is still lost; try again."""
     deadline = time.monotonic() + _LEAD_SECONDS_MAX
     while lead.job.problem is not None:
         if time.monotonic() > deadline:
             raise PeerLost(f"the first stager is lost: {lead.job.problem}")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return lead.job.attempt
 
 
 def _greet(config: TrainerConfig, world: World, port: StagerPort, index: int) -> GreetedStager:
     claim_port(port)
     greeted = greet(port, ranks=world.ranks, seconds_max=config.start_seconds_max)
-    said, name = greeted.welcome, _name(config, world, index)
-    if (said.share, said.shares) != (index + 1, world.stagers):
-        port.leave(_LEAVE_SECONDS_MAX)
+    welcome, name = greeted.welcome, _stager_name(config, world, index)
+    if (welcome.share, welcome.shares) != (index + 1, world.stagers):
+        port.leave(_DISCONNECT_SECONDS_MAX)
         raise ConfigError(
             f"{name}: expected the stager with share {index + 1}/{world.stagers}, got share "
-            f"{said.share}/{said.shares}; name all stagers in HOLDFAST_STAGER in the order of their shares"
+            f"{welcome.share}/{welcome.shares}; name all stagers in HOLDFAST_STAGER in the order of their shares"
         )
     return greeted._replace(name=name)
 
 
-def _name(config: TrainerConfig, world: World, index: int) -> str:
+def _stager_name(config: TrainerConfig, world: World, index: int) -> str:
     """Return a stager's name for messages; in an MPI job stagers have no address."""
     if world.stagers == 1:
         return "the stager"
@@ -160,8 +160,8 @@ def _newest_published(store_url: str) -> int:
     return names[0].order.attempt if names else 0
 
 
-def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
-    """Check that all ranks have the same stager, tiers and checkpoints set aside, and with `alone` the same settings
+def compare_settings(config: TrainerConfig, peers: Peers, *, without_stager: bool) -> None:
+    """Check that all ranks have the same stager, tiers and checkpoints set aside, and with `without_stager` the same settings
     that a stager would otherwise tell them. Collective.
 
     A rank without tiers would skip collective calls in which the others wait for it; ranks that set other checkpoints
@@ -170,11 +170,11 @@ def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
     if peers.all_agree(config.stager is None and not config.tiers and not config.restore_set_aside):
         return
     mine: dict[str, object] = {
-        "stager": config.stager,  # first: where ranks differ in it, they also differ in `alone`
+        "stager": config.stager,  # first: where ranks differ in it, they also differ in `without_stager`
         "tiers": list(config.tiers),
         "restore_set_aside": [key.label for key in config.restore_set_aside],
     }
-    if alone:
+    if without_stager:
         mine |= {
             "store": config.store,
             "chunk_bytes": config.chunk_bytes,
@@ -216,14 +216,14 @@ def open_tier_set(
     error = None
     try:
         tiers = open_tiers(config, store_url)
-    except ConfigError as refused:
-        error = refused
+    except ConfigError as problem:
+        error = problem
     # A tier that hangs now is refused, like one that is too small: it would delay the first save as well.
     limit = min(config.start_seconds_max, config.tier_seconds_max)
     inventory = take_inventory(peers, tiers, error, seconds_max=limit)
     agreed_steps = None if attempt else agreed_steps  # with a stager, the link receives them
     attempt = (
-        _beside(attempt, inventory, rank=world.rank) if attempt else _alone(config, store_url, tiers, peers)
+        _attempt_beside_stager(attempt, inventory, rank=world.rank) if attempt else _attempt_without_stager(config, store_url, tiers, peers)
     )
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     return LocalTiers(
@@ -237,7 +237,7 @@ def open_tier_set(
     )
 
 
-def _beside(attempt: int, inventory: TierInventory, *, rank: int) -> int:
+def _attempt_beside_stager(attempt: int, inventory: TierInventory, *, rank: int) -> int:
     """Return the stager's attempt, or a higher one if a job without a stager got further, unknown to the store."""
     if inventory.newest_attempt < attempt:
         return attempt
@@ -251,9 +251,9 @@ def _beside(attempt: int, inventory: TierInventory, *, rank: int) -> int:
     return inventory.newest_attempt + 1
 
 
-def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers) -> int:
+def _attempt_without_stager(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers) -> int:
     """Return one more than the newest attempt in the store and in any rank's tiers; record it in the store."""
-    agree(peers, _missing_parent(config, store_url))
+    agree(peers, _missing_parent_error(config, store_url))
     store = open_store(store_url)
     attempt = 1 + newest_attempt(
         tiers,
@@ -270,7 +270,7 @@ def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: 
     return attempt
 
 
-def _missing_parent(config: TrainerConfig, store_url: str) -> HoldfastError | None:
+def _missing_parent_error(config: TrainerConfig, store_url: str) -> HoldfastError | None:
     try:
         require_parent(store_url, create=config.create or config.restore_without_store)
     except HoldfastError as error:

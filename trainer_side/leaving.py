@@ -37,7 +37,7 @@ _log = logging.getLogger("holdfast.trainer")
 EXIT_SECONDS_MAX = 10.0
 _NO_DEADLINE_SECONDS = 30.0  # for the last step, after a notice without a deadline
 _SAFETY_SECONDS = 1.0
-_LOOK_SECONDS = 5e-3
+_POLL_SECONDS = 5e-3
 
 
 class Leaving:
@@ -59,49 +59,49 @@ class Leaving:
         self.wanted_step = -1  # newest step that was to be saved, whether it was or not; -1: none
 
     @property
-    def died(self) -> ThreadDied | None:
+    def thread_error(self) -> ThreadDied | None:
         """The error that ended a thread which checkpoints need; None while all live."""
         problem = self._link.job.problem
         return (
             self._copier.problem or (problem if isinstance(problem, ThreadDied) else None) or self._tiers.died
         )
 
-    def at_the_end(self) -> None:
+    def leave_after_training(self) -> None:
         """Wait until all steps are durable, and leave.
 
         ThreadDied: a thread of this rank has died. NotDurable: the newest step that was to be saved is not durable.
         """
         try:
-            if self.died is None:
-                self._leave(TransferState.DURABLE, self._seconds_max)
+            if self.thread_error is None:
+                self._close_parts(TransferState.DURABLE, self._seconds_max)
             else:
-                self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
+                self._close_parts(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
         except KeyboardInterrupt:
             self.log_safe_step()
             raise
-        if self.died is not None:
-            raise self.died
-        if why := self._not_durable():
+        if self.thread_error is not None:
+            raise self.thread_error
+        if why := self._not_durable_reason():
             if self._on_not_durable == "fail":
                 raise NotDurable(why)
             _log.error("rank %d: %s", self._link.job.rank, why)
 
-    def _not_durable(self) -> str:
+    def _not_durable_reason(self) -> str:
         """Why the newest step that was to be saved is not durable; empty if it is, or no step was."""
         step, durable, problem = self.wanted_step, self._link.job.durable_step, self._link.job.problem
         # Without a stager there is nothing safer than the tiers.
         kept = -1 if self._link.job.lives else self._tiers.complete_step
         if max(durable, kept) >= step:
             return ""
-        said = [f"step {step}, the newest that was to be saved, is not durable"]
-        said.append(f"step {durable} is" if durable >= 0 else "nor is any other of this job")
+        parts = [f"step {step}, the newest that was to be saved, is not durable"]
+        parts.append(f"step {durable} is" if durable >= 0 else "nor is any other of this job")
         if problem is not None:
-            said.append(f"the stager is lost ({problem})")
+            parts.append(f"the stager is lost ({problem})")
         elif self._link.job.staged_step >= step:
-            said.append("it is staged, and the flusher finishes it alone")
+            parts.append("it is staged, and the flusher finishes it alone")
         else:
-            said.append(f"{self._ledger.summary() or 'it was given up'}")
-        return "; ".join(said)
+            parts.append(f"{self._ledger.summary() or 'it was given up'}")
+        return "; ".join(parts)
 
     def has_lost_peer(self, error: BaseException) -> bool:
         """Whether a collective has failed because a rank is lost: no step of all ranks can be saved then."""
@@ -127,7 +127,7 @@ class Leaving:
         left = notice.seconds_left()
         deadline = time.monotonic() + (_NO_DEADLINE_SECONDS if left is None else left - _SAFETY_SECONDS)
         try:
-            why = self._try_last(finished, save, deadline)
+            why = self._try_save_last(finished, save, deadline)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the script's own exception is raised
             why = f"{type(error).__name__}: {error}"
         if why:
@@ -145,7 +145,7 @@ class Leaving:
                 "staged" if self._link.job.staged_step >= step else "kept in local tiers",
             )
 
-    def _try_last(self, finished: FinishedStep, save: Callable[[int], bool], deadline: float) -> str:
+    def _try_save_last(self, finished: FinishedStep, save: Callable[[int], bool], deadline: float) -> str:
         step, seconds, before = finished.step, deadline - time.monotonic(), self._causes()
         if self._is_safe(step):
             return ""
@@ -165,11 +165,11 @@ class Leaving:
             seconds,
         )
         while not self._is_safe(step):
-            if self.died is not None or (causes := self._causes()) != before:
-                return f"it was given up ({', '.join(causes) if self.died is None else self.died})"
+            if self.thread_error is not None or (causes := self._causes()) != before:
+                return f"it was given up ({', '.join(causes) if self.thread_error is None else self.thread_error})"
             if time.monotonic() > deadline:
                 return f"the other ranks did not save the same step within {seconds:.1f} s"
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return ""
 
     def _causes(self) -> dict[str, int]:
@@ -182,24 +182,24 @@ class Leaving:
     def leave_after_error(self, error: BaseException) -> None:
         """Leave quickly after an exception of the script, and log how to continue."""
         try:
-            self._leave(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
+            self._close_parts(TransferState.STAGED, EXIT_SECONDS_MAX, together=True)
         except KeyboardInterrupt:
             if not isinstance(error, KeyboardInterrupt):
                 raise  # otherwise the first one is raised
         finally:
             self.log_safe_step()
 
-    def say(self, error: BaseException) -> None:
+    def log_exception(self, error: BaseException) -> None:
         """Log the exception that ends the block, before any wait."""
         if isinstance(error, HoldfastError):
             return  # logged once for all ranks, by the lowest that has it (ranks/uncaught.py)
-        said = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
-        called = traceback.extract_tb(error.__traceback__)[-1:]
-        place = f" (at {called[0].filename}:{called[0].lineno})" if called else ""
+        exception_text = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+        last_frame = traceback.extract_tb(error.__traceback__)[-1:]
+        place = f" (at {last_frame[0].filename}:{last_frame[0].lineno})" if last_frame else ""
         _log.error(
             "rank %d: %s%s ends the training; waiting until checkpoints in flight are staged, at most %g s",
             self._link.job.rank,
-            said,
+            exception_text,
             place,
             EXIT_SECONDS_MAX,
         )
@@ -222,15 +222,15 @@ class Leaving:
             ", ".join(safe) or "no checkpoint of this job is staged",
         )
 
-    def _leave(self, wait_for: TransferState, seconds_max: float, *, together: bool = False) -> None:
-        """Close all parts. `together`: `seconds_max` limits their sum, not each wait."""
+    def _close_parts(self, wait_for: TransferState, seconds_max: float, *, shared_deadline: bool = False) -> None:
+        """Close all parts. `shared_deadline`: `seconds_max` limits their sum, not each wait."""
         deadline = time.monotonic() + seconds_max
 
         def left() -> float:
-            return max(0.0, deadline - time.monotonic()) if together else seconds_max
+            return max(0.0, deadline - time.monotonic()) if shared_deadline else seconds_max
 
         try:
-            self._copier.close(left() if together else None)
+            self._copier.close(left() if shared_deadline else None)
             self._tiers.close(left())
             self._link.close(wait_for=wait_for, seconds_max=left())
         except BaseException as error:

@@ -66,19 +66,19 @@ class Ledger:
         self._skipped: Counter[str] = Counter()
         self._refused: dict[int, Reason] = {}
         self._refusable: deque[int] = deque(maxlen=_REFUSABLE_MAX)  # counted as saved, in local tiers alone
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def stats(self) -> Stats:
-        self._settle()
+        self._count_ended()
         self._stats.causes = dict(self._causes.most_common())
-        with self._guard:
+        with self._lock:
             self._stats.kept, self._stats.skipped = dict(self._kept), dict(self._skipped)
         return self._stats
 
-    def _settle(self) -> None:
+    def _count_ended(self) -> None:
         """Count the outcomes of steps that were begun and have ended, and forget these steps."""
-        with self._guard:
+        with self._lock:
             refused = set(self._refused)
         pending = []
         for transfer, tier_write in self._pending:
@@ -96,49 +96,49 @@ class Ledger:
                 reason = transfer.reason
                 if reason is None and tier_write is not None:
                     reason = next(iter(tier_write.lost_in.values()), None)
-                self._leave_out(OTHER if reason is None else reason.cause, transfer.state)
+                self._count_missing(OTHER if reason is None else reason.cause, transfer.state)
         self._pending = pending
         for step in refused.intersection(self._refusable):
             self._refusable.remove(step)
             self._refuse(step)
 
-    def begun(self, transfer: Transfer, tier_write: TierWrite | None = None) -> None:
+    def record_begun(self, transfer: Transfer, tier_write: TierWrite | None = None) -> None:
         """Count a step that was begun, to the stager, into local tiers, or both."""
-        self._settle()  # here too: the script may never read `stats`
+        self._count_ended()  # here too: the script may never read `stats`
         self._stats.saved += 1
         self._pending.append((transfer, tier_write))
 
-    def kept(self, tier: str) -> None:
+    def record_kept(self, tier: str) -> None:
         """Count a slice that is sealed in a local tier. Any thread."""
-        with self._guard:
+        with self._lock:
             self._kept[tier] += 1
 
-    def skipped(self, tier: str, cause: str) -> None:
+    def record_skipped(self, tier: str, cause: str) -> None:
         """Count a step that a local tier does not keep. Any thread."""
-        with self._guard:
+        with self._lock:
             self._skipped[f"{tier}: {cause}"] += 1
 
-    def refused(self, step: int, reason: Reason) -> None:
+    def record_refused(self, step: int, reason: Reason) -> None:
         """Note that no local tier keeps a step that was begun, even if slices of it were sealed. Any thread."""
-        with self._guard:
+        with self._lock:
             self._refused[step] = reason
             if len(self._refused) > _REFUSABLE_MAX:
                 del self._refused[next(iter(self._refused))]
 
-    def declined(self, cause: str) -> None:
+    def record_declined(self, cause: str) -> None:
         """Count a step that was declined before it was begun."""
-        self._leave_out(cause, TransferState.DECLINED)
+        self._count_missing(cause, TransferState.DECLINED)
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Add time that `save()` has waited for room."""
         self._stats.wait_seconds += seconds
 
-    def compared(self, seconds: float) -> None:
+    def record_comparison(self, seconds: float) -> None:
         """Count a comparison of the whole state with its copy."""
         self._stats.compared += 1
         self._stats.compare_seconds += seconds
 
-    def stalled(self, cst_seconds: float) -> None:
+    def add_stall(self, cst_seconds: float) -> None:
         """Add the stall time of a step that was begun. Copy thread."""
         self._stats.cst_seconds.append(cst_seconds)
 
@@ -152,12 +152,12 @@ class Ledger:
         return f"{missing} of {missing + stats.saved} steps were not checkpointed: {causes}"
 
     def _refuse(self, step: int) -> None:
-        with self._guard:
+        with self._lock:
             reason = self._refused.pop(step)
         self._stats.saved -= 1
-        self._leave_out(reason.cause, TransferState.FAILED)
+        self._count_missing(reason.cause, TransferState.FAILED)
 
-    def _leave_out(self, cause: str, state: TransferState) -> None:
+    def _count_missing(self, cause: str, state: TransferState) -> None:
         self._causes[cause] += 1
         # Every rank has begun a torn step, yet DECLINE withdraws it: there is no other message for that.
         if state is TransferState.FAILED or cause == DeclineCause.TORN:

@@ -39,7 +39,7 @@ def opaque(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(call)
     def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        result: _R = (_uncompiled or _runner())(call, *args, **kwargs)
+        result: _R = (_uncompiled or _get_runner())(call, *args, **kwargs)
         return result
 
     return _disable_compilation(outside)
@@ -50,12 +50,12 @@ def opaque_hook(hook: Callable[..., _R]) -> Callable[..., _R]:
 
     def outside(*args: Any) -> _R:
         compiled = get_eval_frame_callback() is not None
-        result: _R = (_uncompiled or _runner())(hook, *args, compiled=compiled)
+        result: _R = (_uncompiled or _get_runner())(hook, *args, compiled=compiled)
         return result
 
-    outside = _disable_compilation(outside)
-    _runner()  # here, and not in the first step, which may be compiled
-    return outside
+    wrapper = _disable_compilation(wrapper)
+    _get_runner()  # here, and not in the first step, which may be compiled
+    return wrapper
 
 
 def is_fake_mode() -> bool:
@@ -81,18 +81,18 @@ def opaque_methods(found: _Class) -> _Class:
     return found
 
 
-def _disable_compilation(outside: Callable[_P, _R]) -> Callable[_P, _R]:
+def _disable_compilation(wrapper: Callable[_P, _R]) -> Callable[_P, _R]:
     """Mark a function for the compiler, as `torch.compiler.disable` does."""
-    vars(outside).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
-    _codes.add(outside.__code__)
-    return outside
+    vars(wrapper).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
+    _codes.add(wrapper.__code__)
+    return wrapper
 
 
 def _run(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-def _runner() -> Callable[..., Any]:
+def _get_runner() -> Callable[..., Any]:
     """Return `_run`; once the compiler is loaded, keep and return a version that runs with the compiler off."""
     global _uncompiled  # noqa: PLW0603 - one for the process, as the compiler is
     if "torch._dynamo" not in sys.modules:

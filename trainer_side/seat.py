@@ -33,7 +33,7 @@ class Seat:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._names, self.process, self._place = list(names), os.getpid(), _script_location()
+        self._names, self.process, self._location = list(names), os.getpid(), _script_location()
         for seat in _seats:
             if seat.process != self.process:
                 raise ConfigError(
@@ -47,25 +47,25 @@ class Seat:
                     "its state, or call close() of the first before"
                 )
         self._owner: Callable[[], object] = lambda: None
-        self._let_go: Callable[[], object] = lambda: None
+        self._release_in_child: Callable[[], object] = lambda: None
 
     def __str__(self) -> str:
-        return f"the Checkpointer of {', '.join(self._names) or 'an empty state'} (made at {self._place})"
+        return f"the Checkpointer of {', '.join(self._names) or 'an empty state'} (made at {self._location})"
 
-    def take(self, owner: object, in_child: Callable[[], object]) -> None:
+    def claim(self, owner: object, release_in_child: Callable[[], object]) -> None:
         """Note that the Checkpointer `owner` is open. Once garbage-collected, it counts as closed.
 
-        `in_child`: Called in each forked child, which has one thread and may hold any lock.
+        `release_in_child`: Called in each forked child, which has one thread and may hold any lock.
         """
-        self._owner, self._let_go = weakref.ref(owner), in_child
+        self._owner, self._release_in_child = weakref.ref(owner), release_in_child
         _seats.append(self)
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Note that the Checkpointer is closed."""
         if self in _seats:
             _seats.remove(self)
 
-    def refusal(self, call: str) -> ConfigError:
+    def fork_error(self, call: str) -> ConfigError:
         """Return the error of `call` in a forked child, where no thread of the Checkpointer lives."""
         return ConfigError(
             f"{call} in process {os.getpid()}, a forked child of training process {self.process}: {self} works in "
@@ -90,12 +90,12 @@ def claim_port(port: StagerPort) -> None:
 def _script_location() -> str:
     """Return the place of the script's call, such as `train.py:45`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_between(Path(frame.f_code.co_filename)):
+    while frame.f_back is not None and _is_internal_file(Path(frame.f_code.co_filename)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _is_between(file: Path) -> bool:
+def _is_internal_file(file: Path) -> bool:
     """Whether the file belongs to holdfast, or to the compiler that is kept out of it (opaque.py)."""
     return file.is_relative_to(_PACKAGE) or file.parent.name == "_dynamo"
 

@@ -14,14 +14,14 @@ def start_line(
     config: TrainerConfig, *, every: int | None, store_url: str, attempt: int, stagers: int, fresh: bool
 ) -> str:
     """Return the line. `every`: Steps between two checkpoints; None: `auto`; 0: only `save()` takes any."""
-    where = _through_stagers(config, store_url, stagers) if stagers else _in_tiers(config, store_url)
+    where = _stagers_text(config, store_url, stagers) if stagers else _tiers_text(config, store_url)
     begins = "; starts from scratch, because the script says fresh=True" if fresh else ""
     return (
-        f"holdfast saves {_how_often(config, every)} {where} (attempt {attempt}){begins}; {_watched(config)}"
+        f"holdfast saves {_interval_text(config, every)} {where} (attempt {attempt}){begins}; {_watch_text(config)}"
     )
 
 
-def _how_often(config: TrainerConfig, every: int | None) -> str:
+def _interval_text(config: TrainerConfig, every: int | None) -> str:
     if every is None:
         return (
             f"as often as takes at most {config.overhead_max * 100:g} % of the time, at least every "
@@ -32,7 +32,7 @@ def _how_often(config: TrainerConfig, every: int | None) -> str:
     return "every step" if every == 1 else f"every {every} steps"
 
 
-def _through_stagers(config: TrainerConfig, store_url: str, stagers: int) -> str:
+def _stagers_text(config: TrainerConfig, store_url: str, stagers: int) -> str:
     stager = "the stager" if config.stager is None else f"the stager {config.stager}"
     if len(config.stagers) > 1:
         stager = f"the stagers {', '.join(config.stagers)}"
@@ -46,11 +46,11 @@ def _through_stagers(config: TrainerConfig, store_url: str, stagers: int) -> str
     return f"to {store_url} through {stager}{beside}"
 
 
-def _in_tiers(config: TrainerConfig, store_url: str) -> str:
+def _tiers_text(config: TrainerConfig, store_url: str) -> str:
     return f"in {', '.join(config.tiers)} alone and not to {store_url}"
 
 
-def _watched(config: TrainerConfig) -> str:
+def _watch_text(config: TrainerConfig) -> str:
     if not config.watch:
         return "watches for no preemption notices"
     names = [name.upper() if name in _SIGNALS else name for name in config.watch]

@@ -29,7 +29,7 @@ class TransferState(Enum):
     FAILED = "failed"
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Whether no other state follows."""
         # A tuple: the hash of an enum is Python code, and this is asked at each turn.
         return self in (TransferState.DURABLE, TransferState.DECLINED, TransferState.FAILED)
@@ -66,14 +66,14 @@ class Transfer:
     is_share: ClassVar[bool] = False
 
     @classmethod
-    def none(cls, step: int, record: SaveRecord, reason: Reason | None = None) -> Transfer:
+    def not_sent(cls, step: int, record: SaveRecord, reason: Reason | None = None) -> Transfer:
         """A finished transfer for a step that is not sent to the stager."""
         transfer = cls(step, record, TransferState.DECLINED, reason)
         for event in (transfer.released, transfer.settled, transfer.ended):
             event.set()
         return transfer
 
-    def reach(self, state: TransferState, reason: Reason | None = None) -> None:
+    def set_state(self, state: TransferState, reason: Reason | None = None) -> None:
         """Note that the transfer is in `state`. Link's thread, or before the transfer is handed over."""
         if self.state.final:
             return
@@ -98,7 +98,7 @@ class Transfer:
         """Note that the source is not read any more. Threads as for `reach`."""
         self.released.set()
 
-    def last_words(self) -> dict[str, Any]:
+    def final_message(self) -> dict[str, Any]:
         """Return the body of the message to the stager after the last frame."""
         body = self.record.to_json()
         if self.fingerprints:

@@ -35,7 +35,7 @@ def whole_number(
     Raises:
         HoldfastError: The class `error`: `value` is no whole number, or below `least`, or above `most`.
     """
-    found = _index(value)
+    found = _as_index(value)
     if found is not None and (least is None or found >= least) and (most is None or found <= most):
         return found
     bounds = "" if least is None else f" of at least {least}"
@@ -43,7 +43,7 @@ def whole_number(
         bounds += f" and at most {most}" if bounds else f" of at most {most}"
     raise error(
         f"{name}: expected a whole number{bounds} (an int, a NumPy integer or a 0-dim integer tensor), "
-        f"got {shown(value)}{f'; {advice}' if advice else ''}"
+        f"got {describe_value(value)}{f'; {advice}' if advice else ''}"
     )
 
 
@@ -57,7 +57,7 @@ def step_number(value: Any, call: str) -> int:
     )
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a short text for messages: the type, and the value as far as it can be printed."""
     try:
         text = repr(value)
@@ -66,7 +66,7 @@ def shown(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'}"
 
 
-def _index(value: Any) -> int | None:
+def _as_index(value: Any) -> int | None:
     if isinstance(value, bool):  # True is 1 for Python, and a mistake here
         return None
     if isinstance(value, torch.Tensor) and (value.dim() > 0 or value.dtype is torch.bool):

@@ -18,8 +18,8 @@ from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
 from holdfast.store import open_store
 from operator_side.drill.compare import compare, constants
-from operator_side.drill.drill_run import DrillRun, Setup, wait_until
-from operator_side.drill.findings import ExecutedKill, examine
+from operator_side.drill.drill_run import DrillRun, DrillSetup, sleep_briefly
+from operator_side.drill.findings import ExecutedKill, examine_kills
 from operator_side.drill.kill_plan import Kill, KillTarget
 from operator_side.drill.run_drill import run_with_kills
 
@@ -52,7 +52,7 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
         _setup(folder, "undisturbed", epochs, width), folder / "undisturbed", kills=0
     ) as undisturbed:
         while not undisturbed.look()[0]:
-            wait_until(deadline)
+            sleep_briefly(deadline)
     kills = _kills(epochs)
     progress(f"killed {len(kills)} times")
     with DrillRun(_setup(folder, "killed", epochs, width), folder / "killed", kills=len(kills)) as killed:
@@ -66,10 +66,10 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     return _figures(folder, undisturbed, killed, struck)
 
 
-def _setup(folder: Path, name: str, epochs: int, width: int) -> Setup:
+def _setup(folder: Path, name: str, epochs: int, width: int) -> DrillSetup:
     out = str(folder / f"{name}.jsonl")
     command = [sys.executable, "-m", "benchmarks.accuracy_rank", out, str(epochs), str(width)]
-    return Setup(command, _RANKS, _SETTINGS)
+    return DrillSetup(command, _RANKS, _SETTINGS)
 
 
 def _kills(epochs: int) -> list[Kill]:
@@ -86,7 +86,7 @@ def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list
     files = compare(open_store(str(undisturbed.store)), open_store(str(killed.store)))
     constant = constants(files, struck[0].kill.after_step)  # generators that the job neither seeds nor uses
     differ = [str(each) for one in files for each in one.differs if each.path not in constant]
-    findings = examine(
+    findings = examine_kills(
         struck,
         diary=killed.said["diary"],
         events=killed.said["events"],

@@ -29,10 +29,10 @@ from benchmarks.grid import Grid
 from benchmarks.run_profile import run_profile, started
 from benchmarks.supervised import Program
 from holdfast.policy.interval import best_interval
-from operator_side.simulate.profiles import Measured, TrainingProfile
+from operator_side.simulate.profiles import MeasuredCosts, TrainingProfile
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import SECOND_US, microseconds
-from operator_side.simulate.trace_windows import cut
+from operator_side.simulate.trace_windows import cut_windows
 from operator_side.simulate.traces import Trace
 
 __all__ = ["PARTS", "WAYS", "grids", "measure", "split"]
@@ -100,7 +100,7 @@ def _round(program: Program, folders: jobs.Folders, number: int, options: Option
 
 def _together(costs: dict[str, TrainingProfile]) -> TrainingProfile:
     """Merge all ways into one profile with the same iteration and restart, as these do not depend on the way."""
-    strategies: dict[str, Measured] = {way: of.strategies[way] for way, of in costs.items()}
+    strategies: dict[str, MeasuredCosts] = {way: of.strategies[way] for way, of in costs.items()}
     return TrainingProfile(
         source="a run without a kill and one kill, for each way",
         iteration_seconds=statistics.median(of.iteration_seconds for of in costs.values()),
@@ -169,7 +169,7 @@ def predicted(profile: TrainingProfile, way: str, every: int, trace: Trace) -> d
     launch_us = microseconds(profile.restart_seconds)
     job = TrainingJob(_RANKS, _RANKS, microseconds(profile.iteration_seconds), launch_us)
     strategy = profile.strategies[way].strategy(way)
-    windows = cut(trace, length_us=trace.end_us, offsets=1, rng=np.random.default_rng(0))
+    windows = cut_windows(trace, length_us=trace.end_us, offsets=1, rng=np.random.default_rng(0))
     outcome = replay(job, [StrategyLane(strategy, every)], windows)
     assert trace.end_us > launch_us, f"a trace of {trace.end_us / SECOND_US:g} s ends before the first launch"
     return split_of(outcome, 0, job, strategy, windows.length_us, first_us=launch_us)

@@ -22,7 +22,7 @@ from operator_side.simulate.profiles import TrainingProfile, load_profile, measu
 from operator_side.simulate.replay import ReplayOutcome, StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, Strategy, microseconds
 from operator_side.simulate.study import goodput, make_lanes, total_times
-from operator_side.simulate.trace_windows import TraceWindows, cut, poisson
+from operator_side.simulate.trace_windows import TraceWindows, cut_windows, poisson_windows
 from operator_side.simulate.traces import read_trace
 
 __all__ = ["EFFECTIVE", "PUBLISHED", "TENTH", "TRACE_VARIABLE", "best", "effective", "grids", "measure", "split_of"]
@@ -85,9 +85,9 @@ def _windows(path: Path | None, samples: int) -> tuple[int, TraceWindows]:
     length_us = round(_LOSSES_HOURS / 2 * HOUR_US)
     if path is not None:
         trace = read_trace(path)
-        return trace.count_max, cut(trace, length_us=trace.end_us // 2, offsets=samples, rng=rng)
+        return trace.count_max, cut_windows(trace, length_us=trace.end_us // 2, offsets=samples, rng=rng)
     mtbf_us = round(_LOSSES_HOURS / _LOSSES * HOUR_US)
-    return _NODES, poisson(
+    return _NODES, poisson_windows(
         nodes=_NODES, mtbf_us=mtbf_us, provision_us=0, length_us=length_us, samples=samples, rng=rng
     )
 
@@ -107,7 +107,7 @@ def effective(profile: TrainingProfile, mtbf_hours: float, samples: int) -> list
     job = TrainingJob(
         _NODES, _NODES, *map(microseconds, (profile.iteration_seconds, profile.restart_seconds))
     )
-    windows = poisson(
+    windows = poisson_windows(
         nodes=_NODES,
         mtbf_us=round(mtbf_hours * HOUR_US),
         provision_us=0,

@@ -29,7 +29,7 @@ from benchmarks.supervised import Attempt, Program, Supervised
 from operator_side.simulate.profiles import TrainingProfile
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import SECOND_US, microseconds
-from operator_side.simulate.trace_windows import cut
+from operator_side.simulate.trace_windows import cut_windows
 from operator_side.simulate.traces import Trace, read_trace
 
 __all__ = [
@@ -128,7 +128,7 @@ def predicted(profile: TrainingProfile, trace: Trace, every: int) -> dict[str, A
     job = TrainingJob(
         _RANKS, _RANKS, microseconds(profile.iteration_seconds), microseconds(profile.restart_seconds)
     )
-    windows = cut(trace, length_us=trace.end_us, offsets=1, rng=np.random.default_rng(0))
+    windows = cut_windows(trace, length_us=trace.end_us, offsets=1, rng=np.random.default_rng(0))
     outcome = replay(job, [StrategyLane(profile.strategies["holdfast"].strategy("holdfast"), every)], windows)
     return {
         "useful": int(outcome.useful[0, 0]),

@@ -18,7 +18,7 @@ from benchmarks.gpu.measured import Measured, Sizes
 from benchmarks.gpu.shared import Shared, gb_per_second
 from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_plan import Router, SlicePlan
-from trainer_side.save.device_stream import empty, stream_of
+from trainer_side.save.device_stream import free_storage, stream_of
 from trainer_side.save.host_memory import locked_buffer
 from trainer_side.save.staging import CopyEngine, Staging
 from trainer_side.state.skeleton import capture, plan
@@ -74,7 +74,7 @@ def _mirror_memory(sizes: Sizes) -> dict[str, float]:
         memory = lane.on_device(sizes.copy_bytes)
         taken.append(time.perf_counter() - begun)
         begun = time.perf_counter()
-        empty(memory)
+        free_storage(memory)
         given_back.append(time.perf_counter() - begun)
     return {
         f"{name}_ms_per_gb": round(1e3 * statistics.median(seconds[_WARM_UP:]) / (sizes.copy_bytes / 1e9), 4)

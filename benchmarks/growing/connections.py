@@ -28,7 +28,7 @@ from holdfast.image.manifest import EntryRecord, Manifest
 from holdfast.ring.pages import aligned_buffer
 from holdfast.store import open_store
 from holdfast.store.base import Store, Upload
-from holdfast.store.concurrency import REQUESTS_MAX, ConcurrencyLimit, writing
+from holdfast.store.concurrency import REQUESTS_MAX, ConcurrencyLimit, write_limit
 
 __all__ = ["SINKS", "connections"]
 
@@ -67,11 +67,11 @@ def connections(speed: SinkSpeed, seconds: float) -> dict[str, dict[str, float]]
         url = f"s3://sink-{port}/run"  # a new name, for which no number of connections is known
         store = open_store(url)
         ways: dict[str, Callable[[Callable[[int], None]], None]] = {
-            f"sent, {_BEFORE} connections": lambda count: _send(store, writing(url, _BEFORE), count),
+            f"sent, {_BEFORE} connections": lambda count: _send(store, write_limit(url, _BEFORE), count),
             f"sent, {REQUESTS_MAX} connections": lambda count: _send(
-                store, writing(url, REQUESTS_MAX), count
+                store, write_limit(url, REQUESTS_MAX), count
             ),
-            "sent": lambda count: _send(store, writing(url), count),
+            "sent": lambda count: _send(store, write_limit(url), count),
             "read back": lambda count: _read_back(store, count),
         }
         for name, way in ways.items():

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings
 
 from holdfast import errors
 from holdfast.command.cli import cli
-from holdfast.command.settings import format_default, meanings
+from holdfast.command.settings import format_default, setting_descriptions
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
 
@@ -130,7 +130,7 @@ def _default(option: click.Option) -> str:
 
 
 def _settings(title: str, config: type[BaseSettings], names: Any, *, level: int = 2) -> str:
-    described = meanings(config)
+    described = setting_descriptions(config)
     rows = [
         f"| `{name}` | {_cell_of_default(config, name)} | `{_variable(name)}` | {_cell(described[name])} |"
         for name in names

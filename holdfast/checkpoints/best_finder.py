@@ -31,10 +31,10 @@ class BestFinder:
 
     def __init__(self, metric: str | None = None, mode: BestMode | None = None) -> None:
         self._metric, self._mode = metric, mode
-        self._seen: list[_Rated] = []
+        self._rated: list[_Rated] = []
         self._recorded: list[BestRule] = []
 
-    def see(self, item: CatalogItem) -> None:
+    def add(self, item: CatalogItem) -> None:
         """Add one checkpoint. A bad or damaged one is never best."""
         manifest = item.manifest
         if manifest is None:
@@ -42,14 +42,14 @@ class BestFinder:
         if manifest.best is not None and manifest.best not in self._recorded:
             self._recorded.append(manifest.best)
         if item.is_good and manifest.metrics:
-            self._seen.append(_Rated(item.order, manifest.metrics, bool(item.caveat)))
+            self._rated.append(_Rated(item.order, manifest.metrics, bool(item.caveat)))
 
     def best(self) -> BestCheckpoint | None:
         """Return the best of all that were added; None if none has the metric, or no mode is known."""
         rule = self._rule()
         if rule is None:
             return None
-        rated = [one for one in self._seen if rule.metric in one.metrics]
+        rated = [one for one in self._rated if rule.metric in one.metrics]
         if not rated:
             return None
         first = min(rated, key=lambda one: rule.key(one.metrics, one.order, has_caveat=one.has_caveat))
@@ -57,7 +57,7 @@ class BestFinder:
 
     def none_found_error(self, where: str) -> StoreMissing | ConfigError:
         """Return the error that says why no checkpoint of the run `where` is best."""
-        return no_best_error(where, self._metric or "", [one.metrics for one in self._seen])
+        return no_best_error(where, self._metric or "", [one.metrics for one in self._rated])
 
     def _rule(self) -> BestRule | None:
         if self._metric is None:
@@ -70,15 +70,15 @@ def find_best(catalog: Catalog, metric: str, mode: BestMode | None = None) -> Ma
     `StoreMissing` if no checkpoint has this metric, naming the metrics there are; `ConfigError` if the run does not say
     which value is best.
     """
-    look, finder = catalog.look(), BestFinder(metric, mode)
-    branches = look.branches or Branches()
-    for item in look.items():
+    listing, finder = catalog.look(), BestFinder(metric, mode)
+    branches = listing.branches or Branches()
+    for item in listing.items():
         if branches.is_current(item.order):
             finder.see(item)
     best = finder.best()
     if best is None:
-        raise finder.none_found_error(look.url)
-    for item in look.items([listed for listed in look.names if listed.order.step == best.order.step]):
+        raise finder.none_found_error(listing.url)
+    for item in listing.items([listed for listed in listing.names if listed.order.step == best.order.step]):
         if item.order == best.order and item.manifest is not None:
             return item.manifest
-    raise StoreMissing(f"{look.url}: {best.order}, the best by {metric}, was removed meanwhile")
+    raise StoreMissing(f"{listing.url}: {best.order}, the best by {metric}, was removed meanwhile")

@@ -55,14 +55,14 @@ class Rewound(NamedTuple):
     reason: str = ""  # the text of `--reason`
 
     def __str__(self) -> str:
-        left_out = f", without the batches of steps {told(self.skipped)}" if self.skipped else ""
+        left_out = f", without the batches of steps {format_ranges(self.skipped)}" if self.skipped else ""
         return f"rewound from step {self.from_step} to step {self.to_step}{left_out}"
 
     def skips(self, step: int) -> bool:
         """Whether the batch of this training step is skipped."""
         return any(one.first <= step <= one.last for one in self.skipped)
 
-    def refusal(self) -> str:
+    def refusal_message(self) -> str:
         """Return why a state in which nothing can skip batches is not restored."""
         return (
             f"the run was {self}, and no object of the state can leave batches out; put the ResumableSampler or "
@@ -71,7 +71,7 @@ class Rewound(NamedTuple):
         )
 
 
-def told(ranges: Iterable[StepRange]) -> str:
+def format_ranges(ranges: Iterable[StepRange]) -> str:
     """Format ranges for people."""
     return ", ".join(map(str, sorted(ranges)))
 
@@ -102,7 +102,7 @@ class Rewind(BaseModel):
         return CheckpointId(*self.to)
 
     @property
-    def left(self) -> CheckpointId:
+    def abandoned(self) -> CheckpointId:
         return CheckpointId(*self.newest)
 
     @property
@@ -186,12 +186,12 @@ class Branches:
         if not self.rewinds:
             return ""
         made = self.rewinds[-1]
-        left_out = f", without the batches of steps {told(made.skipped)}" if made.skips else ""
+        left_out = f", without the batches of steps {format_ranges(made.skipped)}" if made.skips else ""
         reason = f" ({made.reason})" if made.reason else ""
         number = 1 + len(self.rewinds)
         return f"branch {number}: rewound from {made.left} to {made.fork}{left_out}, {made.made_at}{reason}"
 
-    def rewound(self, order: CheckpointId) -> Rewound | None:
+    def rewind_since(self, order: CheckpointId) -> Rewound | None:
         """Return the rewind since a checkpoint of the current line was written; None if there was none since.
 
         Several rewinds may follow a checkpoint older than the fork. Their ranges are in the order of skipping:

@@ -95,7 +95,7 @@ class CatalogListing:
             manifests = [info for info in manifests if step_of(info.name) == step]
         # A single manifest needs no order, so its attempt is not needed yet.
         told = len(manifests) < 2 or plain_names_are_first(store, self._objects)
-        self.names = newest_first(store, manifests, plain_names_are_first=told)
+        self.manifests = newest_first(store, manifests, plain_names_are_first=told)
         self.is_empty = not self._objects
 
     @property
@@ -114,7 +114,7 @@ class CatalogListing:
         """The manifests of `names` on the line on which training continues. Raises as `branches`."""
         branches = self.branches
         return (
-            self.names if branches is None else [one for one in self.names if branches.is_current(one.order)]
+            self.manifests if branches is None else [one for one in self.manifests if branches.is_current(one.order)]
         )
 
     def items(
@@ -127,7 +127,7 @@ class CatalogListing:
         each, in the calling thread. One that is pruned meanwhile is skipped; one that cannot be opened has that as its
         fault. Raises a retriable `StoreError`.
         """
-        todo = deque(self.names if names is None else names)
+        todo = deque(self.manifests if names is None else names)
         ahead: deque[tuple[ListedManifest, Future[bytes]]] = deque()
         width, ahead_bytes = 1, 0
         readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog")
@@ -150,7 +150,7 @@ class CatalogListing:
 
     def of_step(self, step: int) -> Sequence[CatalogItem]:
         """Return the manifests of one step, newest first. Raises `StoreError`."""
-        return list(self.items([listed for listed in self.names if listed.order.step == step]))
+        return list(self.items([listed for listed in self.manifests if listed.order.step == step]))
 
     @property
     def old_slices(self) -> str:
@@ -169,7 +169,7 @@ class CatalogListing:
         try:
             manifest = Manifest.from_bytes(read.result(), source=name)
         except DamageError as error:
-            return CatalogItem(name, attempt, step, None, str(error), self._beside(name))
+            return CatalogItem(name, attempt, step, None, str(error), self._data_file_bytes(name))
         except StoreMissing as error:
             if all(info.name != name for info in self._store.list()):  # pruned between listing and reading
                 return None
@@ -191,9 +191,9 @@ class CatalogListing:
     def _unreadable_item(self, listed: ListedManifest, error: StoreError) -> CatalogItem:
         name, (attempt, step) = listed.name, listed.order
         fault = f"{name}: the store lists it, and it cannot be opened: {error}"
-        return CatalogItem(name, attempt, step, None, fault, self._beside(name), is_unreadable=True)
+        return CatalogItem(name, attempt, step, None, fault, self._data_file_bytes(name), is_unreadable=True)
 
-    def _beside(self, name: str) -> int | None:
+    def _data_file_bytes(self, name: str) -> int | None:
         return self._sizes.get(name.removesuffix(".json") + ".pt")
 
 
@@ -207,7 +207,7 @@ class Catalog:
     def store(self) -> Store:
         return self._store
 
-    def look(self) -> CatalogListing:
+    def read_listing(self) -> CatalogListing:
         """List the run. Raises `StoreError`."""
         return CatalogListing(self._store)
 
@@ -215,7 +215,7 @@ class Catalog:
         """Yield every manifest, newest first, each read on demand. Sizes are compared, bytes are not read: restore
         checks every chunk's CRC. An unreadable one without an attempt in its name is placed as the newest attempt.
         """
-        return self.look().items()
+        return self.read_listing().items()
 
     def list(self) -> Sequence[CatalogItem]:
         """Like `newest_first`, as a list: for short runs, since a manifest may take megabytes. Raises `StoreError`."""
@@ -223,14 +223,14 @@ class Catalog:
 
     def newest_good(self) -> CatalogItem | None:
         """Return the newest checkpoint that restore may use, with a caveat or not. Reads no older manifest."""
-        look = self.look()
-        return next((item for item in look.items(look.current) if item.is_good), None)
+        listing = self.read_listing()
+        return next((item for item in listing.items(listing.current) if item.is_good), None)
 
     def highest_good_step(self) -> int | None:
         """Return the highest step that restore may use. Reads from the highest on. Raises as `newest_good`."""
-        look = self.look()
-        names = sorted(look.current, key=lambda listed: (listed.order.step, listed.order), reverse=True)
-        return next((item.step for item in look.items(names) if item.is_good), None)
+        listing = self.read_listing()
+        names = sorted(listing.current, key=lambda listed: (listed.order.step, listed.order), reverse=True)
+        return next((item.step for item in listing.items(names) if item.is_good), None)
 
     def get(self, step: int | None = None) -> Manifest:
         """Return the manifest of `step`, in its newest attempt of the current line, else of any. Without a step, return
@@ -239,53 +239,53 @@ class Catalog:
         cannot be used.
         """
         if step is not None:
-            return self._of_step(step)
-        passed: list[str] = []
+            return self._manifest_of_step(step)
+        skipped: list[str] = []
         reasons: list[str] = []
         doubted: tuple[CatalogItem, int] | None = None
-        look = self.look()
-        for item in look.items(look.current):
+        listing = self.read_listing()
+        for item in listing.items(listing.current):
             if item.is_good and not item.caveat and item.manifest is not None:
-                self._log_skipped(passed)
+                self._log_skipped(skipped)
                 return item.manifest
             if item.is_good and doubted is None:
-                doubted = item, len(passed)
-            passed.append(item.fault or item.caveat)
+                doubted = item, len(skipped)
+            skipped.append(item.fault or item.caveat)
             reasons.append(f"  {item.name}: {item.fault}")
         if doubted is not None and doubted[0].manifest is not None:
             # A checkpoint that drifted, or may be torn, is better than no checkpoint.
-            self._log_skipped(passed[: doubted[1]])
+            self._log_skipped(skipped[: doubted[1]])
             _log.warning("%s: used, as there is no other: %s", self._store.url, doubted[0].caveat)
             return doubted[0].manifest
         if reasons:
             told = "\n".join(reasons)
             raise DamageError(f"{self._store.url}: none of {len(reasons)} checkpoints can be used:\n{told}")
-        if look.names:
+        if listing.names:
             raise DamageError(
                 f"{self._store.url}: the run was rewound, and no checkpoint of its current line is left; "
                 f"`holdfast rewind {self._store.url} --to` goes back to one of an older branch"
             )
-        raise self._nothing()
+        raise self._nothing_found_error()
 
     def of_step(self, step: int) -> Sequence[CatalogItem]:
         """Return the manifests of one step, newest first, those of older branches last. Reads no other step."""
-        look = CatalogListing(self._store, step)
-        branches = look.branches
-        found = list(look.items())
+        listing = CatalogListing(self._store, step)
+        branches = listing.branches
+        found = list(listing.items())
         if branches is not None:
             found.sort(key=lambda item: not branches.is_current(item.order))
         return found
 
-    def _of_step(self, step: int) -> Manifest:
+    def _manifest_of_step(self, step: int) -> Manifest:
         objects = self._store.list()
         steps = {step_of(info.name) for info in manifests_in(objects)}
         if not steps:
-            raise self._nothing()
+            raise self._nothing_found_error()
         items = self.of_step(step) if step in steps else []
         if not items:
             near = sorted(steps - {step}, key=lambda other: (abs(other - step), other))
             if not near:  # the only one was pruned meanwhile
-                raise self._nothing()
+                raise self._nothing_found_error()
             names = ", ".join(str(other) for other in sorted(near[:_NEAR_STEPS]))
             raise StoreMissing(f"{self._store.url}: no step {step}; near it: {names}")
         for item in items:
@@ -293,12 +293,12 @@ class Catalog:
                 return item.manifest
         raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
-    def _log_skipped(self, passed: Sequence[str]) -> None:
+    def _log_skipped(self, skipped: Sequence[str]) -> None:
         """Warn of each newer checkpoint that is not used."""
-        for reason in passed:
+        for reason in skipped:
             _log.warning("%s: a checkpoint is not used: %s", self._store.url, reason)
 
-    def _nothing(self) -> StoreMissing:
+    def _nothing_found_error(self) -> StoreMissing:
         url = self._store.url
         objects: Sequence[ObjectInfo] = self._store.list()
         if objects:

@@ -85,15 +85,15 @@ def sums_of_chunk(
         if nonfinite is None:
             crc32s += crc.crc32_of_each(pieces)
         elif len(part) // len(runs) >= LARGE_BYTES:
-            nonfinite = _look(nonfinite, manifest, runs, formats, pieces, crc32s)
+            nonfinite = _hash_and_count(nonfinite, manifest, runs, formats, pieces, crc32s)
         else:
             crc32s += crc.crc32_of_each(pieces)
-            nonfinite = _count(nonfinite, manifest, runs, formats, part)
+            nonfinite = _count_nonfinite(nonfinite, manifest, runs, formats, part)
         offset += len(part)
     return ChunkSums(entries, crc32s, sizes, crc.combine_all(zip(crc32s, sizes, strict=True)), nonfinite)
 
 
-def _look(
+def _hash_and_count(
     counted: dict[int, int],
     manifest: Manifest,
     runs: Sequence[tuple[int | None, int, int]],
@@ -104,19 +104,19 @@ def _look(
     """Like `_count`, but also append each CRC-32 to `crc32s`: both are computed while a large run is in the cache."""
     is_cut = False
     for (entry, first, _), piece in zip(runs, pieces, strict=True):
-        this = None if entry is None else formats.get(entry)
-        if entry is None or this is None:
+        float_format = None if entry is None else formats.get(entry)
+        if entry is None or float_format is None:
             crc32s.append(crc.crc32(piece))
             continue
-        is_cut = is_cut or bool((first - manifest.entries[entry].offset) % this.nbytes)
-        crc32, count = crc32_and_nonfinite(piece, this)
+        is_cut = is_cut or bool((first - manifest.entries[entry].offset) % float_format.nbytes)
+        crc32, count = crc32_and_nonfinite(piece, float_format)
         crc32s.append(crc32)
         if count:
             counted[entry] = counted.get(entry, 0) + count
     return None if is_cut else counted
 
 
-def _count(
+def _count_nonfinite(
     counted: dict[int, int],
     manifest: Manifest,
     runs: Sequence[tuple[int | None, int, int]],
@@ -127,14 +127,14 @@ def _count(
     offset = runs[0][1]
     by_format: dict[FloatFormat, list[tuple[int, int, int]]] = {}
     for entry, first, stop in runs:
-        if entry is not None and (this := formats.get(entry)) is not None:
+        if entry is not None and (float_format := formats.get(entry)) is not None:
             # Files of holdfast split no number: storages and reads begin at multiples of its size.
-            if (first - manifest.entries[entry].offset) % this.nbytes:
+            if (first - manifest.entries[entry].offset) % float_format.nbytes:
                 return None
-            by_format.setdefault(this, []).append((entry, first - offset, stop - offset))
-    for this, those in by_format.items():
-        counts = count_nonfinite_of_each(part, [(first, stop) for _, first, stop in those], this)
-        for (entry, _, _), count in zip(those, counts, strict=True):
+            by_format.setdefault(float_format, []).append((entry, first - offset, stop - offset))
+    for float_format, runs_of_format in by_format.items():
+        counts = count_nonfinite_of_each(part, [(first, stop) for _, first, stop in runs_of_format], float_format)
+        for (entry, _, _), count in zip(runs_of_format, counts, strict=True):
             if count:
                 counted[entry] = counted.get(entry, 0) + count
     return counted

@@ -16,11 +16,11 @@ from collections.abc import Callable, Generator
 from concurrent import futures
 from typing import Protocol
 
-from holdfast.checkpoints.intents import Intent, discard_intent, take_back
+from holdfast.checkpoints.intents import Intent, discard_intent, undo_intent
 from holdfast.checkpoints.lease import LeasedRun
 from holdfast.checkpoints.publish import (
     ASSEMBLY,
-    Finished,
+    FinishedImage,
     ManifestFacts,
     build_manifest,
     choose_name,
@@ -39,7 +39,7 @@ from holdfast.process import available_memory_bytes
 from holdfast.ring.pages import aligned_buffer
 from holdfast.store import is_s3
 from holdfast.store.base import Upload
-from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, FailFastRequests, writing
+from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, FailFastRequests, write_limit
 
 _BUFFERS_MIN = 2  # one is filled while the other is written
 _BYTES_MAX, _MEMORY_SHARE = 4 << 30, 4  # of all parts in flight; divisor of the available memory
@@ -84,36 +84,36 @@ class ChunkFinisher:
         self._chunk_crcs.append(total)
         return total
 
-    def finished(self) -> Finished:
+    def finished_image(self) -> FinishedImage:
         """Return the facts for the manifest, after the last chunk."""
         image_crc = combine_all(
             (crc, self._layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(self._chunk_crcs)
         )
-        return Finished(self._key, self._index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs))
+        return FinishedImage(self._key, self._index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs))
 
 
 def publish_image(
-    ours: LeasedRun,
+    leased_run: LeasedRun,
     key: CheckpointId,
     image: Image,
     *,
     progress: Callable[[int], None] | None,
     facts: ManifestFacts,
 ) -> Manifest:
-    """Publish an image as a portable file, then its manifest. `ours`: the run, whose lease is checked before each
+    """Publish an image as a portable file, then its manifest. `leased_run`: the run, whose lease is checked before each
     visible change. Return the manifest as it stands in the store: durable, not read back. Raises `BusyError` if it is
     already published, and `FencedError` if the run is another's.
     """
-    store, attempt, check = ours
+    store, attempt, check = leased_run
     layout, finisher = image.layout, ChunkFinisher(key, image.layout)
-    begun = time.monotonic()
+    started = time.monotonic()
     file, write_id = choose_name(store, key, ()), f"{ASSEMBLY}{writer_id(attempt)}"
     check()
     sizes = {"nbytes": layout.image_bytes, "chunk_bytes": layout.chunk_bytes}
     upload = store.begin(file, **sizes, write_id=write_id)
     try:
         Intent.to_publish(file, upload, **sizes, write_id=write_id).write(store)
-        limit = writing(store.url) if is_s3(store.url) else ConcurrencyLimit(1)
+        limit = write_limit(store.url) if is_s3(store.url) else ConcurrencyLimit(1)
         with contextlib.closing(write_image(upload, image, finisher, limit)) as parts:
             for nbytes in parts:
                 check()
@@ -124,7 +124,7 @@ def publish_image(
     except BaseException:
         with contextlib.suppress(HoldfastError):
             upload.abort()
-            take_back(store, write_id)
+            undo_intent(store, write_id)
         raise
     reach(Point.IMAGE_NAMED)
     check()
@@ -134,7 +134,7 @@ def publish_image(
         file=file,
         write_id=write_id,
         facts=facts,
-        writer_record={"seconds": round(time.monotonic() - begun, 6)},
+        writer_record={"seconds": round(time.monotonic() - started, 6)},
     )
     manifest = publish_manifest(store, manifest)
     discard_intent(store, write_id)
@@ -164,7 +164,7 @@ def write_image(
 
         return requests.run(limit, call)
 
-    def oldest() -> int:
+    def wait_for_oldest() -> int:
         written, memory = in_flight.popleft()
         futures.wait([written])
         requests.check()
@@ -175,7 +175,7 @@ def write_image(
         try:
             for part, first in enumerate(range(0, layout.chunks, upload.part_bytes // layout.chunk_bytes)):
                 while len(in_flight) >= max(_BUFFERS_MIN, min(buffers_max, limit.width + 1)):
-                    yield oldest()
+                    yield wait_for_oldest()
                 memory = free.pop() if free else aligned_buffer(nbytes_max)
                 chunks, crcs = list[memoryview](), list[tuple[int, int]]()
                 for chunk in range(
@@ -187,6 +187,6 @@ def write_image(
                     crcs.append((finisher.finish(chunks[-1]), chunks[-1].nbytes))
                 in_flight.append((writers.submit(write, part, chunks, combine_all(crcs)), memory))
             while in_flight:
-                yield oldest()
+                yield wait_for_oldest()
         finally:
             requests.end()

@@ -114,12 +114,12 @@ def clear_intents(
         match = _NAME.fullmatch(info.name)
         if match is None or is_wanted(match[1]) or writer_attempt(match[1]) >= before_attempt:
             continue
-        file = take_back(store, match[1])
+        file = undo_intent(store, match[1])
         removed += [file] if file else []
     return removed
 
 
-def take_back(store: Store, write_id: str) -> str:
+def undo_intent(store: Store, write_id: str) -> str:
     """Remove the file of this write if it exists unlisted, and the intent; return the file's name, or ""."""
     intent = _read(store, intent_name(write_id))
     if intent is None:

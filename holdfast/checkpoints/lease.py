@@ -101,15 +101,15 @@ class _LeaseRecord(BaseModel):
     work_seconds: _Seconds = 0.0  # of this attempt
 
     @property
-    def seen(self) -> FailureCount:
+    def prior_failures(self) -> FailureCount:
         return FailureCount(self.failures, self.seen_seconds)
 
     def failures_with_own(self, *, is_over: bool) -> FailureCount:
         """Return the sums including this attempt. `is_over`: its writer is gone, so a running job counts as lost."""
         if self.work is Work.NONE:
-            return self.seen
+            return self.prior_failures
         failed = self.work is Work.LOST or (is_over and self.work is Work.RUNNING)
-        return self.seen.plus(self.work_seconds, failed=failed)
+        return self.prior_failures.plus(self.work_seconds, failed=failed)
 
     @property
     def identity(self) -> Identity:
@@ -141,7 +141,7 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.unanswered: set[str] = set()
-        self._clock, self._before = clock, before
+        self._clock, self._previous = clock, before
         self._failures = record.failures
         # Set without the lock, which a beat may hold while the store does not answer.
         self._work, self._work_since, self._work_seconds = Work.NONE, 0.0, 0.0
@@ -151,7 +151,7 @@ class Lease:
         self._lock = threading.Lock()  # a beat must not undo a release
 
     @classmethod
-    def take(
+    def acquire(
         cls,
         store: Store,
         *,
@@ -159,11 +159,11 @@ class Lease:
         sleep: Callable[[float], None] = time.sleep,
         takeover: bool = False,
         identity: Identity | None = None,
-        tried: set[str] | None = None,
+        claimed_ids: set[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> Lease:
         """Claim the run with the next attempt. `takeover`: fence the last writer without checking whether it is alive.
-        `identity`: None: this process. `tried` collects the `write_id` of each claim requested: one may exist without
+        `identity`: None: this process. `claimed_ids` collects the `write_id` of each claim requested: one may exist without
         an answer.
 
         Blocks for up to two heartbeats when the last writer was on another host and did not release its claim. Raises
@@ -171,7 +171,7 @@ class Lease:
         """
         identity = identity or Identity.of_this_process()
         for _ in range(_TAKE_ROUNDS_MAX):
-            attempts = _attempts(store)
+            attempts = _list_attempts(store)
             if attempts and not takeover:
                 _raise_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
             before = _newest_intact(store, attempts)
@@ -186,12 +186,12 @@ class Lease:
                 failures=seen.failures,
                 seen_seconds=seen.seconds,
             )
-            if tried is not None:
-                tried.add(record.write_id)
+            if claimed_ids is not None:
+                claimed_ids.add(record.write_id)
             # Read back after False: a `create` that was retried after a lost answer finds its own file. Where it is not
             # exclusive, someone may have overwritten ours, which `check` finds.
-            created = store.create(_name(record.attempt), record.to_bytes())
-            if created or _is_of(_read(store, record.attempt), record.write_id):
+            created = store.create(_claim_name(record.attempt), record.to_bytes())
+            if created or _was_written_by(_read_claim(store, record.attempt), record.write_id):
                 claim = cls(store, record, before=before, clock=clock)
                 claim.check()
                 claim._prune(attempts)
@@ -211,7 +211,7 @@ class Lease:
         return self._record.write_id
 
     @property
-    def seen(self) -> FailureCount:
+    def prior_failures(self) -> FailureCount:
         """Failures of the attempts before this one."""
         return FailureCount(self._failures, self._record.seen_seconds)
 
@@ -229,31 +229,31 @@ class Lease:
 
     def resume_work(self) -> None:
         """Continue the job of the previous claim under this one, so that it does not count as lost."""
-        before = self._before
+        before = self._previous
         if before is not None and before.attempt == self.attempt - 1 and before.work is Work.RUNNING:
             self._failures = before.failures
             self.begin_work()
 
-    def check(self, *, at_once: bool = False) -> None:
-        """Check that this process still holds the lease. Call before every visible change. `at_once`: ask the store
+    def check(self, *, without_retries: bool = False) -> None:
+        """Check that this process still holds the lease. Call before every visible change. `without_retries`: ask the store
         once, for a caller that retries by itself. Raises `FencedError` if the lease is lost, and `StoreError` if that
         is unknown.
         """
-        store, url, attempt = self._unretried_store if at_once else self._store, self._store.url, self.attempt
-        attempts = _attempts(store)
+        store, url, attempt = self._unretried_store if without_retries else self._store, self._store.url, self.attempt
+        attempts = _list_attempts(store)
         while attempts and attempts[-1] > attempt:
-            owner = _read(store, attempts[-1])
+            owner = _read_claim(store, attempts[-1])
             if owner is not None and owner.write_id in self.unanswered:
-                store.delete(_name(attempts.pop()))  # nobody writes as that attempt
+                store.delete(_claim_name(attempts.pop()))  # nobody writes as that attempt
                 continue
             who = f"process {owner.pid} on {owner.host}" if owner else "another writer"
             message = f"attempt {attempts[-1]} ({who}) took the run over; attempt {attempt} stops writing"
             raise FencedError(f"{url}: {message}; let only one job use this URL, and end the other")
-        mine = _read(store, attempt) if attempt in attempts else None
-        if not _is_of(mine, self.write_id):
+        mine = _read_claim(store, attempt) if attempt in attempts else None
+        if not _was_written_by(mine, self.write_id):
             who = f"process {mine.pid} on {mine.host} wrote over" if mine else "someone removed"
             raise FencedError(
-                f"{url}: {who} the claim {_name(attempt)} of this writer; it stops writing; see that no other job "
+                f"{url}: {who} the claim {_claim_name(attempt)} of this writer; it stops writing; see that no other job "
                 "uses this URL, then start again"
             )
 
@@ -263,7 +263,7 @@ class Lease:
             if self._record.released:
                 return
             self.check()
-            self._put(self._record.model_copy(update={"beat": self._record.beat + 1}))
+            self._write_record(self._record.model_copy(update={"beat": self._record.beat + 1}))
 
     def release(self) -> None:
         """Record that this writer has ended in order, so that the next need not wait. A failure is only logged."""
@@ -272,35 +272,35 @@ class Lease:
                 return
             try:
                 self.check()
-                self._put(self._record.model_copy(update={"released": True}))
+                self._write_record(self._record.model_copy(update={"released": True}))
             except (FencedError, StoreError) as error:
                 _log.warning("the claim on the run could not be released: %s", error)
 
-    def _put(self, record: _LeaseRecord) -> None:
+    def _write_record(self, record: _LeaseRecord) -> None:
         work = self._work  # before its seconds, which `end_work` sets first
         seconds = self._clock() - self._work_since if work is Work.RUNNING else self._work_seconds
         record = record.model_copy(update={"failures": self._failures, "work": work, "work_seconds": seconds})
-        self._store.write(_name(record.attempt), record.to_bytes())
+        self._store.write(_claim_name(record.attempt), record.to_bytes())
         self._record = record
 
     def _prune(self, older: list[int]) -> None:
         for attempt in older[: len(older) + 1 - _KEPT_CLAIMS]:
             try:
-                self._store.delete(_name(attempt))
+                self._store.delete(_claim_name(attempt))
             except StoreError as error:  # it costs a line in a listing, and the next start retries
                 _log.warning("an old claim on the run could not be removed: %s", error)
 
 
 def read_failure_count(store: Store) -> FailureCount:
     """Return the failures counted by the run's newest claim, with a running attempt's time. Raises `StoreError`."""
-    newest = _newest_intact(store, _attempts(store))
+    newest = _newest_intact(store, _list_attempts(store))
     return FailureCount() if newest is None else newest.failures_with_own(is_over=False)
 
 
 def newest_attempt(store: Store) -> int:
     """Return the highest attempt claimed or published in this run; 0 for a new run. Raises `StoreError`."""
     objects = store.list()
-    attempts = _attempts(store, objects)
+    attempts = _list_attempts(store, objects)
     if _is_newest_named(store, attempts):  # then every writer that published had a claim
         return max([*attempts, *(found.attempt for found in old_slices(objects))])
     return max([*attempts, _highest_published(store, objects)])
@@ -308,11 +308,11 @@ def newest_attempt(store: Store) -> int:
 
 def plain_names_are_first(store: Store, objects: Sequence[ObjectInfo]) -> bool:
     """Whether a manifest without an attempt in its name is of attempt 1: no older version has written to this run."""
-    return _is_newest_named(store, _attempts(store, objects))
+    return _is_newest_named(store, _list_attempts(store, objects))
 
 
 def _is_newest_named(store: Store, attempts: Sequence[int]) -> bool:
-    record = _read(store, attempts[-1]) if attempts else None
+    record = _read_claim(store, attempts[-1]) if attempts else None
     return record is not None and record.named
 
 
@@ -324,7 +324,7 @@ def _are_manifests_named(store: Store, older: Sequence[int], before: _LeaseRecor
 
 def _newest_intact(store: Store, attempts: Sequence[int]) -> _LeaseRecord | None:
     """Return the newest claim that is not damaged; counts of newer ones are lost. None without one."""
-    claims = (_read(store, attempt) for attempt in reversed(attempts))
+    claims = (_read_claim(store, attempt) for attempt in reversed(attempts))
     return next((claim for claim in claims if claim is not None), None)
 
 
@@ -332,34 +332,34 @@ def find_possibly_live_writer(store: Store, before_attempt: int) -> str:
     """Return the holder of the newest attempt before this one if it may be alive; else empty. Never waits. In the same
     place its process is looked up, whatever its claim says; elsewhere a claim that is not released counts as alive.
     """
-    older = [attempt for attempt in _attempts(store) if attempt < before_attempt]
-    record = _read(store, older[-1]) if older else None
+    older = [attempt for attempt in _list_attempts(store) if attempt < before_attempt]
+    record = _read_claim(store, older[-1]) if older else None
     mine = Identity.of_this_process()
     if record is None or record.identity == mine:
         return ""
     lives = record.identity.is_running() if mine.shares_pid_namespace(record.identity) else not record.released
-    return _holder(record) if lives else ""
+    return _describe_holder(record) if lives else ""
 
 
 def find_local_writer(store: Store) -> str:
     """Return another process in this place that has claimed the run, released or not, and is running; else empty."""
     mine = Identity.of_this_process()
-    for attempt in reversed(_attempts(store)):
-        record = _read(store, attempt)
+    for attempt in reversed(_list_attempts(store)):
+        record = _read_claim(store, attempt)
         if record is None or record.identity == mine or not mine.shares_pid_namespace(record.identity):
             continue
         if record.identity.is_running():
-            return _holder(record)
+            return _describe_holder(record)
     return ""
 
 
-def _holder(record: _LeaseRecord) -> str:
+def _describe_holder(record: _LeaseRecord) -> str:
     return f"process {record.pid} on {record.host} (attempt {record.attempt})"
 
 
 def claim_attempt(store: Store, attempt: int) -> bool:
     """Claim this attempt for a job without a lease, so that later attempts are higher. False: it was taken."""
-    older = [one for one in _attempts(store) if one < attempt]
+    older = [one for one in _list_attempts(store) if one < attempt]
     before = _newest_intact(store, older)
     seen = FailureCount() if before is None else before.failures_with_own(is_over=True)
     record = _LeaseRecord(
@@ -373,14 +373,14 @@ def claim_attempt(store: Store, attempt: int) -> bool:
         failures=seen.failures,
         seen_seconds=seen.seconds,
     )
-    return store.create(_name(attempt), record.to_bytes()) or _is_of(_read(store, attempt), record.write_id)
+    return store.create(_claim_name(attempt), record.to_bytes()) or _was_written_by(_read_claim(store, attempt), record.write_id)
 
 
-def _name(attempt: int) -> str:
+def _claim_name(attempt: int) -> str:
     return f".holdfast/writer-{attempt:06d}.json"
 
 
-def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list[int]:
+def _list_attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list[int]:
     """Return all claimed attempts that still have a file, ascending. A number far above all others is not ours: it
     might leave no number for the next writer.
     """
@@ -416,9 +416,9 @@ def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
     return highest
 
 
-def _read(store: Store, attempt: int) -> _LeaseRecord | None:
+def _read_claim(store: Store, attempt: int) -> _LeaseRecord | None:
     """Return the claim of this attempt; None if it is gone or damaged."""
-    name = _name(attempt)
+    name = _claim_name(attempt)
     reason = "its CRC-32 does not hold"
     try:
         body = unseal(store.read(name, _CLAIM_BYTES_MAX), _CRC_FIELD)
@@ -447,7 +447,7 @@ def _read(store: Store, attempt: int) -> _LeaseRecord | None:
     return record
 
 
-def _is_of(record: _LeaseRecord | None, write_id: str) -> bool:
+def _was_written_by(record: _LeaseRecord | None, write_id: str) -> bool:
     return record is not None and record.write_id == write_id
 
 
@@ -455,7 +455,7 @@ def _raise_if_alive(
     store: Store, attempt: int, identity: Identity, heartbeat_seconds: float, sleep: Callable[[float], None]
 ) -> None:
     """Raise `FencedError` if the writer of claim `attempt` is alive."""
-    first = _read(store, attempt)
+    first = _read_claim(store, attempt)
     if first is None or first.released:
         return
     if identity.shares_pid_namespace(first.identity):
@@ -473,7 +473,7 @@ def _raise_if_alive(
     )
     for _ in range(2 * _LOOKS_PER_HEARTBEAT):
         sleep(interval_seconds / _LOOKS_PER_HEARTBEAT)
-        now = _read(store, attempt)
+        now = _read_claim(store, attempt)
         if now is None or now.released:
             return
         if now.beat != first.beat:

@@ -44,7 +44,7 @@ def manifests_in(objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
 
 def step_of(name: str) -> int:
     """Return the step in the name of a manifest."""
-    return _parts(name)[0]
+    return _parse_name(name)[0]
 
 
 def newest_first(
@@ -52,36 +52,36 @@ def newest_first(
 ) -> Sequence[ListedManifest]:
     """Return the manifests in a listing, newest first. `plain_names_are_first`: a plain name means attempt 1 (see `lease`)."""
     listed = manifests_in(objects)
-    told: dict[str, int | None] = {}
-    unsaid = []
+    attempts: dict[str, int | None] = {}
+    unknown = []
     for info in listed:
-        attempt = _parts(info.name)[1]
+        attempt = _parse_name(info.name)[1]
         if attempt is None and not plain_names_are_first:
-            unsaid.append(info)
+            unknown.append(info)
         else:
-            told[info.name] = attempt or 1
-    told |= dict(zip((info.name for info in unsaid), _read_attempts(store, unsaid), strict=True))
-    newest = max((attempt for attempt in told.values() if attempt is not None), default=0)
+            attempts[info.name] = attempt or 1
+    attempts |= dict(zip((info.name for info in unknown), _read_attempts(store, unknown), strict=True))
+    newest = max((attempt for attempt in attempts.values() if attempt is not None), default=0)
     found = [
         ListedManifest(
-            CheckpointId(newest if (said := told[info.name]) is None else said, step_of(info.name)), *info
+            CheckpointId(newest if (known := attempts[info.name]) is None else known, step_of(info.name)), *info
         )
         for info in listed
     ]
     return sorted(found, reverse=True)
 
 
-def _parts(name: str) -> tuple[int, int | None]:
+def _parse_name(name: str) -> tuple[int, int | None]:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1]), None if match[2] is None else int(match[2])
 
 
-def _read_attempts(store: Store, unsaid: Sequence[ObjectInfo]) -> Iterator[int | None]:
-    if not unsaid:
+def _read_attempts(store: Store, unknown: Sequence[ObjectInfo]) -> Iterator[int | None]:
+    if not unknown:
         return
-    with ThreadPoolExecutor(min(_READERS, len(unsaid)), thread_name_prefix="catalog") as readers:
-        yield from readers.map(lambda info: _read_attempt(store, info), unsaid)
+    with ThreadPoolExecutor(min(_READERS, len(unknown)), thread_name_prefix="catalog") as readers:
+        yield from readers.map(lambda info: _read_attempt(store, info), unknown)
 
 
 def _read_attempt(store: Store, info: ObjectInfo) -> int | None:

@@ -33,7 +33,7 @@ class ManifestFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedImage:
     """The facts for the manifest about a checkpoint's bytes, all of which are in the store."""
 
     key: CheckpointId
@@ -48,7 +48,7 @@ def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     uploads in flight. The first attempt of a run has plain names, each later one carries its number. Raises
     `BusyError`: this step of this attempt is published, or foreign files have its names.
     """
-    names = names_of(key)
+    names = candidate_names(key)
     for name in names:
         # The manifest first: a published step gives an error of its own.
         if _has_manifest(store, name, key) or name in taken or exists(store, name):
@@ -60,7 +60,7 @@ def choose_name(store: Store, key: CheckpointId, taken: Collection[str]) -> str:
     )
 
 
-def names_of(key: CheckpointId) -> tuple[str, ...]:
+def candidate_names(key: CheckpointId) -> tuple[str, ...]:
     """Return the names that a checkpoint may have, in order; later ones are for when strangers have the first."""
     plain, numbered = step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)
     zero = numbered.replace("-a", "-a0")
@@ -71,12 +71,12 @@ def _has_manifest(store: Store, file: str, key: CheckpointId) -> bool:
     """Whether this file's manifest name is taken. Raises `BusyError` if the manifest is of this very checkpoint."""
     name = manifest_name(file)
     try:
-        there = Manifest.from_bytes(store.read(name), source=name)
+        existing = Manifest.from_bytes(store.read(name), source=name)
     except StoreMissing:
         return False
     except DamageError:
         return True
-    if there.order == key and there.state is not State.BAD:
+    if existing.order == key and existing.state is not State.BAD:
         raise BusyError(f"{store.url}: {key} is already published; a step is saved once per attempt")
     return True
 
@@ -97,17 +97,17 @@ def publish_manifest(store: Store, manifest: Manifest) -> Manifest:
     if store.create(name, manifest.to_bytes()):
         return manifest
     try:
-        there = Manifest.from_bytes(store.read(name), source=name)
+        existing = Manifest.from_bytes(store.read(name), source=name)
     except StoreMissing as error:
         raise StoreError(f"{store.url}/{name}: was removed while it was written", retriable=True) from error
     except DamageError as error:
         raise BusyError(f"{store.url}/{name}: something else stands there already: {error}") from error
-    if there.write_id != manifest.write_id:
+    if existing.write_id != manifest.write_id:
         raise BusyError(
-            f"{store.url}/{name}: is the manifest of write {there.write_id}, attempt {there.attempt}; this is write "
+            f"{store.url}/{name}: is the manifest of write {existing.write_id}, attempt {existing.attempt}; this is write "
             f"{manifest.write_id}, attempt {manifest.attempt}, which stays unlisted"
         )
-    return there
+    return existing
 
 
 ASSEMBLY = "assemble-"
@@ -128,7 +128,7 @@ def writer_attempt(write_id: str) -> int:
 
 
 def build_manifest(
-    image: Finished,
+    image: FinishedImage,
     *,
     run: str,
     file: str,

@@ -22,12 +22,12 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.publish import Finished
+from holdfast.checkpoints.publish import FinishedImage
 from holdfast.errors import DamageError, PeerLost, ProtocolError, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.share_sums import ShareSums, combined
+from holdfast.image.share_sums import ShareSums, combine_sums
 from holdfast.image.shares import WRITERS_MAX, ImageShare, Shares
 from holdfast.sealed import seal, unseal
 from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo, Store, Upload
@@ -81,7 +81,7 @@ class ShareStart(_Record):
                 "stager, or a store on S3 or in a directory"
             )
         return cls(
-            **_who(key),
+            **_record_fields(key),
             file=file,
             write_id=write_id,
             token=upload.token,
@@ -92,7 +92,7 @@ class ShareStart(_Record):
             count=share.shares.count,
         )
 
-    def complaint(self, layout: Layout, shares: Shares) -> str:
+    def describe_mismatch(self, layout: Layout, shares: Shares) -> str:
         """Return how it differs from what another writer expects; empty if it does not."""
         expected = {
             "image_bytes": layout.image_bytes,
@@ -108,7 +108,7 @@ class ShareStart(_Record):
         ]
         return "; ".join(wrong)
 
-    def begun(self, crc32s: dict[int, int] | None = None) -> InterruptedUpload:
+    def interrupted_upload(self, crc32s: dict[int, int] | None = None) -> InterruptedUpload:
         """Return the upload, for `Store.resume`. `crc32s`: of its parts, as far as they are known."""
         return InterruptedUpload(self.image_bytes, self.part_bytes, self.write_id, self.token, crc32s or {})
 
@@ -121,9 +121,9 @@ class _ShareRecord(_Record):
 
     def require_same_write(self, start: ShareStart, index: int) -> None:
         """Raise `ProtocolError` if it belongs to another write, another checkpoint or another share."""
-        said = (*self.key, self.write_id, self.index, self.count)
+        actual = (*self.key, self.write_id, self.index, self.count)
         expected = (*start.key, start.write_id, index, start.count)
-        if said != expected:
+        if actual != expected:
             raise ProtocolError(
                 f"{start.key}: what share {index + 1} of {start.count} left in the store is of {self.key}, write "
                 f"{self.write_id[:80]}, share {self.index + 1} of {self.count}; expected write {start.write_id}: "
@@ -190,7 +190,7 @@ class ShareRecords:
 
     def put_crcs(self, start: ShareStart, share: ImageShare, entry_crcs: Sequence[int]) -> None:
         """Publish the CRCs of a share, all bytes of which are verified. May be called again."""
-        record = ShareCrcs(**_of(start, share), entry_crcs=tuple(entry_crcs))
+        record = ShareCrcs(**_share_fields(start, share), entry_crcs=tuple(entry_crcs))
         self._write(f"crcs-{share.index + 1}", record)
 
     def crcs(self, start: ShareStart, index: int) -> ShareCrcs | None:
@@ -210,8 +210,8 @@ class ShareRecords:
         record: dict[str, Any],
     ) -> ShareSeal:
         """Seal a share that is written. May be called again. Call after `require_not_voided`, in the same process."""
-        made = ShareSeal(
-            **_of(start, share),
+        sealed = ShareSeal(
+            **_share_fields(start, share),
             entry_crcs=sums.entry_crcs,
             layout_digest=start.layout_digest,
             first_chunk=share.chunks.start,
@@ -219,32 +219,32 @@ class ShareRecords:
             staged_at_unix=staged_at_unix,
             record=record,
         )
-        self._write(f"seal-{share.index + 1}", made)
-        return made
+        self._write(f"seal-{share.index + 1}", sealed)
+        return sealed
 
     def require_not_voided(self, index: int) -> None:
         """Raise `PeerLost` if a writer of this share, which has died since, gave the checkpoint up."""
         void = self._read_void(f"seal-{index + 1}")
         if void is not None:
-            raise voided(void)
+            raise voided_error(void)
 
     def seal(self, start: ShareStart, index: int) -> ShareSeal | None:
         """Return a share's seal; None: not written yet. Raises `PeerLost`: given up; `ProtocolError`: another write."""
         found = self._read(f"seal-{index + 1}", _SEAL_OR_VOID)
         if isinstance(found, ShareVoid):
-            raise voided(found)
+            raise voided_error(found)
         if found is not None:
             found.require_same_write(start, index)
         return found
 
     def put_void(self, index: int, reason: str) -> bool:
         """Give the checkpoint up; the first reason stays. False: share `index` is sealed, and not ours to undo."""
-        void = ShareVoid(**_who(self.key), index=index, reason=reason[:_REASON_CHARACTERS_MAX])
+        void = ShareVoid(**_record_fields(self.key), index=index, reason=reason[:_REASON_CHARACTERS_MAX])
         name = f"seal-{index + 1}"
         if index == 0:
             self._write(name, void)
         # Some servers ignore that a creation is exclusive, so look first.
-        elif self._read_void(name) is None and (self._is_there(name) or not self._create(name, void)):
+        elif self._read_void(name) is None and (self._exists(name) or not self._create(name, void)):
             return False
         self._create("void", void)
         return True
@@ -264,7 +264,7 @@ class ShareRecords:
     def _create(self, name: str, record: _Record) -> bool:
         return self._store.create(self._prefix + name, seal(record.model_dump_json().encode(), _CRC_FIELD))
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         try:
             self._store.size(self._prefix + name)
         except StoreMissing:
@@ -300,7 +300,7 @@ class ShareRecords:
 
 def combine_seals(
     start: ShareStart, seals: Sequence[ShareSeal], index: LayoutIndex, shares: Shares
-) -> Finished:
+) -> FinishedImage:
     """Return the facts about an image whose shares are all sealed. `seals`: of each share, in order.
 
     Raises:
@@ -309,15 +309,15 @@ def combine_seals(
     for number, one in enumerate(seals):
         one.require_same_write(start, number)
         chunks = shares.chunks_of(number)
-        said = (one.layout_digest, one.first_chunk, len(one.chunk_crcs))
-        if said != (index.layout.digest, chunks.start, len(chunks)):
+        actual = (one.layout_digest, one.first_chunk, len(one.chunk_crcs))
+        if actual != (index.layout.digest, chunks.start, len(chunks)):
             raise ProtocolError(
-                f"{start.key}: share {number + 1} of {shares.count} on {one.host} sealed {said[2]} chunks from chunk "
-                f"{said[1]} of layout {said[0][:12]}, expected {len(chunks)} from {chunks.start} of "
+                f"{start.key}: share {number + 1} of {shares.count} on {one.host} sealed {actual[2]} chunks from chunk "
+                f"{actual[1]} of layout {actual[0][:12]}, expected {len(chunks)} from {chunks.start} of "
                 f"{index.layout.digest[:12]}; nothing is published"
             )
-    sums = combined(index.layout, shares, [ShareSums(one.chunk_crcs, one.entry_crcs) for one in seals])
-    return Finished(start.key, index, *sums)
+    sums = combine_sums(index.layout, shares, [ShareSums(one.chunk_crcs, one.entry_crcs) for one in seals])
+    return FinishedImage(start.key, index, *sums)
 
 
 def list_share_objects(objects: Sequence[ObjectInfo]) -> dict[CheckpointId, list[str]]:
@@ -330,18 +330,18 @@ def list_share_objects(objects: Sequence[ObjectInfo]) -> dict[CheckpointId, list
     return dict(sorted(found.items()))
 
 
-def voided(void: ShareVoid) -> PeerLost:
+def voided_error(void: ShareVoid) -> PeerLost:
     """Return the error for a flusher that finds its checkpoint given up."""
     return PeerLost(f"{void.key}: share {void.index + 1}, on {void.host}, gave it up: {void.reason}")
 
 
-def _who(key: CheckpointId) -> dict[str, Any]:
+def _record_fields(key: CheckpointId) -> dict[str, Any]:
     return {"attempt": key.attempt, "step": key.step, "host": Identity.of_this_process().host[:1024]}
 
 
-def _of(start: ShareStart, share: ImageShare) -> dict[str, Any]:
+def _share_fields(start: ShareStart, share: ImageShare) -> dict[str, Any]:
     return {
-        **_who(start.key),
+        **_record_fields(start.key),
         "write_id": start.write_id,
         "index": share.index,
         "count": share.shares.count,

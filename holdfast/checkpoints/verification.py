@@ -34,7 +34,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import aligned_buffer
 from holdfast.store.base import Store
-from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, FailFastRequests, reading
+from holdfast.store.concurrency import ConcurrencyLimit, LimitedRequest, FailFastRequests, read_limit
 from holdfast.store.ranged import RangedFile
 
 _log = logging.getLogger("holdfast.verify")
@@ -133,7 +133,7 @@ def verify_file(
         return report(Damage("file", shorter, longer - shorter, *lengths, tensors))
     found = _DamageFinder(manifest)
     try:
-        limit = reading(store.url, threads)
+        limit = read_limit(store.url, threads)
         with closing(_chunk_sums(store, manifest, limit, buffer_bytes)) as chunks:
             for chunk, sums in enumerate(chunks):
                 found.add(chunk, sums)
@@ -173,14 +173,14 @@ def _chunk_sums(
             if sums.crc32 == manifest.chunk_crc32s[chunk]:
                 return sums
             # A byte may have changed only on its way here; damage in the store is the same in every read.
-            again = sums_of_chunk(store, manifest, chunk, (bounds, formats), buffer)
-            if again.crc32 == manifest.chunk_crc32s[chunk]:
+            reread = sums_of_chunk(store, manifest, chunk, (bounds, formats), buffer)
+            if reread.crc32 == manifest.chunk_crc32s[chunk]:
                 _log.warning(
                     "%s: chunk %d was read wrong once and right the next time: the path from the store damages bytes",
                     manifest.file,
                     chunk,
                 )
-            return again
+            return reread
 
     # Results that wait for earlier ones are small, and threads above the limit wait.
     with ThreadPoolExecutor(min(limit.most, chunks), thread_name_prefix="verify") as readers:
@@ -250,17 +250,17 @@ class _DamageFinder:
         if not bad_entries and not self._bad_chunks and self._image_crc32 == manifest.image_crc32:
             return []
         found: list[Damage] = []
-        named = _TensorIndex(manifest)
+        tensor_index = _TensorIndex(manifest)
         for chunk, got in self._bad_chunks:
             offset, nbytes = chunk * manifest.chunk_bytes, bytes_of_chunk(manifest, chunk)
-            tensors = named.between(offset, offset + nbytes, only=bad_entries)
+            tensors = tensor_index.between(offset, offset + nbytes, only=bad_entries)
             found.append(
                 _crc_damage(f"chunk {chunk}", offset, nbytes, manifest.chunk_crc32s[chunk], got, tensors)
             )
         for index in sorted(bad_entries):
             entry = manifest.entries[index]
-            offset, end = self._narrowed(entry)
-            tensors = named.of(index)
+            offset, end = self._narrow(entry)
+            tensors = tensor_index.of(index)
             what, got = f"entry {entry.name}", self._entry_crc32s[index]
             found.append(_crc_damage(what, offset, end - offset, entry.crc32, got, tensors))
         if not found and self._image_crc32 != manifest.image_crc32:
@@ -269,7 +269,7 @@ class _DamageFinder:
             )
         return found
 
-    def _narrowed(self, entry: EntryRecord) -> tuple[int, int]:
+    def _narrow(self, entry: EntryRecord) -> tuple[int, int]:
         """Return first byte and end of the part of a damaged entry in damaged chunks; all of it without any."""
         chunk_bytes, begin, end = self._manifest.chunk_bytes, entry.offset, entry.offset + entry.nbytes
         first = bisect.bisect_left(self._bad_chunks, (begin // chunk_bytes, 0))
@@ -331,7 +331,7 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         return [Damage("directory", 0, manifest.image_bytes, "a zip file", str(error))]
     found: list[Damage] = []
-    named: _TensorIndex | None = None
+    tensor_index: _TensorIndex | None = None
     for index, entry in enumerate(manifest.entries):
         info = infos.get(entry.name)
         if info is None:
@@ -345,8 +345,8 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
         else:
             continue
         expected = f"{entry.nbytes} bytes with CRC-32 {entry.crc32:08x}"
-        named = named or _TensorIndex(manifest)
+        tensor_index = tensor_index or _TensorIndex(manifest)
         found.append(
-            Damage(f"directory of {entry.name}", entry.offset, entry.nbytes, expected, got, named.of(index))
+            Damage(f"directory of {entry.name}", entry.offset, entry.nbytes, expected, got, tensor_index.of(index))
         )
     return found

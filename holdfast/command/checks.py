@@ -26,7 +26,7 @@ class Finding:
     fix: str = ""  # the remedy; empty if the state is ok
 
     @classmethod
-    def judged(
+    def from_condition(
         cls, check: str, good: bool, seen: str, fix: str, otherwise: CheckState = CheckState.FAIL
     ) -> Finding:
         """Return `OK` without the fix if `good`, else `otherwise` with the fix."""

@@ -41,7 +41,7 @@ class _CommandGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         point = _subcommands().get(cmd_name)
-        return None if point is None else _loaded(point)
+        return None if point is None else _load_command(point)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -59,17 +59,17 @@ def _subcommands() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=_GROUP)}
 
 
-def _loaded(point: EntryPoint) -> click.Command:
+def _load_command(point: EntryPoint) -> click.Command:
     try:
         command = point.load()
     except (ImportError, AttributeError) as error:
-        return _unavailable(point, error)
+        return _unavailable_command(point, error)
     if not isinstance(command, click.Command):
-        return _unavailable(point, TypeError(f"{point.value} is not a click command"))
+        return _unavailable_command(point, TypeError(f"{point.value} is not a click command"))
     return command
 
 
-def _unavailable(point: EntryPoint, error: Exception) -> click.Command:
+def _unavailable_command(point: EntryPoint, error: Exception) -> click.Command:
     """Return a substitute for a command that cannot be imported. Its error says why; the other commands work."""
     package = point.module.partition(".")[0]
     missing = getattr(error, "name", None) or ""
@@ -117,7 +117,7 @@ class _PlainFormatter(logging.Formatter):
     """Escapes control characters: text from a manifest or a store must not steer the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _plain(super().format(record))
+        return _escape_controls(super().format(record))
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -169,27 +169,27 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = cli.main(args=arguments, prog_name="holdfast", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):  # click turns KeyboardInterrupt into Abort
-        _say("interrupted")
+        _print_error("interrupted")
         return _INTERRUPTED_EXIT_CODE
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except HoldfastError as error:
         _log.debug("traceback of the error", exc_info=error)
-        _say(str(error))
-        _say(error.help, "help")
+        _print_error(str(error))
+        _print_error(error.help, "help")
         return error.exit_code
     return result if isinstance(result, int) else 0
 
 
-def _say(message: str, who: str = "holdfast") -> None:
+def _print_error(message: str, prefix: str = "holdfast") -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with contextlib.suppress(OSError):  # the terminal was closed
-        console.print(Text(f"{who}:", "bold red" if who == "holdfast" else "bold"), end=" ")
-        console.print(_plain(message), markup=False)
+        console.print(Text(f"{prefix}:", "bold red" if prefix == "holdfast" else "bold"), end=" ")
+        console.print(_escape_controls(message), markup=False)
 
 
-def _plain(text: str) -> str:
-    from holdfast.command.output import plain  # imports pydantic, which --help does not need
+def _escape_controls(text: str) -> str:
+    from holdfast.command.output import escape_controls  # imports pydantic, which --help does not need
 
-    return plain(text)
+    return escape_controls(text)

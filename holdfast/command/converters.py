@@ -97,7 +97,7 @@ class StateComparison(NamedTuple):
         return not (self.only_a or self.only_b or self.tensors or self.values)
 
 
-def converter(name: str) -> Any:
+def load_converter(name: str) -> Any:
     """Load the converter that is registered under this name. Raises `ConfigError`: says what to install."""
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:

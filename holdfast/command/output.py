@@ -36,10 +36,10 @@ _SIZE_MAX = 1 << 80  # a manifest is input from outside, and may claim any numbe
 _PIPED_COLUMNS = 200  # wide enough that cells are not cut or wrapped, for `grep` and `cut`
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Write a line to stderr. Ignore errors, as of a closed terminal: output must not change a command's exit code."""
     with suppress(OSError):
-        click.echo(plain(text), err=True)
+        click.echo(escape_controls(text), err=True)
 
 
 def console() -> Console:
@@ -48,9 +48,9 @@ def console() -> Console:
     return Console(width=width, highlight=False, soft_wrap=False)
 
 
-def show(text: str, style: str = "") -> None:
+def print_line(text: str, style: str = "") -> None:
     """Write a line of the result to stdout, without interpreting markup or control characters."""
-    console().print(plain(text), style=style, markup=False, soft_wrap=True)
+    console().print(escape_controls(text), style=style, markup=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
@@ -102,7 +102,7 @@ def progress_bar(what: str, total_bytes: int, *, hidden: bool = False) -> Iterat
         yield lambda nbytes: progress.advance(task, nbytes)
 
 
-def size(nbytes: int | None) -> str:
+def format_size(nbytes: int | None) -> str:
     """Format as `1.4 GiB`; `-` for None."""
     if nbytes is None:
         return "-"
@@ -114,12 +114,12 @@ def size(nbytes: int | None) -> str:
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{nbytes} B"
 
 
-def plain(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape the control characters of `text`: text from a manifest or a store must not steer the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Format as `0.28 s`, `12.3 s`, `4 min`, `3 h`, `5 d`."""
     for limit, unit_seconds, text in ((10, 1, "{:.2f} s"), (100, 1, "{:.1f} s"), (7200, 60, "{:.0f} min")):
         if value < limit:
@@ -127,7 +127,7 @@ def seconds(value: float) -> str:
     return f"{value / 3600:.0f} h" if value < 172800 else f"{value / 86400:.0f} d"
 
 
-def age(manifest: Manifest) -> str:
+def format_age(manifest: Manifest) -> str:
     """Format the age of the manifest; `-` if its creation time is not ISO 8601."""
     try:
         created = datetime.fromisoformat(manifest.created)
@@ -137,4 +137,4 @@ def age(manifest: Manifest) -> str:
         created = created.replace(tzinfo=UTC)
     passed_seconds = (datetime.now(UTC) - created).total_seconds()
     # Clocks of two machines differ, and an age must not be negative.
-    return seconds(max(0.0, passed_seconds))
+    return format_seconds(max(0.0, passed_seconds))

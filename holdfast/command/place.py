@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.errors import ConfigError, StoreError
 
 
-def place(destination: Path, file_name: str, *, force: bool) -> Path:
+def output_file(destination: Path, file_name: str, *, force: bool) -> Path:
     """Return the path for a file: `destination`, or `file_name` in it if that is a directory. Raises `ConfigError`: the
     path cannot be used. Call before reading, so that the user need not wait for the error.
     """
@@ -98,8 +98,8 @@ def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
     finally:
         if old.exists() and not path.exists():
             old.rename(path)
-        for gone in (temporary, old):
-            shutil.rmtree(gone, ignore_errors=True)
+        for leftover in (temporary, old):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def write_all(fd: int, data: memoryview) -> None:

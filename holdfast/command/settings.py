@@ -20,12 +20,12 @@ def setting_options(config: type[BaseSettings], **kinds: Any) -> Callable[[Calla
     """Add an option for each named setting. `kinds`: click's types; `bool` gives the pair `--name/--no-name`."""
 
     def with_options(command: Callable[..., Any]) -> Any:
-        described = meanings(config)
+        descriptions = setting_descriptions(config)
         for name, kind in reversed(kinds.items()):
             option = f"--{name.replace('_', '-')}"
             if kind is bool:
                 option, kind = f"{option}/--no-{name.replace('_', '-')}", None
-            text = described[name].replace("`", "")
+            text = descriptions[name].replace("`", "")
             default = format_default(config, name)
             # Not click's default: an option that is not given may still be set in the environment or holdfast.toml.
             help_text = f"{text}  [default: {default}]" if default else text
@@ -35,7 +35,7 @@ def setting_options(config: type[BaseSettings], **kinds: Any) -> Callable[[Calla
     return with_options
 
 
-def meanings(config: type[BaseSettings]) -> Mapping[str, str]:
+def setting_descriptions(config: type[BaseSettings]) -> Mapping[str, str]:
     """Collect the descriptions of a role's settings from the docstrings of its class and base classes."""
     found: dict[str, str] = {}
     for kind in config.__mro__:

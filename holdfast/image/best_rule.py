@@ -48,7 +48,7 @@ class BestRule(BaseModel):
         value = metrics[self.metric]
         return has_caveat, value if self.mode == "min" else -value, order
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Describe the rule for people: the metric, and which of its values is best."""
         return f"{self.metric} ({'lowest' if self.mode == 'min' else 'highest'})"
 

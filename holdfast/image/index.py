@@ -65,7 +65,7 @@ class LayoutIndex:
         fields: list[list[FieldPart]] = [[] for _ in range(layout.chunks)]
         for number, entry in enumerate(layout.entries):
             for crc_field in entry.crc_fields:
-                for chunk, part in _cut(crc_field, number, layout.chunk_bytes):
+                for chunk, part in _split_field(crc_field, number, layout.chunk_bytes):
                     fields[chunk].append(part)
         self.needs = tuple(frozenset(part.entry for part in parts) for parts in fields)
         self.waiting: tuple[list[int], ...] = tuple([] for _ in layout.entries)
@@ -107,7 +107,7 @@ class LayoutIndex:
             for tensor in layout.tensors
         )
 
-    def contents(self, chunk: int, rank: int) -> str:
+    def describe_contents(self, chunk: int, rank: int) -> str:
         """Name the tensors, or entries, that `rank` sends into `chunk`, for messages."""
         layout = self.layout
         names: list[str] = []
@@ -120,7 +120,7 @@ class LayoutIndex:
         return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
-def _cut(crc_field: int, entry: int, chunk_bytes: int) -> Iterable[tuple[int, FieldPart]]:
+def _split_field(crc_field: int, entry: int, chunk_bytes: int) -> Iterable[tuple[int, FieldPart]]:
     offset, end = crc_field, crc_field + _FIELD_BYTES
     while offset < end:
         chunk = offset // chunk_bytes

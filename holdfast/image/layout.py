@@ -33,7 +33,7 @@ from typing import Any
 
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED, SPLIT, TEXT_MAX, Entry, Extent, Segment, SentPart, TensorInfo
-from holdfast.image.regions import Pattern, Share, joined
+from holdfast.image.regions import Pattern, Share, merge_adjacent
 from holdfast.parse_cost import inflate_json
 
 ALIGNMENT_BYTES = 4096
@@ -335,9 +335,9 @@ class Layout:
         if not self.patterns:
             return self._pieces[chunk].get(rank, ())
         extents = [extent for part in self.parts(chunk, rank) for extent in part.extents]
-        return tuple(joined(extents))
+        return tuple(merge_adjacent(extents))
 
-    def sends(self, rank: int) -> Iterator[tuple[int, tuple[Extent, ...]]]:
+    def sent_frames(self, rank: int) -> Iterator[tuple[int, tuple[Extent, ...]]]:
         """Yield all frames of rank `rank` in sending order: `(chunk, extents)`, chunks ascending."""
         for chunk in range(self.chunks):
             extents = self.pieces(chunk, rank)
@@ -355,7 +355,7 @@ class Layout:
 
     def slice_bytes(self, rank: int) -> int:
         """Return how many bytes rank `rank` sends for one checkpoint."""
-        return sum(extent.nbytes for _, extents in self.sends(rank) for extent in extents)
+        return sum(extent.nbytes for _, extents in self.sent_frames(rank) for extent in extents)
 
     @cached_property
     def digest(self) -> str:
@@ -392,18 +392,18 @@ class Layout:
                     f"layout: format {document['format']!r}, this version reads {_FORMAT} to {_FORMATS[-1]}"
                 )
             return cls(
-                image_bytes=_whole(document["image_bytes"]),
-                chunk_bytes=_whole(document["chunk_bytes"]),
-                ranks=_whole(document["ranks"]),
+                image_bytes=_whole_number(document["image_bytes"]),
+                chunk_bytes=_whole_number(document["chunk_bytes"]),
+                ranks=_whole_number(document["ranks"]),
                 entries=tuple(
-                    Entry(_text(name), _whole(offset), _whole(nbytes), _whole(owner), _wholes(crc_fields))
+                    Entry(_text(name), _whole_number(offset), _whole_number(nbytes), _whole_number(owner), _whole_numbers(crc_fields))
                     for name, offset, nbytes, owner, crc_fields in document["entries"]
                 ),
                 tensors=tuple(
-                    TensorInfo(_text(path), _text(dtype), _wholes(shape), _whole(entry))
+                    TensorInfo(_text(path), _text(dtype), _whole_numbers(shape), _whole_number(entry))
                     for path, dtype, shape, entry in document["tensors"]
                 ),
-                spared=_wholes(document["spared"]) if document["format"] != _FORMAT else (),
+                spared=_whole_numbers(document["spared"]) if document["format"] != _FORMAT else (),
                 patterns=tuple(map(Pattern.from_json, document["patterns"]))
                 if document["format"] == _FORMAT_SPLIT
                 else (),
@@ -428,14 +428,14 @@ def _text(value: Any) -> str:
     return value
 
 
-def _whole(value: Any) -> int:
+def _whole_number(value: Any) -> int:
     if type(value) is not int or not -(2**62) < value < 2**62:
         raise ProtocolError(f"layout: expected a whole number below 2^62, got {value!r:.80}")
     return value
 
 
-def _wholes(values: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(_whole(value) for value in values)
+def _whole_numbers(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(_whole_number(value) for value in values)
 
 
 def chunk_bytes_for(image_bytes: int | None, ring_bytes: int | None) -> int:

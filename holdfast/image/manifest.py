@@ -75,7 +75,7 @@ class NonfiniteRecord(_ManifestRecord):
     # how many each of these tensors has, by path: the first `NONFINITE_NAMED_MAX` in the order of the state
     named: Annotated[dict[_Text, _Whole], Field(max_length=NONFINITE_NAMED_MAX)] = Field(default_factory=dict)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Describe for people how many there are, and in which tensors."""
         if not self.values:
             return "every number is finite"
@@ -170,11 +170,11 @@ class Manifest(_ManifestRecord):
         return "doubtful" if self.is_doubtful else "drifted" if self.is_drifted else self.state.value
 
     @property
-    def is_proven(self) -> bool:
+    def is_copied_inside(self) -> bool:
         """Whether each rank has finished its copy inside `save()`; True unless a record says otherwise."""
         return StepRecord.from_json(self.record).is_copied_inside
 
-    def doubted(self, doubt: str) -> Self:
+    def with_doubt(self, doubt: str) -> Self:
         """Return the same checkpoint, now doubtful. The result of its read-back stays."""
         was_read = self.state is State.VERIFIED
         changes = {"doubt": doubt[:4096]} | ({"state": State.DURABLE, "note": READ_BACK} if was_read else {})
@@ -183,15 +183,15 @@ class Manifest(_ManifestRecord):
     def to_bytes(self) -> bytes:
         """Return JSON, with the CRC-32 of all other bytes in its last line."""
         optional = {"nonfinite": self.nonfinite, "metrics": self.metrics or None, "best": self.best}
-        left_out: dict[str, Any] = {name: True for name, value in optional.items() if value is None}
+        excluded: dict[str, Any] = {name: True for name, value in optional.items() if value is None}
         if not self.splits:
-            left_out |= {"splits": True, "tensors": {"__all__": {"split"}}}
-        return seal(self.model_dump_json(indent=None, exclude=left_out).encode(), _CRC_FIELD)
+            excluded |= {"splits": True, "tensors": {"__all__": {"split"}}}
+        return seal(self.model_dump_json(indent=None, exclude=excluded).encode(), _CRC_FIELD)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
         """Read a result of `to_bytes`. `source`: For messages. DamageError: truncated or altered."""
-        body = _unsealed(data, source)
+        body = _unseal(data, source)
         try:
             check_cost(json_cost(body), len(data), PLAIN_FACTOR)
             # Before validation, because pydantic keeps a copy of all the input for each missing field.
@@ -211,7 +211,7 @@ class Manifest(_ManifestRecord):
             raise DamageError(f"{source}: not read: {error}; find out who wrote it") from error
         except (ValidationError, ValueError, TypeError, RecursionError) as error:
             raise DamageError(
-                f"{source}: this version cannot read the manifest: {_complaint(error)}"
+                f"{source}: this version cannot read the manifest: {_describe_error(error)}"
             ) from error
 
     @classmethod
@@ -219,7 +219,7 @@ class Manifest(_ManifestRecord):
         """Read only the fields before `entries`, and check the CRC-32 of all. For callers that only identify a file: a
         manifest of tens of thousands of tensors takes half a second to read.
         """
-        head, found, _ = _unsealed(data, source).partition(_CONTENTS)
+        head, found, _ = _unseal(data, source).partition(_CONTENTS)
         if found:  # quotes in a text are escaped, so this is not inside a text
             try:
                 return cls.model_validate_json(head + b',"entries":[],"tensors":[]}')
@@ -228,7 +228,7 @@ class Manifest(_ManifestRecord):
         return cls.from_bytes(data, source=source)
 
 
-def _unsealed(data: bytes, source: str) -> bytes:
+def _unseal(data: bytes, source: str) -> bytes:
     body = unseal(data, _CRC_FIELD)
     if body is None:
         raise DamageError(
@@ -237,7 +237,7 @@ def _unsealed(data: bytes, source: str) -> bytes:
     return body
 
 
-def _complaint(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     found = error.errors(include_url=False, include_context=False, include_input=False)[:_COMPLAINTS_SHOWN]

@@ -41,7 +41,7 @@ class ProofRecord(NamedTuple):
         if not isinstance(body, dict):
             raise ValueError(f"expected an object, got {body!r:.80}")
         attempt, step, digests = body.get("attempt"), body.get("step"), body.get("digests")
-        if not (_is_whole(attempt) and _is_whole(step)):
+        if not (_is_whole_number(attempt) and _is_whole_number(step)):
             raise ValueError(f"expected an attempt and a step, got {attempt!r:.40} and {step!r:.40}")
         if not (isinstance(digests, list) and digests and all(isinstance(one, dict) for one in digests)):
             raise ValueError(f"expected a list of digests, one of each rank, got {digests!r:.80}")
@@ -67,7 +67,7 @@ class ProofRecord(NamedTuple):
         return cls.from_json(document)
 
 
-def _is_whole(number: Any) -> TypeGuard[int]:
+def _is_whole_number(number: Any) -> TypeGuard[int]:
     return type(number) is int and 0 <= number < _WHOLE_MAX
 
 

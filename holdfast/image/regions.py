@@ -82,7 +82,7 @@ class Comb:
         last = self._place(self.nbytes // self.run_bytes - 1) + self.run_bytes
         return Extent(self._start, last - self._start)
 
-    def before(self, offset: int) -> int:
+    def bytes_before(self, offset: int) -> int:
         """Return how many bytes of the region lie before this byte of the whole tensor."""
         left = offset - self._start
         if left <= 0:
@@ -197,7 +197,7 @@ class Pattern:
         both = overlap(self.regions)
         if both is not None:
             raise ProtocolError(
-                f"{self.told(both[0])} and {self.told(both[1])} overlap, and are not the same region"
+                f"{self.describe_region(both[0])} and {self.describe_region(both[1])} overlap, and are not the same region"
             )
         held = sum(region.numel for region in self.regions)
         if held != numel:
@@ -229,7 +229,7 @@ class Pattern:
         spans = [comb.span for comb in self.combs]
         return np.array([span.offset for span in spans]), np.array([span.end for span in spans])
 
-    def within(self, begin: int, end: int) -> list[int]:
+    def regions_within(self, begin: int, end: int) -> list[int]:
         """Return the numbers of the regions that may have bytes from `begin` up to `end` of the whole tensor."""
         begins, ends = self._spans
         found: list[int] = np.nonzero((begins < end) & (ends > begin))[0].tolist()
@@ -268,15 +268,15 @@ class Pattern:
         try:
             shape, item_bytes, regions = document
             return cls(
-                _wholes(shape),
-                _wholes([item_bytes])[0],
-                tuple(Region(_wholes(start), _wholes(size)) for start, size, _ in regions),
-                tuple(_wholes(holders) for _, _, holders in regions),
+                _whole_numbers(shape),
+                _whole_numbers([item_bytes])[0],
+                tuple(Region(_whole_numbers(start), _whole_numbers(size)) for start, size, _ in regions),
+                tuple(_whole_numbers(holders) for _, _, holders in regions),
             )
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"a pattern that cannot be read: {error}") from error
 
-    def told(self, number: int) -> str:
+    def describe_region(self, number: int) -> str:
         """Describe a region and its holders, for messages."""
         holders = self.holders[number]
         who = f"rank {holders[0]}" if len(holders) == 1 else f"ranks {', '.join(map(str, holders[:8]))}"
@@ -328,7 +328,7 @@ def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
     return None
 
 
-def joined(extents: Sequence[Extent]) -> Iterator[Extent]:
+def merge_adjacent(extents: Sequence[Extent]) -> Iterator[Extent]:
     """Yield the same bytes, with adjacent extents joined."""
     if not extents:
         return
@@ -342,7 +342,7 @@ def joined(extents: Sequence[Extent]) -> Iterator[Extent]:
     yield Extent(offset, end - offset)
 
 
-def _wholes(values: Sequence[Any]) -> tuple[int, ...]:
+def _whole_numbers(values: Sequence[Any]) -> tuple[int, ...]:
     for value in values:
         if type(value) is not int or not 0 <= value < _SIZE_MAX:
             raise ProtocolError(f"a pattern with {value!r:.80}, expected a whole number from 0 to 2^62")

@@ -73,7 +73,7 @@ _ITEM_BYTES = {
 }
 
 
-def watched(layout: Layout) -> tuple[int, ...]:
+def watched_entries(layout: Layout) -> tuple[int, ...]:
     """Return the entries whose fingerprints are sent; those of `replicated` come first."""
     filling: set[int] = set()
     for tensor in layout.tensors:
@@ -81,10 +81,10 @@ def watched(layout: Layout) -> tuple[int, ...]:
         item_bytes = _ITEM_BYTES.get(tensor.dtype.partition(",")[0], 0)
         if 0 < math.prod(tensor.shape) * item_bytes == layout.entries[tensor.entry].nbytes:
             filling.add(tensor.entry)
-    return (*replicated(layout, filling), *(entry for entry in sorted(filling) if _is_shared(layout, entry)))
+    return (*replicated_entries(layout, filling), *(entry for entry in sorted(filling) if _is_shared(layout, entry)))
 
 
-def replicated(layout: Layout, entries: Iterable[int]) -> tuple[int, ...]:
+def replicated_entries(layout: Layout, entries: Iterable[int]) -> tuple[int, ...]:
     """Return those of the entries that every rank holds whole, ascending."""
     return tuple(entry for entry in sorted(entries) if layout.entries[entry].owner == REPLICATED)
 
@@ -136,9 +136,9 @@ def digest(text: str) -> str:
 def group_by_digest(digests: Mapping[int, str]) -> list[list[int]]:
     """Group the ranks with equal digests; ranks without a digest are left out."""
     groups: dict[str, list[int]] = {}
-    for rank, said in sorted(digests.items()):
-        if said:
-            groups.setdefault(said, []).append(rank)
+    for rank, value in sorted(digests.items()):
+        if value:
+            groups.setdefault(value, []).append(rank)
     return [*groups.values()]
 
 
@@ -171,7 +171,7 @@ class Divergence:
     @property
     def message(self) -> str:
         """Name the ranks and tensors that differ, and the remedy."""
-        said = [
+        value = [
             f"rank {rank} differs from most ranks in {format_tensors(paths)}"
             for rank, paths in sorted(self.drifted.items())
         ]
@@ -179,11 +179,11 @@ class Divergence:
         for path, groups in self.undecided.items():
             sides = " and ".join(format_ranks(group) for group in groups)
             by_groups.setdefault(sides, []).append(path)
-        said += [
+        value += [
             f"{sides} differ from each other in {format_tensors(paths)}" for sides, paths in by_groups.items()
         ]
         return (
-            f"step {self.step}: replicas have drifted apart: {'; '.join(said)}. They must hold the same bytes on every "
+            f"step {self.step}: replicas have drifted apart: {'; '.join(value)}. They must hold the same bytes on every "
             "rank; restart from a checkpoint before it, and look at that VM, at seeds, and at updates outside "
             "DistributedDataParallel"
         )
@@ -202,8 +202,8 @@ class ReplicaComparer:
 
     def __init__(self) -> None:
         self._watched: dict[str, tuple[int, ...]] = {}
-        self._said: set[tuple[int, str]] = set()
-        self._open: dict[str, int] = {}  # path → step at which the tensor drifted, if it may still differ
+        self._reported: set[tuple[int, str]] = set()
+        self._unresolved: dict[str, int] = {}  # path → step at which the tensor drifted, if it may still differ
 
     def read(self, layout: Layout, text: Any) -> tuple[int, ...]:
         """Read one rank's fingerprints. Raises `ProtocolError` as `decode`."""
@@ -213,7 +213,7 @@ class ReplicaComparer:
         self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
     ) -> Divergence | None:
         """Compare the ranks that sent fingerprints; None if these are the same."""
-        if _all_equal(layout, self._entries(layout), fingerprints) and not (self._open and fingerprints):
+        if _all_equal(layout, self._entries(layout), fingerprints) and not (self._unresolved and fingerprints):
             return None
         paths: dict[int, str] = {}
         for tensor in layout.tensors:
@@ -223,43 +223,43 @@ class ReplicaComparer:
         for place, entry in enumerate(self._entries(layout)):
             sides = [
                 {rank: fingerprints[rank][place] for rank in ranks if rank in fingerprints}
-                for ranks in _alike(layout, entry)
+                for ranks in _replica_groups(layout, entry)
             ]
             if all(len(set(values.values())) < 2 for values in sides):
                 if layout.entries[entry].nbytes <= _WHOLE_BYTES_MAX and len(fingerprints) == layout.ranks:
-                    self._open.pop(paths[entry], None)  # the whole entry was compared, on every rank
+                    self._unresolved.pop(paths[entry], None)  # the whole entry was compared, on every rank
                 continue
-            self._open.setdefault(paths[entry], step)
+            self._unresolved.setdefault(paths[entry], step)
             for values in sides:
-                _judge(values, paths[entry], drifted, undecided)
+                _attribute_drift(values, paths[entry], drifted, undecided)
         return Divergence(step, drifted, undecided) if drifted or undecided else None
 
-    def suspicion(self, step: int) -> str:
+    def describe_unresolved(self, step: int) -> str:
         """Describe tensors that drifted at an earlier step and are not proven equal since; empty without any."""
-        if not self._open:
+        if not self._unresolved:
             return ""
         return (
-            f"step {step}: replicas have drifted apart at step {min(self._open.values())}, in "
-            f"{format_tensors([*self._open])}, and a sample cannot show that they are equal again"
+            f"step {step}: replicas have drifted apart at step {min(self._unresolved.values())}, in "
+            f"{format_tensors([*self._unresolved])}, and a sample cannot show that they are equal again"
         )
 
-    def is_news(self, divergence: Divergence) -> bool:
+    def is_new(self, divergence: Divergence) -> bool:
         """Whether the divergence has a rank and tensor that no earlier call had."""
         found = {(rank, path) for rank, paths in divergence.drifted.items() for path in paths}
         found |= {(-1, path) for path in divergence.undecided}
-        news = not found <= self._said
-        self._said |= found
+        news = not found <= self._reported
+        self._reported |= found
         return news
 
     def _entries(self, layout: Layout) -> tuple[int, ...]:
         if layout.digest not in self._watched:
             while len(self._watched) >= _LAYOUTS_KEPT:
                 del self._watched[next(iter(self._watched))]
-            self._watched[layout.digest] = watched(layout)
+            self._watched[layout.digest] = watched_entries(layout)
         return self._watched[layout.digest]
 
 
-def _alike(layout: Layout, entry: int) -> Sequence[Sequence[int]]:
+def _replica_groups(layout: Layout, entry: int) -> Sequence[Sequence[int]]:
     """Return the groups of ranks that hold the same bytes of an entry: all ranks, or the holders of each region."""
     pattern = layout.pattern_of(layout.entries[entry])
     return (range(layout.ranks),) if pattern is None else pattern.holders
@@ -276,7 +276,7 @@ def _all_equal(layout: Layout, entries: Sequence[int], fingerprints: Mapping[int
     for place, entry in enumerate(entries):
         places.setdefault(layout.entries[entry].owner, []).append(place)
     for of_owner in places.values():
-        for holders in _alike(layout, entries[of_owner[0]]):
+        for holders in _replica_groups(layout, entries[of_owner[0]]):
             rows = [row_of[rank] for rank in holders if rank in row_of]
             some = table[np.ix_(rows, of_owner)]
             if len(rows) > 1 and not (some == some[0]).all():
@@ -284,7 +284,7 @@ def _all_equal(layout: Layout, entries: Sequence[int], fingerprints: Mapping[int
     return True
 
 
-def _judge(
+def _attribute_drift(
     values: Mapping[int, int],
     path: str,
     drifted: dict[int, list[str]],

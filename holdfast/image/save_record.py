@@ -66,11 +66,11 @@ class SaveRecord:
         return {name: value for name, value in known if value is not None} | self.more
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Self:
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Read any JSON object; never fails."""
         record = cls()
-        for name, value in said.items():
-            if _fits(name, value):
+        for name, value in document.items():
+            if _has_expected_type(name, value):
                 setattr(record, name, value)
             else:
                 record.more[name] = value
@@ -87,7 +87,7 @@ class SaveRecord:
 _NAMES = tuple(one.name for one in fields(SaveRecord) if one.name != "more")
 
 
-def _fits(name: str, value: Any) -> bool:
+def _has_expected_type(name: str, value: Any) -> bool:
     if name in _TEXTS:
         return isinstance(value, str)
     if name in _FLAGS:
@@ -136,17 +136,17 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         stager = ((name, getattr(self, name)) for name in _STAGER)
-        said: dict[str, Any] = {
+        document: dict[str, Any] = {
             "ranks": {str(rank): one.to_json() for rank, one in sorted(self.ranks.items())}
         }
-        said["stager"] = {name: value for name, value in stager if value is not None}
-        return said | ({"divergence": {"message": self.drift}} if self.drift else {})
+        document["stager"] = {name: value for name, value in stager if value is not None}
+        return document | ({"divergence": {"message": self.drift}} if self.drift else {})
 
     @classmethod
-    def from_json(cls, said: Any) -> Self:
+    def from_json(cls, document: Any) -> Self:
         """Read the record of a manifest, a ring's checkpoint file or an event; never fails."""
-        said = said if isinstance(said, Mapping) else {}
-        ranks, stager, divergence = (_mapping(said.get(name)) for name in ("ranks", "stager", "divergence"))
+        document = document if isinstance(document, Mapping) else {}
+        ranks, stager, divergence = (_mapping(document.get(name)) for name in ("ranks", "stager", "divergence"))
         record = cls(
             {
                 int(rank): SaveRecord.from_json(one)
@@ -175,10 +175,10 @@ class StepRecord:
     @property
     def stall_seconds(self) -> dict[int, float]:
         """How long the checkpoint stalled the training thread of each rank (CST)."""
-        said = {rank: one.cst_seconds for rank, one in self.ranks.items()}
+        document = {rank: one.cst_seconds for rank, one in self.ranks.items()}
         return {
             rank: float(seconds)
-            for rank, seconds in said.items()
+            for rank, seconds in document.items()
             if seconds is not None and 0 <= seconds < _STALL_SECONDS_MAX
         }
 

@@ -80,7 +80,7 @@ def part_crcs(layout: Layout, shares: Shares, chunk_crcs: Sequence[int]) -> dict
     return found
 
 
-def combined(layout: Layout, shares: Shares, sums: Sequence[ShareSums]) -> ImageSums:
+def combine_sums(layout: Layout, shares: Shares, sums: Sequence[ShareSums]) -> ImageSums:
     """Combine the CRCs of all shares into the image's. ProtocolError: a wrong number of shares or CRCs."""
     if len(sums) != shares.count:
         raise ProtocolError(f"CRCs of {len(sums)} shares, expected {shares.count}")

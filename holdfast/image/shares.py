@@ -44,7 +44,7 @@ class ShareNumber:
         return f"{self.index + 1}/{self.writers}"
 
     @property
-    def leads(self) -> bool:
+    def is_lead(self) -> bool:
         return self.index == 0
 
 

@@ -38,7 +38,7 @@ class SliceFrame(NamedTuple):
     @property
     def padded_bytes(self) -> int:
         """Bytes up to the next frame, as written with O_DIRECT."""
-        return _aligned(self.nbytes)
+        return _align_up(self.nbytes)
 
 
 @lru_cache(maxsize=64)
@@ -49,7 +49,7 @@ def frames_of(layout: Layout, rank: int) -> tuple[SliceFrame, ...]:
     for chunk, extents in layout.sends(rank):
         nbytes = sum(extent.nbytes for extent in extents)
         frames.append(SliceFrame(chunk, extents, offset, nbytes))
-        offset += _aligned(nbytes)
+        offset += _align_up(nbytes)
     return tuple(frames)
 
 
@@ -64,7 +64,7 @@ def area_bytes_by_rank(layout: Layout) -> list[int]:
     areas = [0] * layout.ranks
     for chunk in range(layout.chunks):
         for rank in layout.senders(chunk):
-            areas[rank] += _aligned(sum(extent.nbytes for extent in layout.pieces(chunk, rank)))
+            areas[rank] += _align_up(sum(extent.nbytes for extent in layout.pieces(chunk, rank)))
     return areas
 
 
@@ -124,5 +124,5 @@ class SliceSeal(BaseModel):
             )
 
 
-def _aligned(nbytes: int) -> int:
+def _align_up(nbytes: int) -> int:
     return -(-nbytes // FRAME_ALIGNMENT_BYTES) * FRAME_ALIGNMENT_BYTES

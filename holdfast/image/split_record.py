@@ -44,9 +44,9 @@ class SplitRecord(BaseModel):
     def of(cls, pattern: Pattern) -> Self:
         in_order = sorted(zip(pattern.regions, pattern.holders, strict=True))
         copies = [len(holders) for _, holders in in_order]
-        cuts = [_sizes(sizes) for sizes in pattern.cuts or ()]
+        cuts = [_size_runs(sizes) for sizes in pattern.cuts or ()]
         equal = min(copies) == max(copies)
-        ranks = _ranks([holders[n] for n in range(copies[0]) for _, holders in in_order] if equal else [])
+        ranks = _rank_runs([holders[n] for n in range(copies[0]) for _, holders in in_order] if equal else [])
         return cls(
             parts=len(in_order),
             cuts=tuple(cuts) if sum(map(len, cuts)) <= 2 * RUNS_MAX else (),
@@ -55,7 +55,7 @@ class SplitRecord(BaseModel):
             ranks=ranks if len(ranks) <= 3 * RUNS_MAX else (),
         )
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Describe the split for people, such as `split in 4 along dim 0, replicated x 2`."""
         if self.copies == self.copies_max:
             copies = f"replicated x {self.copies}" if self.copies > 1 else ""
@@ -74,11 +74,11 @@ class SplitRecord(BaseModel):
         return ", ".join(filter(None, (parts, copies)))
 
 
-def _sizes(sizes: Iterable[int]) -> tuple[int, ...]:
+def _size_runs(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(number for size, same in itertools.groupby(sizes) for number in (size, sum(1 for _ in same)))
 
 
-def _ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+def _rank_runs(ranks: Sequence[int]) -> tuple[int, ...]:
     found: list[int] = []
     at = 0
     while at < len(ranks):

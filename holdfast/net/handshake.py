@@ -60,7 +60,7 @@ class Status(IntEnum):
     REPLACED = 8  # the launcher has restarted the job: these processes stay out for good
 
 
-class Start(NamedTuple):
+class JobStart(NamedTuple):
     """One start of a job, and how often its ranks have returned to a stager since.
 
     Attributes:
@@ -118,13 +118,13 @@ class Hello:
         )
 
 
-def hello_bytes(begun: bytes) -> int | None:
-    """Size in bytes of the hello that begins with `begun`; None while that is too short. Raises `ProtocolError`."""
-    if not is_hello(begun):
+def hello_bytes(prefix: bytes) -> int | None:
+    """Size in bytes of the hello that begins with `prefix`; None while that is too short. Raises `ProtocolError`."""
+    if not is_hello(prefix):
         raise ProtocolError("it speaks another protocol")
-    if len(begun) < _HELLO.size:
+    if len(prefix) < _HELLO.size:
         return None
-    launch_bytes = int(_HELLO.unpack_from(begun)[6])
+    launch_bytes = int(_HELLO.unpack_from(prefix)[6])
     if launch_bytes > LAUNCH_BYTES_MAX:
         raise ProtocolError(f"a launch of {launch_bytes} bytes, expected at most {LAUNCH_BYTES_MAX}")
     return _HELLO.size + launch_bytes
@@ -164,13 +164,13 @@ def read_hello(data: bytes) -> Hello:
     return Hello(rank, ranks, channel, launch, incarnation, nonce, bool(resuming), generation, lead_attempt)
 
 
-def _prove(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
+def _make_proof(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(key, role + hashlib.sha256(hello).digest() + nonce, "sha256")
 
 
 def challenge(key: bytes, hello: bytes, nonce: bytes) -> bytes:
     """The stager's answer to a valid hello; `nonce` is the stager's own."""
-    return _CHALLENGE.pack(_MAGIC, Status.ADMITTED, nonce, _prove(key, b"stager", hello, nonce))
+    return _CHALLENGE.pack(_MAGIC, Status.ADMITTED, nonce, _make_proof(key, b"stager", hello, nonce))
 
 
 def rejection(status: Status) -> bytes:
@@ -178,9 +178,9 @@ def rejection(status: Status) -> bytes:
     return _CHALLENGE.pack(_MAGIC, status, bytes(NONCE_BYTES), bytes(PROOF_BYTES))
 
 
-def is_hello(begun: bytes) -> bool:
+def is_hello(prefix: bytes) -> bool:
     """Whether these first bytes may begin a hello."""
-    return begun[: len(_MAGIC)] == _MAGIC[: len(begun)]
+    return prefix[: len(_MAGIC)] == _MAGIC[: len(prefix)]
 
 
 class TlsRequired(ProtocolError):
@@ -205,15 +205,15 @@ def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> by
         raise VersionMismatch(
             "the stager speaks another version of the protocol; install the same holdfast on all machines"
         )
-    if not hmac.compare_digest(proof, _prove(key, b"stager", hello, nonce)):
+    if not hmac.compare_digest(proof, _make_proof(key, b"stager", hello, nonce)):
         return None
-    return _PROOF.pack(_prove(key, b"rank", hello, nonce), received)
+    return _PROOF.pack(_make_proof(key, b"rank", hello, nonce), received)
 
 
 def check_proof(key: bytes, hello: bytes, nonce: bytes, data: bytes) -> int | None:
     """Check the rank's proof and return how many messages it has received; None if the rank has another key."""
     proof, received = _PROOF.unpack(data)
-    return int(received) if hmac.compare_digest(proof, _prove(key, b"rank", hello, nonce)) else None
+    return int(received) if hmac.compare_digest(proof, _make_proof(key, b"rank", hello, nonce)) else None
 
 
 def admission(status: Status, received: int = 0, text: str = "") -> bytes:

@@ -24,7 +24,7 @@ def read_key(key: str | None, key_file: Path | None) -> bytes:
     if key is not None and key_file is not None:
         raise ConfigError("key and key_file are both set; set one of them")
     if key_file is not None:
-        key = _content(key_file)
+        key = _read_key_file(key_file)
     if key is None:
         return b""
     key = key.strip()
@@ -37,7 +37,7 @@ def read_key(key: str | None, key_file: Path | None) -> bytes:
     return key.encode()
 
 
-def _content(path: Path) -> str:
+def _read_key_file(path: Path) -> str:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -35,10 +35,10 @@ class MessageLine:
     def __init__(self, scratch: bytearray | None = None) -> None:
         self.received = 0
         self._acknowledged = 0  # how many of our messages the other side has acknowledged
-        self._told = 0  # how many of its messages we have acknowledged
+        self._acknowledged_to_peer = 0  # how many of its messages we have acknowledged
         self._unacknowledged: deque[bytes] = deque()
-        self._kept_bytes = 0  # of the unacknowledged messages, with overhead
-        self._begun = 0  # how many unacknowledged messages the present connection has begun to send
+        self._unacknowledged_bytes = 0  # of the unacknowledged messages, with overhead
+        self._sending = 0  # how many unacknowledged messages the present connection has begun to send
         self._outgoing: deque[memoryview] = deque()
         self._scratch = bytearray(SCRATCH_BYTES) if scratch is None else scratch
         self._partial_record = b""  # the received beginning of an incomplete record
@@ -54,33 +54,33 @@ class MessageLine:
 
     def put(self, message: bytes) -> None:
         """Queue a message. Raises `ProtocolError`: too many messages are unacknowledged."""
-        if self._kept_bytes + len(message) + _KEPT_BYTES > UNACKNOWLEDGED_BYTES_MAX:
+        if self._unacknowledged_bytes + len(message) + _KEPT_BYTES > UNACKNOWLEDGED_BYTES_MAX:
             raise ProtocolError(
-                f"has not acknowledged {len(self._unacknowledged)} control messages, which take {self._kept_bytes} "
+                f"has not acknowledged {len(self._unacknowledged)} control messages, which take {self._unacknowledged_bytes} "
                 f"bytes; expected at most {UNACKNOWLEDGED_BYTES_MAX}"
             )
         self._unacknowledged.append(message)
-        self._kept_bytes += len(message) + _KEPT_BYTES
+        self._unacknowledged_bytes += len(message) + _KEPT_BYTES
 
-    def outgoing(self) -> memoryview | None:
+    def next_outgoing(self) -> memoryview | None:
         """The bytes to write next, at least one; None if all were written. Report the written bytes by `written`."""
         if not self._outgoing:
-            if self._begun < len(self._unacknowledged):
-                message = self._unacknowledged[self._begun]
-                self._begun += 1
-                self._queue(_MESSAGE, message)
-            elif self._told < self.received:
-                self._queue(_ACKNOWLEDGED, b"")
+            if self._sending < len(self._unacknowledged):
+                message = self._unacknowledged[self._sending]
+                self._sending += 1
+                self._enqueue(_MESSAGE, message)
+            elif self._acknowledged_to_peer < self.received:
+                self._enqueue(_ACKNOWLEDGED, b"")
         return self._outgoing[0] if self._outgoing else None
 
-    def written(self, nbytes: int) -> None:
+    def mark_written(self, nbytes: int) -> None:
         """Note that this many bytes of `outgoing` were written."""
         head = self._outgoing.popleft()
         if nbytes < len(head):
             self._outgoing.appendleft(head[nbytes:])
 
-    def _queue(self, kind: int, message: bytes) -> None:
-        self._told = self.received
+    def _enqueue(self, kind: int, message: bytes) -> None:
+        self._acknowledged_to_peer = self.received
         header = _RECORD.pack(kind, len(message), self.received)
         if len(message) < SCRATCH_BYTES:
             self._outgoing.append(memoryview(header + message))
@@ -89,7 +89,7 @@ class MessageLine:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def room(self) -> memoryview:
+    def receive_buffer(self) -> memoryview:
         """The buffer to receive into. Report the received bytes by `arrived`."""
         if self._large is not None:
             return self._large[self._large_filled :]
@@ -97,7 +97,7 @@ class MessageLine:
         self._scratch[:begun] = self._partial_record
         return memoryview(self._scratch)[begun:]
 
-    def arrived(self, nbytes: int) -> list[bytes]:
+    def data_received(self, nbytes: int) -> list[bytes]:
         """Take `nbytes` of the last `room`; return complete messages. Raises `ProtocolError`: close the connection."""
         if self._large is not None:
             self._large_filled += nbytes
@@ -114,7 +114,7 @@ class MessageLine:
         place = 0
         while filled - place >= _RECORD.size:
             kind, size, acknowledged = _RECORD.unpack_from(self._scratch, place)
-            self._check(kind, size, acknowledged)
+            self._check_record(kind, size, acknowledged)
             self._acknowledge(acknowledged)
             body = place + _RECORD.size
             if body + size > filled:
@@ -132,23 +132,23 @@ class MessageLine:
         self._partial_record = bytes(view[place:filled])
         return messages
 
-    def _check(self, kind: int, size: int, acknowledged: int) -> None:
+    def _check_record(self, kind: int, size: int, acknowledged: int) -> None:
         if kind not in {_MESSAGE, _ACKNOWLEDGED} or (kind == _ACKNOWLEDGED and size):
             raise ProtocolError(
                 f"a record of kind {kind} and {size} bytes; expected kind 1, or 2 and no bytes"
             )
         if size > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a control message of {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
-        if not self._acknowledged <= acknowledged <= self._acknowledged + self._begun:
+        if not self._acknowledged <= acknowledged <= self._acknowledged + self._sending:
             raise ProtocolError(
                 f"it says that it has received {acknowledged} messages, expected {self._acknowledged} to "
-                f"{self._acknowledged + self._begun}"
+                f"{self._acknowledged + self._sending}"
             )
 
     def _acknowledge(self, count: int) -> None:
         for _ in range(count - self._acknowledged):
-            self._kept_bytes -= len(self._unacknowledged.popleft()) + _KEPT_BYTES
-            self._begun -= 1
+            self._unacknowledged_bytes -= len(self._unacknowledged.popleft()) + _KEPT_BYTES
+            self._sending -= 1
         self._acknowledged = count
 
     # -- cut ---------------------------------------------------------------------------------------------------------
@@ -160,9 +160,9 @@ class MessageLine:
             raise ProtocolError(
                 f"it says that it has received {received} messages, expected {self._acknowledged} to {sent}"
             )
-        self._begun = len(self._unacknowledged)
+        self._sending = len(self._unacknowledged)
         self._acknowledge(received)
-        self._begun = 0
-        self._told = self.received  # the handshake has acknowledged them
+        self._sending = 0
+        self._acknowledged_to_peer = self.received  # the handshake has acknowledged them
         self._outgoing.clear()
         self._partial_record, self._large = b"", None

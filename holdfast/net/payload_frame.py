@@ -64,6 +64,6 @@ class ReceivedNumbers:
         self._beyond |= 1 << number - self._first_free
         if self._beyond & 1:
             free = ~self._beyond & self._beyond + 1  # the lowest bit that is clear
-            taken = free.bit_length() - 1
-            self._first_free += taken
-            self._beyond >>= taken
+            run_length = free.bit_length() - 1
+            self._first_free += run_length
+            self._beyond >>= run_length

@@ -48,7 +48,7 @@ class TlsSocket:
         """How many decrypted bytes can be read without the kernel."""
         return self._sock.pending()
 
-    def first_bytes(self, nbytes: int) -> bytes:
+    def peek_plain(self, nbytes: int) -> bytes:
         """Peek at the raw bytes before the TLS handshake; they stay in the socket."""
         return socket.socket.recv(self._sock, nbytes, socket.MSG_PEEK)
 
@@ -136,18 +136,18 @@ class StagerTls:
     def __init__(self, cert: Path, key: Path) -> None:
         self._cert, self._key = cert, key
         self._context = self._load()
-        self._seen = self._changed_at()
+        self._loaded_mtimes = self._mtimes()
 
     def wrap(self, sock: socket.socket) -> TlsSocket:
         """Wrap an accepted, non-blocking connection before its TLS handshake. Raises `OSError`: it has ended."""
-        self._look()
+        self._reload_if_changed()
         return TlsSocket(self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
-    def _look(self) -> None:
-        changed_at = self._changed_at()
-        if changed_at == self._seen:
+    def _reload_if_changed(self) -> None:
+        changed_at = self._mtimes()
+        if changed_at == self._loaded_mtimes:
             return
-        self._seen = changed_at
+        self._loaded_mtimes = changed_at
         try:
             self._context = self._load()
         except ConfigError as error:  # perhaps only one of the two files was replaced so far
@@ -155,7 +155,7 @@ class StagerTls:
         else:
             _log.info("the certificate in %s has changed, and is used from now on", self._cert)
 
-    def _changed_at(self) -> tuple[int, ...]:
+    def _mtimes(self) -> tuple[int, ...]:
         try:
             return tuple(path.stat().st_mtime_ns for path in (self._cert, self._key))
         except OSError:

@@ -35,7 +35,7 @@ class AnnouncementKind(Enum):
 class Announcement:
     """The decider's message to every rank. `number`: of the proposal. `body`: the action at an appointed step."""
 
-    word: AnnouncementKind
+    kind: AnnouncementKind
     step: int
     number: int
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Announcement:
     def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
         body = wire.to_json(self.body)
         return wire.encode(
-            kind, attempt=attempt, step=self.step, flags=self.word.value, arg=self.number, body=body
+            kind, attempt=attempt, step=self.step, flags=self.kind.value, arg=self.number, body=body
         )
 
     @classmethod
@@ -90,7 +90,7 @@ class EventLine:
     event: str
     text: str
     fields: Mapping[str, Any]
-    loud: bool = False
+    is_error: bool = False
 
 
 Effect = Announcement | EventLine

@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from holdfast.notices.messages import Effect, EventLine, StepAnswer
 from holdfast.notices.notice import Notice, NoticeKind, SaveInstruction
-from holdfast.notices.should_save import Choice, Decision, InFlight, Measures, Outlook, should_save
-from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
+from holdfast.notices.should_save import Choice, Decision, InFlight, StagingTimes, Outlook, should_save
+from holdfast.notices.step_agreement import ProposalState, Margin, StepAgreement
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 
@@ -45,29 +45,29 @@ class PreemptionCoordinator:
         in_flight: Callable[[], Sequence[InFlight]],
         *,
         answer_seconds_max: float = 10.0,
-        safe: str = "staged",
+        safe_state: str = "staged",
         rebalance_seconds: float = 1800.0,
         rebalance_factor: int = 4,
     ) -> None:
-        self._in_flight, self._answer_seconds_max, self._safe = in_flight, answer_seconds_max, safe
+        self._in_flight, self._answer_seconds_max, self._safe_state = in_flight, answer_seconds_max, safe_state
         self._rebalance_seconds, self._rebalance_factor = rebalance_seconds, rebalance_factor
-        self.measures = Measures()
+        self.staging_times = StagingTimes()
         self._agreement = StepAgreement(
             ranks, _MARGIN, tries_max=_TRIES_MAX, answer_seconds_max=answer_seconds_max
         )
         self._notice: Notice | None = None
         self._deadline: float | None = None
-        self._name = ""
+        self._notified_rank = ""
         self._decision: Decision | None = None
         self._appointed_at: float | None = None  # None: no appointed step waits for its checkpoint
-        self._saving: int | None = None  # the step that ranks actually offered
-        self._saves = 0
-        self._again_at: float | None = None  # when to ask again after ranks did not answer
+        self._saving_step: int | None = None  # the step that ranks actually offered
+        self._failed_saves = 0
+        self._retry_at: float | None = None  # when to ask again after ranks did not answer
         self._staged_step = -1
         self._since_step = -1  # the newest step staged since the notice, appointed or not
         # The last step that was saved for a notice, when it was staged, and the kind of the notice.
         self._served: tuple[int, float, NoticeKind] | None = None
-        self._lost: dict[int, str] = {}
+        self._lost_ranks: dict[int, str] = {}
 
     @property
     def open(self) -> bool:
@@ -75,19 +75,19 @@ class PreemptionCoordinator:
 
     # -- messages of ranks ---------------------------------------------------------------------------------------
 
-    def hear(self, rank: int, name: str, frame: Frame, now: float) -> list[Effect]:
+    def handle(self, rank: int, name: str, frame: Frame, now: float) -> list[Effect]:
         """Handle a rank's NOTICE or AT. `name`: the rank, for people. Raises `ProtocolError`: a field is wrong."""
         if frame.kind is Kind.NOTICE:
             notice = Notice.from_json(wire.json_body(frame))
-            return self.noticed(rank, notice, notice.seconds_left(), name, now)
-        return self.answered(rank, StepAnswer.from_frame(frame), now)
+            return self.on_notice(rank, notice, notice.seconds_left(), name, now)
+        return self.on_answer(rank, StepAnswer.from_frame(frame), now)
 
-    def noticed(
+    def on_notice(
         self, rank: int, notice: Notice, seconds_left: float | None, name: str, now: float
     ) -> list[Effect]:
         """Handle a notice that a rank received. `name`: the rank, for people."""
         deadline = None if seconds_left is None else now + seconds_left
-        said = EventLine(
+        event_line = EventLine(
             "notice",
             f"{name} was told: {notice.sentence()}",
             {**notice.to_json(), "told_rank": rank, "name": name},
@@ -98,95 +98,95 @@ class PreemptionCoordinator:
             earlier = deadline is not None and (self._deadline is None or deadline < self._deadline)
             if graver or earlier:
                 kind = NoticeKind.TERMINATE if graver else self._notice.kind
-                self._notice, self._name = replace(notice, rank=rank, kind=kind), name
+                self._notice, self._notified_rank = replace(notice, rank=rank, kind=kind), name
             if earlier:
                 self._deadline = deadline
                 self._agreement.ignore_promises()  # the decision was made for another deadline
-            return [said]
+            return [event_line]
         if self._served is not None:
             step, at, kind = self._served
             if now - at <= _JOIN_SECONDS and notice.kind in {kind, NoticeKind.REBALANCE}:
-                text = f"{said.text}; step {step}, {self._safe} {now - at:.1f} s ago, serves this notice, too"
-                return [replace(said, text=text)]
-        self._notice, self._name, self._deadline = replace(notice, rank=rank), name, deadline
-        self._saves, self._again_at, self._since_step = 0, None, -1
-        if self._lost:
-            return [said, *self._over(f"no checkpoint can be whole: {'; '.join(self._lost.values())}", now)]
-        return [said, self._agreement.begin(now)]
+                text = f"{event_line.text}; step {step}, {self._safe_state} {now - at:.1f} s ago, serves this notice, too"
+                return [replace(event_line, text=text)]
+        self._notice, self._notified_rank, self._deadline = replace(notice, rank=rank), name, deadline
+        self._failed_saves, self._retry_at, self._since_step = 0, None, -1
+        if self._lost_ranks:
+            return [event_line, *self._give_up(f"no checkpoint can be whole: {'; '.join(self._lost_ranks.values())}", now)]
+        return [event_line, self._agreement.begin(now)]
 
-    def answered(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
+    def on_answer(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
         agreement = self._agreement
         match agreement.answered(rank, answer):
-            case Answers.INCOMPLETE:
+            case ProposalState.INCOMPLETE:
                 return []
-            case Answers.PROMISED:
+            case ProposalState.PROMISED:
                 return self._appoint(now)
-            case Answers.EXHAUSTED:
-                return self._over(agreement.exhausted, now)
-            case Answers.PASSED:
-                self._decision = should_save(self._outlook(agreement.foremost_step, now))
+            case ProposalState.EXHAUSTED:
+                return self._give_up(agreement.exhausted, now)
+            case ProposalState.PASSED:
+                self._decision = should_save(self._build_outlook(agreement.foremost_step, now))
                 return [agreement.propose_later(now, wait_seconds=self._decision.wait_seconds)]
 
-    def offered(self, step: int) -> None:
+    def on_offered(self, step: int) -> None:
         """Note that a rank has offered or declined `step`. Follow the first such step from the appointed one on."""
-        if self._appointed_at is not None and self._saving is None and step >= self._agreement.step:
-            self._saving = step
+        if self._appointed_at is not None and self._saving_step is None and step >= self._agreement.step:
+            self._saving_step = step
 
-    def staged(self, step: int, nbytes: int, seconds: float, now: float) -> list[Effect]:
+    def on_staged(self, step: int, nbytes: int, seconds: float, now: float) -> list[Effect]:
         """Note that a checkpoint was staged, `seconds` after its first offer."""
-        self.measures.staged(nbytes, seconds)
+        self.staging_times.staged(nbytes, seconds)
         self._staged_step = max(self._staged_step, step)
         if self.open:
             self._since_step = step
-        if self._appointed_at is None or self._saving is None or step < self._saving:
+        if self._appointed_at is None or self._saving_step is None or step < self._saving_step:
             return []
-        left = self._left(now)
+        left = self._seconds_left(now)
         when = "" if left is None else f", {left:.1f} s before the deadline"
         if left is not None and left < 0:
             when = f", {-left:.1f} s after the deadline"
-        said = EventLine(
+        event_line = EventLine(
             "emergency_staged",
-            f"the checkpoint of step {step}, saved because {self._name} received a {self._kind()} notice, "
-            f"is {self._safe}{when}",
-            {"saved_step": step, "seconds_left": left, "seconds": seconds, "told": self._name},
+            f"the checkpoint of step {step}, saved because {self._notified_rank} received a {self._kind_text()} notice, "
+            f"is {self._safe_state}{when}",
+            {"saved_step": step, "seconds_left": left, "seconds": seconds, "told": self._notified_rank},
         )
         assert self._notice is not None
         self._served = (step, now, self._notice.kind)
         self._appointed_at = None
-        return [said]
+        return [event_line]
 
-    def ended(self, step: int, reason: str, now: float) -> list[Effect]:
+    def on_ended(self, step: int, reason: str, now: float) -> list[Effect]:
         """Note that a checkpoint was declined or has failed."""
-        if self._appointed_at is None or step != self._saving:
+        if self._appointed_at is None or step != self._saving_step:
             return []
-        self._saves += 1
-        if self._lost or self._saves >= _SAVES_MAX:
-            return self._over(f"step {step} was not saved: {reason}", now)
+        self._failed_saves += 1
+        if self._lost_ranks or self._failed_saves >= _SAVES_MAX:
+            return self._give_up(f"step {step} was not saved: {reason}", now)
         self._appointed_at = None
         return [self._agreement.ask(step, now)]  # no rank can save this step again
 
-    def rank_left(self, rank: int, reason: str, now: float) -> list[Effect]:
+    def on_rank_left(self, rank: int, reason: str, now: float) -> list[Effect]:
         """Note that a rank is dead or dropped, or has said BYE."""
-        self._lost[rank] = reason
-        if not self.open or (self._appointed_at is not None and self._saving is not None):
+        self._lost_ranks[rank] = reason
+        if not self.open or (self._appointed_at is not None and self._saving_step is not None):
             return []  # the checkpoint in flight may still be staged
-        return self._over(f"no checkpoint can be whole: {reason}", now)
+        return self._give_up(f"no checkpoint can be whole: {reason}", now)
 
     def tick(self, now: float) -> list[Effect]:
-        overdue, left = self._agreement.overdue(now), self._left(now)
+        overdue, left = self._agreement.overdue(now), self._seconds_left(now)
         if overdue:
             # Ask again later: that rank may still be starting, or be suspended for a while.
-            self._again_at = now + self._answer_seconds_max
-            return self._over(f"{overdue}; it is stopped or cut off", now)
-        if not self.open and self._again_at is not None and now >= self._again_at:
-            self._again_at = None
-            return [self._agreement.begin(now)] if left is not None and left > 0 and not self._lost else []
+            self._retry_at = now + self._answer_seconds_max
+            return self._give_up(f"{overdue}; it is stopped or cut off", now)
+        if not self.open and self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
+            return [self._agreement.begin(now)] if left is not None and left > 0 and not self._lost_ranks else []
         if self._appointed_at is None:
             return []
         waited = now - self._appointed_at
         if waited > _NO_DEADLINE_SECONDS_MAX if left is None else left < -self._answer_seconds_max:
-            step = self._agreement.step if self._saving is None else self._saving
-            return self._over(f"step {step} was not {self._safe} by then", now)
+            step = self._agreement.step if self._saving_step is None else self._saving_step
+            return self._give_up(f"step {step} was not {self._safe_state} by then", now)
         return []
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -202,53 +202,53 @@ class PreemptionCoordinator:
             steps = min(_MARGIN.steps_max, math.ceil(self._rebalance_seconds / max(longest, 1e-3)))
             factor, until_step = self._rebalance_factor, step + steps
         terms = SaveInstruction(take, decision.reason, self._notice, factor, until_step)
-        does = {
+        actions = {
             Choice.TAKE: f"step {step} is to be saved, as soon as all ranks have finished it",
             Choice.FINISH: "no new checkpoint is started",
             Choice.SKIP: "nothing can be saved",
         }
-        said = EventLine(
+        event_line = EventLine(
             "emergency",
-            f"because {self._name} received a {self._kind()} notice: {does[decision.choice]} ({decision.reason})",
+            f"because {self._notified_rank} received a {self._kind_text()} notice: {actions[decision.choice]} ({decision.reason})",
             {
                 "choice": decision.choice.value,
                 "at_step": step,
                 "reason": decision.reason,
-                "seconds_left": self._left(now),
+                "seconds_left": self._seconds_left(now),
                 "needed_seconds": decision.needed_seconds,
                 "tries": tries,
-                "told": self._name,
+                "told": self._notified_rank,
             },
             loud=decision.choice is Choice.SKIP,
         )
-        self._appointed_at, self._saving = (now if take else None), None
-        return [self._agreement.appoint(terms.to_json()), said]
+        self._appointed_at, self._saving_step = (now if take else None), None
+        return [self._agreement.appoint(terms.to_json()), event_line]
 
-    def _over(self, why: str, now: float) -> list[Effect]:
+    def _give_up(self, why: str, now: float) -> list[Effect]:
         self._appointed_at = None
         step = f"step {self._staged_step}" if self._staged_step >= 0 else "nothing"
-        kept = f"{step} is {self._safe}"
+        kept = f"{step} is {self._safe_state}"
         other = "no further checkpoint" if self._since_step >= 0 else "no checkpoint"
-        text = f"{other} was taken after {self._name} received a {self._kind()} notice: {why}; {kept}"
-        fields = {"reason": why, "seconds_left": self._left(now), "told": self._name}
-        said = EventLine("emergency_failed", text, fields, loud=self._since_step < 0)
+        text = f"{other} was taken after {self._notified_rank} received a {self._kind_text()} notice: {why}; {kept}"
+        fields = {"reason": why, "seconds_left": self._seconds_left(now), "told": self._notified_rank}
+        event_line = EventLine("emergency_failed", text, fields, loud=self._since_step < 0)
         # An appointed step stays appointed: if some ranks have saved it, the others must not skip it.
-        return [self._agreement.call_off(), said] if self._agreement.open else [said]
+        return [self._agreement.call_off(), event_line] if self._agreement.open else [event_line]
 
-    def _outlook(self, next_step: int, now: float) -> Outlook:
+    def _build_outlook(self, next_step: int, now: float) -> Outlook:
         return Outlook(
-            seconds_left=self._left(now),
-            staged_seconds=self.measures.staged_seconds(),
+            seconds_left=self._seconds_left(now),
+            staged_seconds=self.staging_times.staged_seconds(),
             in_flight=tuple(self._in_flight()),
             step_seconds=self._agreement.slowest_step_seconds,
             next_step=next_step,
             staged_step=self._staged_step,
-            safe=self._safe,
+            safe=self._safe_state,
         )
 
-    def _left(self, now: float) -> float | None:
+    def _seconds_left(self, now: float) -> float | None:
         return None if self._deadline is None else self._deadline - now
 
-    def _kind(self) -> str:
+    def _kind_text(self) -> str:
         assert self._notice is not None
         return "termination" if self._notice.kind is NoticeKind.TERMINATE else "rebalance"

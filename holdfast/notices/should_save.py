@@ -61,7 +61,7 @@ class Decision:
 
 
 def should_save(outlook: Outlook) -> Decision:
-    flight_seconds = _flight_seconds(outlook)
+    flight_seconds = _in_flight_seconds(outlook)
     left = outlook.seconds_left
     if left is None:
         return Decision(Choice.TAKE, "there is no deadline", flight_seconds)
@@ -96,7 +96,7 @@ def _finish_or_skip(outlook: Outlook, reason: str, needed_seconds: float = 0.0) 
     )
 
 
-def _flight_seconds(outlook: Outlook) -> float:
+def _in_flight_seconds(outlook: Outlook) -> float:
     """Estimate the time until all checkpoints in flight are staged: the shorter of two estimates for each, by its own
     speed and by the time of earlier checkpoints.
     """
@@ -111,19 +111,19 @@ def _flight_seconds(outlook: Outlook) -> float:
     return seconds
 
 
-class Measures:
+class StagingTimes:
     """Bytes and time to staged of the last few checkpoints."""
 
     def __init__(self) -> None:
-        self._taken: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
 
-    def staged(self, nbytes: int, seconds: float) -> None:
+    def add(self, nbytes: int, seconds: float) -> None:
         """Note a staged checkpoint, and the seconds since its first offer."""
-        self._taken.append((nbytes, seconds))
+        self._recent.append((nbytes, seconds))
 
     def staged_seconds(self) -> float | None:
         """Estimate the time of a checkpoint as large as the last, by the slowest remembered; None before the first."""
-        if not self._taken:
+        if not self._recent:
             return None
-        wanted = self._taken[-1][0]
-        return max(seconds * max(1.0, wanted / max(1, taken)) for taken, seconds in self._taken)
+        wanted = self._recent[-1][0]
+        return max(seconds * max(1.0, wanted / max(1, nbytes)) for nbytes, seconds in self._recent)

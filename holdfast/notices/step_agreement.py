@@ -42,7 +42,7 @@ class Margin:
         return max(self.steps_min, math.ceil(min(self.steps_max, wanted)))
 
 
-class Answers(Enum):
+class ProposalState(Enum):
     """The ranks' answers to a proposal, together."""
 
     INCOMPLETE = "incomplete"
@@ -81,25 +81,25 @@ class StepAgreement:
         """Use the answers to the open proposal only to learn the ranks' next steps: its reason has changed."""
         self._is_query = True
 
-    def answered(self, rank: int, answer: StepAnswer) -> Answers:
+    def add_answer(self, rank: int, answer: StepAnswer) -> ProposalState:
         """Add a rank's answer, unless it is for another proposal than the open one."""
         if not self.open or answer.number != self.number:
-            return Answers.INCOMPLETE
+            return ProposalState.INCOMPLETE
         self._next_steps[rank] = answer.next_step
         if answer.step_seconds is not None:
             self._step_seconds[rank] = answer.step_seconds
         if len(self._next_steps) < self._ranks:
-            return Answers.INCOMPLETE
+            return ProposalState.INCOMPLETE
         if self.foremost_step <= self.step and not self._is_query:
-            return Answers.PROMISED
-        return Answers.PASSED if self.tries < self._tries_max else Answers.EXHAUSTED
+            return ProposalState.PROMISED
+        return ProposalState.PASSED if self.tries < self._tries_max else ProposalState.EXHAUSTED
 
     def propose_later(self, now: float, *, wait_seconds: float = 0.0, above: int = -1) -> Announcement:
         """Propose a step ahead of all ranks, at least `wait_seconds` later, and after step `above`."""
-        quickest = min(self._step_seconds.values(), default=0.0)
+        fastest_seconds = min(self._step_seconds.values(), default=0.0)
         doubled = 0 if self._is_query else self.tries - 1
         self._is_query = False
-        margin = self._margin.steps(quickest, doubled, wait_seconds)
+        margin = self._margin.steps(fastest_seconds, doubled, wait_seconds)
         return self._propose(max(self.foremost_step + margin, above + 1), now)
 
     def appoint(self, body: Mapping[str, Any]) -> Announcement:
@@ -111,7 +111,7 @@ class StepAgreement:
         self.open = False
         return Announcement(AnnouncementKind.CALLED_OFF, self.step, self.number)
 
-    def overdue(self, now: float) -> str:
+    def overdue_text(self, now: float) -> str:
         """Return a sentence about the ranks that have not answered in time; empty if all have."""
         if not self.open or now - self._asked_at <= self._answer_seconds_max:
             return ""
@@ -119,7 +119,7 @@ class StepAgreement:
         return f"rank {missing} did not answer within {self._answer_seconds_max:g} s"
 
     @property
-    def exhausted(self) -> str:
+    def exhausted_reason(self) -> str:
         """The reason for proposing no further step, as a sentence."""
         return f"the ranks had passed each of {self.tries} steps that were proposed"
 

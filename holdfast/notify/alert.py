@@ -66,53 +66,53 @@ _OTHERS: Mapping[tuple[str, str], tuple[str, str, Severity]] = {
 }
 
 
-def alert_for(said: Mapping[str, Any], *, is_unsupervised: bool = False) -> Alert | None:
+def alert_for(fields: Mapping[str, Any], *, is_unsupervised: bool = False) -> Alert | None:
     """Return the message about one event, if people need one. `is_unsupervised`: no supervisor reports losses and ends."""
-    role, event = str(said.get("role")), str(said.get("event"))
-    kind, title, severity = (_kind_alone(role, event, said) if is_unsupervised else None) or _kind(role, event, said)
+    role, event = str(fields.get("role")), str(fields.get("event"))
+    kind, title, severity = (_classify_unsupervised(role, event, fields) if is_unsupervised else None) or _classify(role, event, fields)
     if not kind:
         return None
-    text = _text(event, said)
-    step = said.get("step")
+    text = _alert_text(event, fields)
+    step = fields.get("step")
     if role != "supervisor" and type(step) is int:
         text = f"step {step}: {text}" if text else f"step {step}"
     return Alert(kind, title, (text or title)[:_SENTENCE_CHARACTERS_MAX], severity)
 
 
-def _text(event: str, said: Mapping[str, Any]) -> str:
+def _alert_text(event: str, fields: Mapping[str, Any]) -> str:
     if event == "stager_ended":
-        lost = said.get("lost_ranks")
+        lost = fields.get("lost_ranks")
         return f"ranks {lost} were lost" if lost else "every rank has left the stager"
-    message = said.get("message") or said.get(_SENTENCES.get(event, ""))
-    return message if isinstance(message, str) and message else event_text(said)
+    message = fields.get("message") or fields.get(_SENTENCES.get(event, ""))
+    return message if isinstance(message, str) and message else event_text(fields)
 
 
-def _kind_alone(role: str, event: str, said: Mapping[str, Any]) -> tuple[str, str, Severity] | None:
+def _classify_unsupervised(role: str, event: str, fields: Mapping[str, Any]) -> tuple[str, str, Severity] | None:
     match role, event:
         case "stager", "resume_proof":
-            return _kind("supervisor", event, said)
+            return _classify("supervisor", event, fields)
         case "stager", "stager_ended":
-            is_whole = not said.get("lost_ranks")
-            return "job_ended", "job ended", Severity.INFO if is_whole else Severity.WARNING
+            is_complete = not fields.get("lost_ranks")
+            return "job_ended", "job ended", Severity.INFO if is_complete else Severity.WARNING
     return _ALONE.get((role, event))
 
 
-def _kind(role: str, event: str, said: Mapping[str, Any]) -> tuple[str, str, Severity]:
-    cause = str(said.get("cause"))
+def _classify(role: str, event: str, fields: Mapping[str, Any]) -> tuple[str, str, Severity]:
+    cause = str(fields.get("cause"))
     match role, event:
         case "supervisor", "ended" if cause in _ENDS:
             return cause, _ENDS[cause], Severity.WARNING
         case "supervisor", "training" if (
-            "launched_seconds" in said
+            "launched_seconds" in fields
         ):  # the first attempt has no `launched_seconds`
             return "resumed", "resumed", Severity.INFO
         case "supervisor", "resume_proof":
-            verdict = str(said.get("verdict"))
+            verdict = str(fields.get("verdict"))
             return "resume_proof", f"resume: {verdict}", _PROOFS.get(verdict, Severity.WARNING)
         case "supervisor", "over":
             if cause in {"done", "stopped"}:
                 return "over", cause, Severity.INFO
             return "over", "gave up", Severity.ERROR
-        case "stager", "notice" if said.get("kind") == "terminate":
+        case "stager", "notice" if fields.get("kind") == "terminate":
             return "notice", "preemption notice", Severity.WARNING
     return _OTHERS.get((role, event), ("", "", Severity.INFO))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.notify.alert import Alert
-from holdfast.notify.webhook import Undelivered, document
+from holdfast.notify.webhook import Undelivered, alert_document
 
 TIMEOUT_SECONDS = 30.0
 
@@ -26,9 +26,9 @@ class AlertCommand:
         self._command, self._timeout_seconds = command, timeout_seconds
         self.name = "--notify-command"
 
-    def send(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None:
+    def send(self, alert: Alert, context: Mapping[str, Any]) -> Undelivered | None:
         """Run the command to its end. No retry after a failure: the command may have done half of its work."""
-        said = json.dumps(document(alert, about)).encode()
+        payload = json.dumps(alert_document(alert, context)).encode()
         try:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", self._command],
@@ -45,7 +45,7 @@ class AlertCommand:
         except OSError as error:
             return Undelivered(error.strerror or type(error).__name__, may_retry=False)
         try:
-            process.communicate(said, timeout=self._timeout_seconds)
+            process.communicate(payload, timeout=self._timeout_seconds)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

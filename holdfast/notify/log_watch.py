@@ -18,7 +18,7 @@ from holdfast.telemetry.event_follower import Follower
 
 _log = logging.getLogger("holdfast.stager")
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 class LogWatch(threading.Thread):
@@ -27,14 +27,14 @@ class LogWatch(threading.Thread):
     def __init__(self, events: Path, notifier: Notifier) -> None:
         super().__init__(name="notify-log", daemon=True)
         self._follower, self._notifier = Follower(events), notifier
-        self._ending = threading.Event()
+        self._closing = threading.Event()
         self._last: Mapping[str, Any] | None = None
         self.start()
 
     def run(self) -> None:
-        while not self._ending.wait(_LOOK_SECONDS):
-            self._look()
-        self._look()
+        while not self._closing.wait(_POLL_SECONDS):
+            self._poll()
+        self._poll()
         if self._last is not None:
             self._notifier.tell(self._last)
         self._notifier.close()
@@ -42,15 +42,15 @@ class LogWatch(threading.Thread):
 
     def close(self, last: Mapping[str, Any] | None = None) -> None:
         """Send messages for the rest of the log, then for `last`. Bounded in time; a second call sends nothing."""
-        if not self._ending.is_set():
+        if not self._closing.is_set():
             self._last = last
-            self._ending.set()
+            self._closing.set()
         self.join(2 * CLOSE_SECONDS_MAX)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         try:
-            while said := list(self._follower.read()):
-                for one in said:
+            while events := list(self._follower.read()):
+                for one in events:
                     self._notifier.tell(one)
         except Exception:  # noqa: BLE001 - a bug here must not end the messages
             _log.exception("notify: an event could not be reported")

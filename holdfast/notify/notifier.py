@@ -31,7 +31,7 @@ class Destination(Protocol):
 
     name: str
 
-    def send(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None: ...
+    def send(self, alert: Alert, context: Mapping[str, Any]) -> Undelivered | None: ...
 
 
 class AlertRateLimiter:
@@ -40,18 +40,18 @@ class AlertRateLimiter:
     def __init__(self, window_seconds: float = WINDOW_SECONDS) -> None:
         self._window_seconds = window_seconds
         self._sent: dict[str, float] = {}
-        self._left_out: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
 
-    def passing(self, alert: Alert, now: float) -> Alert | None:
+    def admit(self, alert: Alert, now: float) -> Alert | None:
         """Return the message to send; None within the window of its kind. The last message of a run always passes."""
         if alert.kind == "over":
-            rest = ", ".join(f"{count} × {kind}" for kind, count in sorted(self._left_out.items()))
+            rest = ", ".join(f"{count} × {kind}" for kind, count in sorted(self._dropped.items()))
             return alert._replace(text=f"{alert.text} (not sent: {rest})") if rest else alert
         if now < self._sent.get(alert.kind, float("-inf")) + self._window_seconds:
-            self._left_out[alert.kind] += 1
+            self._dropped[alert.kind] += 1
             return None
         self._sent[alert.kind] = now
-        count = self._left_out.pop(alert.kind, 0)
+        count = self._dropped.pop(alert.kind, 0)
         return (
             alert._replace(text=f"{alert.text} ({count} more of this kind were not sent)") if count else alert
         )
@@ -67,11 +67,11 @@ class _Sender(threading.Thread):
         self._closing = threading.Event()
         self._is_failing = False
 
-    def put(self, alert: Alert, about: Mapping[str, Any]) -> None:
+    def put(self, alert: Alert, context: Mapping[str, Any]) -> None:
         try:
-            self._queue.put_nowait((alert, about))
+            self._queue.put_nowait((alert, context))
         except queue.Full:
-            self._failed(f"{_QUEUED_MAX} messages are already queued")
+            self._report_failure(f"{_QUEUED_MAX} messages are already queued")
 
     def close(self) -> None:
         """Send the queued messages without retries, and end."""
@@ -79,28 +79,28 @@ class _Sender(threading.Thread):
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            self._failed("too many messages are queued at the end")
+            self._report_failure("too many messages are queued at the end")
 
     def run(self) -> None:
-        while (taken := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None:
             try:
-                problem = self._sent(*taken)
+                problem = self._deliver(*item)
             except Exception:  # noqa: BLE001 - a bug here must not end the messages
                 _log.exception("notify: %s", self._destination.name)
                 continue
             if problem is None:
                 self._is_failing = False
             else:
-                self._failed(problem.reason)
+                self._report_failure(problem.reason)
 
-    def _sent(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None:
+    def _deliver(self, alert: Alert, context: Mapping[str, Any]) -> Undelivered | None:
         for pause in (*self._pauses, None):
-            problem = self._destination.send(alert, about)
+            problem = self._destination.send(alert, context)
             if problem is None or not problem.may_retry or pause is None or self._closing.wait(pause):
                 break
         return problem
 
-    def _failed(self, reason: str) -> None:
+    def _report_failure(self, reason: str) -> None:
         if not self._is_failing:
             _log.warning(
                 "notify: a message to %s was not delivered: %s; the run continues, and further failures in a row are "
@@ -126,23 +126,23 @@ class Notifier:
         pauses_seconds: Sequence[float] = PAUSES_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._about, self._is_unsupervised = {"run": _without_secrets(run), "host": socket.gethostname()}, is_unsupervised
-        self._rare, self._clock = AlertRateLimiter(window_seconds), clock
+        self._context, self._is_unsupervised = {"run": _without_secrets(run), "host": socket.gethostname()}, is_unsupervised
+        self._rate_limiter, self._clock = AlertRateLimiter(window_seconds), clock
         self._senders = [_Sender(one, pauses_seconds) for one in destinations]
         for sender in self._senders:
             sender.start()
         if destinations:
             _log.info("notifications go to %s", ", ".join(one.name for one in destinations))
 
-    def tell(self, said: Mapping[str, Any]) -> None:
+    def notify(self, said: Mapping[str, Any]) -> None:
         """Queue the message about an event, if it has one. Returns at once."""
         alert = alert_for(said, is_unsupervised=self._is_unsupervised) if self._senders else None
-        passing = None if alert is None else self._rare.passing(alert, self._clock())
+        passing = None if alert is None else self._rate_limiter.passing(alert, self._clock())
         if passing is None:
             return
-        about = {**self._about, "time": round(time.time(), 3)}
+        context = {**self._context, "time": round(time.time(), 3)}
         for sender in self._senders:
-            sender.put(passing._replace(text=f"{passing.text} [{self._about['run']}]"), about)
+            sender.put(passing._replace(text=f"{passing.text} [{self._context['run']}]"), context)
 
     def close(self, seconds_max: float = CLOSE_SECONDS_MAX) -> None:
         """Wait until all messages are sent, at most `seconds_max`."""

@@ -48,15 +48,15 @@ class Webhook:
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self._url, self._timeout_seconds = _checked(url), timeout_seconds
+        self._url, self._timeout_seconds = _parse_url(url), timeout_seconds
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._is_ntfy = self._url.scheme.startswith("ntfy") or self._url.hostname == "ntfy.sh"
         self.name = f"{self._url.scheme}://{self._url.hostname}/…"
 
-    def send(self, alert: Alert, about: Mapping[str, Any]) -> Undelivered | None:
-        """Try once to deliver a message. `about`: more fields, for programs."""
+    def send(self, alert: Alert, context: Mapping[str, Any]) -> Undelivered | None:
+        """Try once to deliver a message. `context`: more fields, for programs."""
         try:
-            with self._opener.open(self.request(alert, about), timeout=self._timeout_seconds):
+            with self._opener.open(self.request(alert, context), timeout=self._timeout_seconds):
                 return None
         except urllib.error.HTTPError as error:
             error.close()
@@ -66,7 +66,7 @@ class Webhook:
             cause = getattr(error, "reason", error)
             return Undelivered((isinstance(cause, OSError) and cause.strerror) or type(cause).__name__)
 
-    def request(self, alert: Alert, about: Mapping[str, Any]) -> urllib.request.Request:
+    def request(self, alert: Alert, context: Mapping[str, Any]) -> urllib.request.Request:
         url = self._url
         scheme = {"ntfy": "https", "ntfy+http": "http"}.get(url.scheme, url.scheme)
         place = url._replace(scheme=scheme, netloc=url.netloc.rpartition("@")[2], fragment="").geturl()
@@ -82,10 +82,10 @@ class Webhook:
             request.data = alert.text.encode()
             return request
         request.add_header("Content-Type", "application/json")
-        request.data = json.dumps(self._body(alert, about)).encode()
+        request.data = json.dumps(self._json_body(alert, context)).encode()
         return request
 
-    def _body(self, alert: Alert, about: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _json_body(self, alert: Alert, context: Mapping[str, Any]) -> Mapping[str, Any]:
         title = f"holdfast: {alert.title}"
         if self._url.hostname == "hooks.slack.com":
             text = alert.text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -95,21 +95,21 @@ class Webhook:
         ):
             # The text may quote an error of a script, which must not mention users or @everyone.
             return {"content": f"**{title}**\n{alert.text}", "allowed_mentions": {"parse": []}}
-        return document(alert, about)
+        return alert_document(alert, context)
 
 
-def document(alert: Alert, about: Mapping[str, Any]) -> dict[str, Any]:
+def alert_document(alert: Alert, context: Mapping[str, Any]) -> dict[str, Any]:
     """Build the JSON document of a message, for programs."""
     return {
         "event": alert.kind,
         "severity": alert.severity.value,
         "title": alert.title,
         "text": alert.text,
-        **about,
+        **context,
     }
 
 
-def _checked(url: str) -> SplitResult:
+def _parse_url(url: str) -> SplitResult:
     try:
         found = urlsplit(url)
         # Reading `port` checks it.

@@ -33,7 +33,7 @@ class Advice:
     lost_seconds: float
     lost_dollars: float | None
 
-    def line(self) -> str:
+    def describe(self) -> str:
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
         loss = f"{self.lost_seconds:.{0 if self.lost_seconds >= _TENTHS_BELOW_SECONDS else 1}f} s"
         if self.lost_dollars is not None:

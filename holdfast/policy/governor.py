@@ -31,7 +31,7 @@ class Change:
     advice: Advice
     problem: str = ""
 
-    def line(self) -> str:
+    def describe(self) -> str:
         return f"{self.advice.line()}; {self.problem}" if self.problem else self.advice.line()
 
 
@@ -57,24 +57,24 @@ class Governor:
         """Return the change to make after one more checkpoint with this cost, if any. `current`: the interval that was
         chosen before; None: no interval was chosen yet.
         """
-        change = self._advised(cost)
+        change = self._compute_change(cost)
         every = change.advice.every
         if current is None:
-            return self._settle(change)
+            return self._reset_streaks(change)
         rounding = 1 if current >= _ROUNDED_FROM else 0
         longer = every >= max(current + 1, _LONGER * current + rounding)
         shorter = every <= min(current - 1, _SHORTER * current - rounding)
         self._longer_streak = self._longer_streak + 1 if longer else 0
         self._shorter_streak = self._shorter_streak + 1 if shorter else 0
         if self._longer_streak >= _LONGER_TIMES or self._shorter_streak >= _SHORTER_TIMES:
-            return self._settle(change)
+            return self._reset_streaks(change)
         return None
 
-    def _settle(self, change: Change) -> Change:
+    def _reset_streaks(self, change: Change) -> Change:
         self._longer_streak = self._shorter_streak = 0
         return change
 
-    def _advised(self, cost: Cost) -> Change:
+    def _compute_change(self, cost: Cost) -> Change:
         every_max = max(1, min(_EVERY_MAX, math.floor(self._every_seconds_max / cost.iteration_seconds)))
         try:
             return Change(advise(cost, self.hazard, overhead_max=self._overhead_max, every_max=every_max))

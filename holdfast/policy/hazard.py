@@ -33,7 +33,7 @@ class Hazard:
 
     per_hour: float
     dollars_per_hour: float | None = None
-    line: str = ""
+    description: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_hour < math.inf:
@@ -48,7 +48,7 @@ class Hazard:
             raise ConfigError(
                 f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}"
             )
-        line = f"failures: one in {_time(mtbf_hours)}, as set (mtbf_hours)"
+        line = f"failures: one in {_format_hours(mtbf_hours)}, as set (mtbf_hours)"
         return cls(1 / mtbf_hours, dollars_per_hour, line)
 
     @classmethod
@@ -67,13 +67,13 @@ class Hazard:
         hours = seen.seconds / _HOUR_SECONDS
         per_hour = (_PRIOR_FAILURES + seen.failures) / (_PRIOR_FAILURES * prior_mtbf_hours + hours)
         line = (
-            f"failures: {seen.failures} in {_time(hours)} observed, prior 1 in {_time(prior_mtbf_hours)} → one in "
-            f"{_time(1 / per_hour)}"
+            f"failures: {seen.failures} in {_format_hours(hours)} observed, prior 1 in {_format_hours(prior_mtbf_hours)} → one in "
+            f"{_format_hours(1 / per_hour)}"
         )
         return cls(per_hour, dollars_per_hour, line)
 
 
-def _time(hours: float) -> str:
+def _format_hours(hours: float) -> str:
     """Format as `40 s`, `12 min`, `5.2 h`, `27 h`."""
     seconds = hours * _HOUR_SECONDS
     if seconds < 2 * _MINUTE_SECONDS:

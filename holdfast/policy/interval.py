@@ -88,8 +88,8 @@ def best_interval(cost: Cost, mtbf_seconds: float, *, at_least: int = 1, every_m
     # has a single minimum: next to their crossing, next to that minimum, or at a bound.
     crossing = (cost.durable_seconds / cost.in_flight_max - cost.stall_seconds) / iteration
     free = _optimum_seconds(cost.stall_seconds, mtbf_seconds) / iteration
-    beside = {math.floor(place) + more for place in (crossing, free) for more in (0, 1)}
-    candidates = sorted({min(max(every, at_least), every_max) for every in beside})
+    near = {math.floor(place) + more for place in (crossing, free) for more in (0, 1)}
+    candidates = sorted({min(max(every, at_least), every_max) for every in near})
     return min(candidates, key=lambda every: slowdown(cost, every, mtbf_seconds))
 
 

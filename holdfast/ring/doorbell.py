@@ -135,7 +135,7 @@ class Channel:
         connection.setblocking(False)
         self._socket = connection
         self._outbox: deque[bytes] = deque()
-        self._complaint: ProtocolError | None = None
+        self._protocol_error: ProtocolError | None = None
         self.closed = False
         self.peer_pid = _check_peer(connection)
 
@@ -185,7 +185,7 @@ class Channel:
         """
         self.flush()
         messages: list[Message] = []
-        while not self.closed and self._complaint is None:
+        while not self.closed and self._protocol_error is None:
             try:
                 data, _, flags, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX)
             except BlockingIOError:
@@ -203,9 +203,9 @@ class Channel:
                     )
                 messages.append(Message.from_bytes(data))
             except ProtocolError as error:
-                self._complaint = error
-        if self._complaint is not None and not messages:
-            raise self._complaint
+                self._protocol_error = error
+        if self._protocol_error is not None and not messages:
+            raise self._protocol_error
         return messages
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class Listener:
         temporary = path.with_name(f".new-{os.getpid()}")
         temporary.unlink(missing_ok=True)
         try:
-            with _short(temporary) as name:
+            with _short_path(temporary) as name:
                 self._socket.bind(name)
             self._socket.listen(8)
             self._socket.setblocking(False)
@@ -286,7 +286,7 @@ def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            with _short(path) as name:
+            with _short_path(path) as name:
                 connection.connect(name)
             return Channel(connection)
         except ProtocolError:
@@ -294,8 +294,8 @@ def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
             raise
         except OSError as error:
             connection.close()
-            gone = error.errno in {errno.ENOENT, errno.ECONNREFUSED}
-            if not gone or time.monotonic() >= deadline:
+            is_absent = error.errno in {errno.ENOENT, errno.ECONNREFUSED}
+            if not is_absent or time.monotonic() >= deadline:
                 raise PeerLost(
                     f"no flusher listens on {path}: {error.strerror} (waited {wait_seconds} s); the flusher's log says "
                     "why it ended; start the job again, and the stager starts a new flusher"
@@ -303,7 +303,7 @@ def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
         time.sleep(_RETRY_SECONDS)
 
 
-class _short:  # noqa: N801 (reads as a function)
+class _short_path:  # noqa: N801 (reads as a function)
     """A name for `path` that fits the 107 bytes of a unix socket address, however deep its directory lies."""
 
     def __init__(self, path: Path) -> None:

@@ -62,7 +62,7 @@ def read_doubts(directory: Path) -> list[DoubtedSteps]:
 
 def to_bytes(found: Sequence[DoubtedSteps]) -> bytes:
     """Encode doubts for the file, and for the copy beside slices that ranks keep themselves."""
-    rows = [{"attempt": attempt, **doubt.to_json()} for attempt, doubt in _fewer(found)]
+    rows = [{"attempt": attempt, **doubt.to_json()} for attempt, doubt in _merge_excess(found)]
     return seal(to_json({"doubts": rows}), _CRC_FIELD)
 
 
@@ -79,7 +79,7 @@ def from_bytes(data: bytes, *, source: str) -> list[DoubtedSteps]:
         return []
 
 
-def _fewer(found: Sequence[DoubtedSteps]) -> Sequence[DoubtedSteps]:
+def _merge_excess(found: Sequence[DoubtedSteps]) -> Sequence[DoubtedSteps]:
     """Merge the doubts of each attempt if there are too many; the steps in between are doubted, too."""
     if len(found) <= _DOUBTS_MAX:
         return found

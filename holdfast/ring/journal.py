@@ -116,8 +116,8 @@ class Journal:
         ProtocolError: The header is not one of ours.
     """
 
-    def __init__(self, memory: mmap.mmap, source: str, more: SourceFiles) -> None:
-        self._memory, self._source, self._more = memory, source, more
+    def __init__(self, memory: mmap.mmap, source: str, source_files: SourceFiles) -> None:
+        self._memory, self._source, self._source_files = memory, source, source_files
         self.header = self._read_header()
         self.ring_chunks = self.header.ring_chunks
         self.refresh_slots()
@@ -170,7 +170,7 @@ class Journal:
         self._memory[base + _CONTENT_OFFSET : base + _CONTENT_OFFSET + _CONTENT.size] = bytes(_CONTENT.size)
         raw = _PLACE.pack(attempt, step, chunk, 0)[:-4]
         self._memory[base + _PLACE_OFFSET : base + _CONTENT_OFFSET] = raw + _STATE.pack(crc32(raw))
-        self._set(base, SlotState.FILLING)
+        self._set_state(base, SlotState.FILLING)
 
     def mark_full(self, slot: int, sources: Sequence[tuple[int, int]], nbytes: int) -> None:
         """FILLING → FULL: all senders' bytes are in place. Stager only. `sources`: each sender's `(rank, crc32)`."""
@@ -184,17 +184,17 @@ class Journal:
         if len(ordered) > SOURCES_INSIDE_MAX:
             # Version 2 first: a reader of version 1 alone must not meet a record that it cannot read.
             self._memory[_VERSION_OFFSET] = _VERSION_MORE  # one store: `pack_into` would clear the word first
-            self._more.write(slot, pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
+            self._source_files.write(slot, pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
         inside = pairs[: SOURCES_INSIDE_MAX * _PAIR.size]
         self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + len(inside)] = inside
         raw = _CONTENT.pack(0, len(ordered), nbytes)[4:]
         content = _STATE.pack(crc32(pairs, crc32(raw))) + raw
         self._memory[base + _CONTENT_OFFSET : base + _CONTENT_OFFSET + len(content)] = content
-        self._set(base, SlotState.FULL)
+        self._set_state(base, SlotState.FULL)
 
     def free(self, slot: int) -> None:
         """FULL → FREE (flusher), or FILLING → FREE (stager; flusher only after the stager is gone)."""
-        self._set(self._base(slot, {SlotState.FILLING, SlotState.FULL}), SlotState.FREE)
+        self._set_state(self._base(slot, {SlotState.FILLING, SlotState.FULL}), SlotState.FREE)
 
     def state(self, slot: int) -> SlotState:
         """Read only the state word, cheaply enough for every slot. Raises `ProtocolError` if it is not a state."""
@@ -242,7 +242,7 @@ class Journal:
         inside = min(count, SOURCES_INSIDE_MAX)
         pairs = self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + inside * _PAIR.size]
         if count > inside:
-            pairs += self._more.read(slot)
+            pairs += self._source_files.read(slot)
             self._expect(
                 len(pairs) == count * _PAIR.size,
                 slot,
@@ -267,7 +267,7 @@ class Journal:
             raise ProtocolError(f"{self._source}: record {slot}: state {found.name}, expected {names}")
         return HEADER_BYTES + slot * RECORD_BYTES
 
-    def _set(self, base: int, state: SlotState) -> None:
+    def _set_state(self, base: int, state: SlotState) -> None:
         # One store of the lowest byte. `pack_into` clears the word before it writes: a stager that saw FREE in between,
         # and set FILLING, would have that overwritten by the flusher's FREE.
         self._memory[base] = state

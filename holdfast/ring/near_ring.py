@@ -135,9 +135,9 @@ class NearRing:
         return None if record is None else record._replace(state=SlotState.FREE)
 
 
-def near_ring(said: bytes) -> NearRing | None:
+def open_near_ring(encoded: bytes) -> NearRing | None:
     """Open the ring at the place that a stager named; None if this process cannot read it. Any thread."""
     try:
-        return NearRing(RingLocation.from_bytes(said))
+        return NearRing(RingLocation.from_bytes(encoded))
     except (ConfigError, ProtocolError, StoreError):
         return None

@@ -35,7 +35,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return memoryview(memory)[begin : begin + nbytes]
 
 
-def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) -> int:
+def use_huge_pages(descriptor: int, nbytes: int, should_stop: Callable[[], bool]) -> int:
     """Move a file in shared memory into huge pages, as far as the kernel has them. Its bytes stay; it may be in use.
 
     Shared memory mostly gets none by itself (`shmem_enabled`). This function asks for them, 2 MiB at a time, which
@@ -44,7 +44,7 @@ def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) ->
     Args:
         descriptor: Open for reading and writing; the file has all its pages.
         nbytes: How many bytes to move; a rest below 2 MiB stays as it is.
-        stopped: Called before each step; True ends the move.
+        should_stop: Called before each step; True ends the move.
 
     Returns:
         How many bytes lie in huge pages.
@@ -68,7 +68,7 @@ def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) ->
         begin = -(-room // _HUGE_BYTES) * _HUGE_BYTES
         access, mapped = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
         for offset in range(0, nbytes // _HUGE_BYTES * _HUGE_BYTES, _HUGE_BYTES):
-            if stopped() or failures == _FAILURES_MAX:
+            if should_stop() or failures == _FAILURES_MAX:
                 break
             if libc.mmap(begin, _HUGE_BYTES, access, mapped, descriptor, offset) != begin:
                 break

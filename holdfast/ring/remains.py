@@ -70,7 +70,7 @@ class HeldCheckpoint(NamedTuple):
     drift: str = ""
     trackers: Mapping[str, str] = MappingProxyType({})
 
-    def fitting(self, layout: Layout) -> frozenset[int]:
+    def chunks_fitting(self, layout: Layout) -> frozenset[int]:
         return frozenset(
             chunk
             for chunk, record in self.chunks.items()
@@ -85,19 +85,19 @@ def held_checkpoints(ring: Ring) -> list[HeldCheckpoint]:
     found: dict[CheckpointId, dict[int, SlotRecord]] = {}
     for record in ring.remains():
         found.setdefault(CheckpointId(record.attempt, record.step), {})[record.chunk] = record
-    return [_held(ring, key, chunks) for key, chunks in sorted(found.items(), reverse=True)]
+    return [_held_checkpoint(ring, key, chunks) for key, chunks in sorted(found.items(), reverse=True)]
 
 
-def _held(ring: Ring, key: CheckpointId, chunks: dict[int, SlotRecord]) -> HeldCheckpoint:
+def _held_checkpoint(ring: Ring, key: CheckpointId, chunks: dict[int, SlotRecord]) -> HeldCheckpoint:
     try:
-        said = ring.checkpoint(*key)
+        stored = ring.checkpoint(*key)
     except ProtocolError:  # the flusher reports it
-        said = None
-    if said is None or said.state != "staged":
+        stored = None
+    if stored is None or stored.state != "staged":
         return HeldCheckpoint(*key, "", chunks)
-    record = StepRecord.from_json(said.record)
+    record = StepRecord.from_json(stored.record)
     caveat = drift_of(record, key.step) or doubt_about(read_doubts(ring.directory), key)
-    return HeldCheckpoint(*key, said.layout_digest, chunks, caveat, record.trackers)
+    return HeldCheckpoint(*key, stored.layout_digest, chunks, caveat, record.trackers)
 
 
 def encode_held(held: Iterable[HeldCheckpoint]) -> bytes:

@@ -220,17 +220,17 @@ class Ring:
             self._map(self._ring_fd)
         return range(first, self.ring_chunks)
 
-    def use_huge_pages(self, ring_chunks: int, stopped: Callable[[], bool]) -> int:
+    def use_huge_pages(self, ring_chunks: int, should_stop: Callable[[], bool]) -> int:
         """Move the ring into huge pages, from which direct writes are faster; return how many bytes are in them. Any
         thread. `ring_chunks`: how many slots have memory, including those that are not part of the ring yet.
 
         Slots may be used meanwhile. It takes seconds for each GiB that is moved.
         """
-        return use_huge_pages(self._ring_fd, ring_chunks * self.chunk_bytes, stopped)
+        return use_huge_pages(self._ring_fd, ring_chunks * self.chunk_bytes, should_stop)
 
     def close(self) -> None:
         """Unmap the ring, which itself stays. Views that are still referenced keep their memory."""
-        self.let_go()
+        self.release()
         self._close_ring_fd()  # once, even if called again
         for mapped, memory in self._maps:
             memory.release()
@@ -304,13 +304,13 @@ class Ring:
         A stager that hangs is as silent as a dead one, but may still write into its slots. The kernel tells them apart:
         it releases the lock of a dead process.
         """
-        self.let_go()
+        self.release()
         self._stager_fd = open_private_file(stager_lock_path(self.directory, attempt), os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._stager_fd, fcntl.LOCK_SH)
         self.token = secrets.token_hex(16)
         os.pwrite(self._stager_fd, self.token.encode(), 0)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the lock of `hold`."""
         fd, self._stager_fd = self._stager_fd, -1
         if fd >= 0:

@@ -29,9 +29,9 @@ class RingKeeper:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._fd = self._hold()
+        self._fd = self._lock_file()
 
-    def _hold(self) -> int:
+    def _lock_file(self) -> int:
         while True:
             make_private_directory(self._directory)
             try:
@@ -51,12 +51,12 @@ class RingKeeper:
         if fd < 0:
             return
         os.close(fd)
-        is_kept(self._directory)
+        is_ring_kept(self._directory)
         with contextlib.suppress(OSError):  # a ring is in it
             self._directory.rmdir()
 
 
-def is_kept(directory: Path) -> bool:
+def is_ring_kept(directory: Path) -> bool:
     """Whether a live process keeps the ring of this runtime directory. The file of a dead one is removed."""
     path = directory / _NAME
     try:

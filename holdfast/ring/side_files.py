@@ -44,10 +44,10 @@ def stager_lock_path(directory: Path, attempt: int) -> Path:
 def read_writers(directory: Path, attempt: int) -> int:
     """Return how many flushers write an attempt's checkpoints, as `Ring.record_writers` recorded; 1: only this ring's."""
     try:
-        said = read_side_file(directory / f"writers-{attempt}").decode("ascii", "replace")
+        text = read_side_file(directory / f"writers-{attempt}").decode("ascii", "replace")
     except FileNotFoundError:
         return 1
-    return int(said) if re.fullmatch(r"[1-9]\d{0,3}", said, re.ASCII) else 1
+    return int(text) if re.fullmatch(r"[1-9]\d{0,3}", text, re.ASCII) else 1
 
 
 def read_side_file(path: Path) -> bytes:

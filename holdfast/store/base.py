@@ -155,7 +155,7 @@ class Store(Protocol):
         """
         ...
 
-    def resume(self, name: str, begun: InterruptedUpload) -> Upload:
+    def resume(self, name: str, interrupted: InterruptedUpload) -> Upload:
         """Resume a dead process's upload under the same name; only for the run's single writer. Parts that were in
         flight may or may not count. Raises `StoreMissing` with `begin_anew` if nothing is left or the token is another
         upload's, and a `StoreError` that is not retriable if the backend cannot resume.

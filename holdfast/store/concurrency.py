@@ -42,22 +42,22 @@ class _Phase(Enum):
 class AdaptiveLimit:
     """Finds the best number of requests, `least` to `most`, from the speed of finished ones. Not thread-safe."""
 
-    def __init__(self, start: int, *, least: int, most: int) -> None:
-        if not 1 <= least <= start <= most:
-            raise ValueError(f"expected 1 <= least <= start <= most, got {least}, {start}, {most}")
-        self._minimum, self._maximum = least, most
+    def __init__(self, start: int, *, minimum: int, maximum: int) -> None:
+        if not 1 <= minimum <= start <= maximum:
+            raise ValueError(f"expected 1 <= least <= start <= most, got {minimum}, {start}, {maximum}")
+        self._minimum, self._maximum = minimum, maximum
         self._width, self._phase = start, _Phase.FIRST
         self._base, self._base_speed = start, 0.0  # the best width so far, and bytes a second with it
         self._undisturbed = False  # fewer were slower, and each connection kept its speed
         self._kept, self._kept_windows, self._narrow_next = 0, _KEPT_WINDOWS, False
-        self._begin(-math.inf)
+        self._start_window(-math.inf)
 
     @property
     def width(self) -> int:
         """How many requests may be in flight now."""
         return self._width
 
-    def ended(self, began: float, now: float, nbytes: int, *, full: bool) -> None:
+    def record_finished(self, began: float, now: float, nbytes: int, *, full: bool) -> None:
         """Count a finished request. `full`: whether as many as allowed were in flight; others are ignored."""
         if not full or began <= self._since or now <= began:
             return
@@ -66,9 +66,9 @@ class AdaptiveLimit:
         self._samples += 1
         if self._samples >= min(max(self._width, _SAMPLES_MIN), _SAMPLES_MAX):
             self._decide(self._width * self._bytes / self._seconds)
-            self._begin(now)
+            self._start_window(now)
 
-    def _begin(self, now: float) -> None:
+    def _start_window(self, now: float) -> None:
         """Start a new window; requests that began before it are ignored, since another number ran beside them."""
         self._since, self._bytes, self._seconds, self._samples = now, 0, 0.0, 0
 
@@ -139,77 +139,77 @@ class ConcurrencyLimit:
     """Bounds the requests in flight. Any thread. `found`: finds the best number; None: always `most`."""
 
     def __init__(
-        self, most: int, found: AdaptiveLimit | None = None, clock: Callable[[], float] = time.monotonic
+        self, maximum: int, adaptive: AdaptiveLimit | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.most, self._found, self._clock = most, found, clock
-        self._free = threading.Condition()
-        self._taken = 0
+        self.maximum, self._adaptive, self._clock = maximum, adaptive, clock
+        self._released = threading.Condition()
+        self._in_flight = 0
 
     @property
     def width(self) -> int:
         """How many requests may be in flight now."""
-        return self.most if self._found is None else self._found.width
+        return self.maximum if self._adaptive is None else self._adaptive.width
 
     @contextmanager
     def request(self) -> Iterator[LimitedRequest]:
         """Wait until one more request may begin; it ends with the block."""
-        with self._free:
-            while self._taken >= self.width:
-                self._free.wait()
-            self._taken += 1
+        with self._released:
+            while self._in_flight >= self.width:
+                self._released.wait()
+            self._in_flight += 1
         request, began = LimitedRequest(), self._clock()
         try:
             yield request
         finally:
             now = self._clock()
-            with self._free:
+            with self._released:
                 before = self.width
-                if self._found is not None and request.nbytes:
-                    self._found.ended(began, now, request.nbytes, full=self._taken >= before)
-                self._taken -= 1
-                self._free.notify(1 + max(0, self.width - before))
+                if self._adaptive is not None and request.nbytes:
+                    self._adaptive.ended(began, now, request.nbytes, full=self._in_flight >= before)
+                self._in_flight -= 1
+                self._released.notify(1 + max(0, self.width - before))
 
 
 class FailFastRequests:
     """Starts no request after one has failed, since a store that is gone fails each after many retries. Any thread."""
 
     def __init__(self) -> None:
-        self._over: list[BaseException] = []
+        self._errors: list[BaseException] = []
 
     def run(self, limit: ConcurrencyLimit, call: Callable[[LimitedRequest], _Result]) -> _Result:
         """Make the call once the limit allows it. Raises `CancelledError` if another one has failed, or after `end`."""
         with limit.request() as request:
-            if self._over:
+            if self._errors:
                 raise CancelledError
             try:
                 return call(request)
             except BaseException as error:
-                self._over.append(error)  # before the next one may begin
+                self._errors.append(error)  # before the next one may begin
                 raise
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of the first request that failed, if any."""
-        if self._over:
-            raise self._over[0]
+        if self._errors:
+            raise self._errors[0]
 
-    def end(self) -> None:
+    def cancel_pending(self) -> None:
         """Cancel the requests that have not begun."""
-        self._over.append(CancelledError())
+        self._errors.append(CancelledError())
 
 
-def writing(url: str, most: int | None = None) -> ConcurrencyLimit:
-    """Return the limit for parts of uploads to the store at `url`. `most`: set by a user; then nothing is measured."""
-    if most is not None or not is_s3(url):
-        return ConcurrencyLimit(most or parts_at_once(url))
+def write_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
+    """Return the limit for parts of uploads to the store at `url`. `maximum`: set by a user; then nothing is measured."""
+    if maximum is not None or not is_s3(url):
+        return ConcurrencyLimit(maximum or parts_at_once(url))
     return ConcurrencyLimit(
         REQUESTS_MAX, AdaptiveLimit(parts_at_once(url), least=_REQUESTS_MIN, most=REQUESTS_MAX)
     )
 
 
-def reading(url: str, most: int | None = None) -> ConcurrencyLimit:
-    """Return the limit for long reads from the store at `url`. `most`: as in `writing`."""
-    if most is not None or not is_s3(url):
-        return ConcurrencyLimit(most or _READS)
+def read_limit(url: str, maximum: int | None = None) -> ConcurrencyLimit:
+    """Return the limit for long reads from the store at `url`. `maximum`: as in `writing`."""
+    if maximum is not None or not is_s3(url):
+        return ConcurrencyLimit(maximum or _READS)
     return _s3_read_limit(url)
 
 

@@ -73,7 +73,7 @@ class GenericStore:
     def write(self, name: str, data: bytes) -> None:
         """Write a small object under a temporary name, and move it."""
         path = self._path(name)
-        temporary = self._temporary(f"small.{secrets.token_hex(8)}", name)
+        temporary = self._temporary_path(f"small.{secrets.token_hex(8)}", name)
         self._folder.put(temporary, data)
         self._folder.move(temporary, path)
 
@@ -87,19 +87,19 @@ class GenericStore:
         self.delete(name)
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> GenericUpload:
-        path, temporary = self._path(name), self._temporary(write_id, name)
+        path, temporary = self._path(name), self._temporary_path(write_id, name)
         return GenericUpload(self._folder, path, temporary, nbytes=nbytes, part_bytes=chunk_bytes)
 
-    def resume(self, name: str, begun: InterruptedUpload) -> GenericUpload:
+    def resume(self, name: str, interrupted: InterruptedUpload) -> GenericUpload:
         """Resume with the parts that are there with the right size; those in `crc32s` are read and compared."""
         return GenericUpload(
             self._folder,
             self._path(name),
-            self._temporary(begun.write_id, name),
-            nbytes=begun.nbytes,
-            part_bytes=begun.part_bytes,
-            token=begun.token,
-            crc32s=begun.crc32s,
+            self._temporary_path(interrupted.write_id, name),
+            nbytes=interrupted.nbytes,
+            part_bytes=interrupted.part_bytes,
+            token=interrupted.token,
+            crc32s=interrupted.crc32s,
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
@@ -114,5 +114,5 @@ class GenericStore:
     def _path(self, name: str) -> str:
         return self._folder.path(check_name(name))
 
-    def _temporary(self, write_id: str, name: str) -> str:
+    def _temporary_path(self, write_id: str, name: str) -> str:
         return self._folder.path(temporary_name(write_id, name))

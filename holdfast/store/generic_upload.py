@@ -46,7 +46,7 @@ class GenericUpload(BaseUpload):
             # With "over", an earlier object of the name is never taken for ours, even if it has the same size.
             kind = "new" if folder.size_or_none(path) is None else "over"
             self._token = f"{kind}-{secrets.token_hex(8)}"
-            self._mark(joined=False)
+            self._write_marker(joined=False)
         else:
             self._token = token
             self._resume(crc32s or {})
@@ -63,7 +63,7 @@ class GenericUpload(BaseUpload):
                 raise DamageError(
                     f"{self._path}: part {index} has CRC-32 {crc32_of(data):08x}, {crc32:08x} was stated; not written"
                 )
-            self._folder.put(self._part(index), data)
+            self._folder.put(self._part_path(index), data)
 
     def publish(self) -> None:
         """Join the parts, move the result to its name, and check its size."""
@@ -71,12 +71,12 @@ class GenericUpload(BaseUpload):
             return
         self._ledger.require_complete()
         try:
-            self._folder.join([self._part(index) for index in range(self._ledger.parts)], self._temporary)
+            self._folder.join([self._part_path(index) for index in range(self._ledger.parts)], self._temporary)
         except StoreMissing as error:
             raise StoreError(
                 f"{self._path}: a part was removed by another writer ({error}); start over", begin_anew=True
             ) from error
-        self._mark(joined=True)
+        self._write_marker(joined=True)
         self._folder.move(self._temporary, self._path)
         nbytes = self._folder.size_of(self._path)
         if nbytes != self._ledger.nbytes:
@@ -107,7 +107,7 @@ class GenericUpload(BaseUpload):
                 begin_anew=True,
             )
         self._ledger.assume(
-            index for index in range(self._ledger.parts) if self._is_there(index, crc32s.get(index))
+            index for index in range(self._ledger.parts) if self._has_part(index, crc32s.get(index))
         )
 
     def _is_in_place(self, marker: Mapping[str, object] | None) -> bool:
@@ -118,14 +118,14 @@ class GenericUpload(BaseUpload):
         joined = marker.get("token") == self._token and marker.get("joined") is True
         return joined and self._folder.size_or_none(self._temporary) is None
 
-    def _is_there(self, index: int, crc32: int | None) -> bool:
-        part = self._part(index)
+    def _has_part(self, index: int, crc32: int | None) -> bool:
+        part = self._part_path(index)
         nbytes = self._ledger.place(index).nbytes
         if self._folder.size_or_none(part) != nbytes:
             return False
         return crc32 is None or crc32_of(self._folder.get(part, nbytes)) == crc32
 
-    def _mark(self, *, joined: bool) -> None:
+    def _write_marker(self, *, joined: bool) -> None:
         self._folder.put(self._marker, json.dumps({"token": self._token, "joined": joined}).encode())
 
     def _read_marker(self) -> dict[str, object] | None:
@@ -141,8 +141,8 @@ class GenericUpload(BaseUpload):
     def _remove_parts(self) -> None:
         self._ledger.close()
         for index in range(self._ledger.parts):
-            self._folder.remove(self._part(index))
+            self._folder.remove(self._part_path(index))
         self._folder.remove(self._marker)
 
-    def _part(self, index: int) -> str:
+    def _part_path(self, index: int) -> str:
         return f"{self._temporary}.part-{index:06d}"

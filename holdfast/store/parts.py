@@ -31,7 +31,7 @@ class PartLedger:
             raise StoreError(
                 f"{what}: cannot upload {nbytes} bytes in parts of {part_bytes}; both must be at least 1"
             )
-        self.what, self.nbytes, self.part_bytes = what, nbytes, part_bytes
+        self.label, self.nbytes, self.part_bytes = what, nbytes, part_bytes
         self.parts = -(-nbytes // part_bytes)
         self._present: set[int] = set()
         self._active = 0
@@ -42,22 +42,22 @@ class PartLedger:
         """Return the place of part `index`. Raises `StoreError` if there is no such part."""
         if not 0 <= index < self.parts:
             raise StoreError(
-                f"{self.what}: there is no part {index}; {self.nbytes} bytes make {self.parts} parts"
+                f"{self.label}: there is no part {index}; {self.nbytes} bytes make {self.parts} parts"
             )
         offset = index * self.part_bytes
         return Part(offset, min(self.part_bytes, self.nbytes - offset))
 
     @contextmanager
-    def entry(self, index: int, buffers: Sequence[memoryview]) -> Iterator[Part]:
+    def track_part(self, index: int, buffers: Sequence[memoryview]) -> Iterator[Part]:
         """Context in which one part is sent. Raises `StoreError`: no such part, another size, or the upload is over."""
         part = self.place(index)
         given = sum(buffer.nbytes for buffer in buffers)
         if given != part.nbytes:
-            raise StoreError(f"{self.what}: part {index} has {given} bytes, {part.nbytes} were expected")
+            raise StoreError(f"{self.label}: part {index} has {given} bytes, {part.nbytes} were expected")
         with self._changed:
             if self._closed:
                 raise StoreError(
-                    f"{self.what}: the upload is over, part {index} comes too late; begin a new one"
+                    f"{self.label}: the upload is over, part {index} comes too late; begin a new one"
                 )
             self._present.discard(index)
             self._active += 1
@@ -76,14 +76,14 @@ class PartLedger:
         with self._changed:
             return frozenset(self._present)
 
-    def assume(self, indexes: Iterable[int]) -> None:
+    def mark_present(self, indexes: Iterable[int]) -> None:
         """Enter parts that an earlier process has sent."""
         with self._changed:
             self._present.update(index for index in indexes if 0 <= index < self.parts)
 
     def mark_all_present(self) -> None:
         """Enter every part: the file is in place, or nothing says which are missing."""
-        self.assume(range(self.parts))
+        self.mark_present(range(self.parts))
 
     def require_complete(self) -> None:
         """Check that every part is there and none in flight. Raises `StoreError`: names the first missing parts."""
@@ -93,12 +93,12 @@ class PartLedger:
         if missing:
             some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise StoreError(
-                f"{self.what}: cannot be published, {len(missing)} of {self.parts} parts are missing ({some}); "
+                f"{self.label}: cannot be published, {len(missing)} of {self.parts} parts are missing ({some}); "
                 "send them first"
             )
         if active:
             raise StoreError(
-                f"{self.what}: cannot be published while {active} parts are still being sent; wait for them first"
+                f"{self.label}: cannot be published while {active} parts are still being sent; wait for them first"
             )
 
     def close(self) -> bool:

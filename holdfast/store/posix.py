@@ -22,7 +22,7 @@ from pathlib import Path
 from holdfast.errors import DamageError, StoreError
 from holdfast.store.base import SMALL_BYTES_MAX, InterruptedUpload, ObjectInfo, reject_oversized
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
-from holdfast.store.posix_errors import is_full, translated
+from holdfast.store.posix_errors import is_full, translate_errors
 from holdfast.store.posix_io import (
     make_directories,
     open_regular,
@@ -43,12 +43,12 @@ class PosixStore:
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.abspath(root))  # noqa: PTH100  (Path.absolute keeps "..")
-        self._room = SpareFile(self._root)
+        self._spare_file = SpareFile(self._root)
 
     def close(self) -> None:
         """Remove the file that was kept for its blocks."""
-        with translated("clear", self._root):
-            self._room.drop()
+        with translate_errors("clear", self._root):
+            self._spare_file.drop()
 
     @property
     def url(self) -> str:
@@ -61,13 +61,13 @@ class PosixStore:
 
     def check(self, *, write: bool) -> None:
         """Check that the directory can be read, and with `write` be made and written. A missing one is a new run."""
-        with translated("read", self._root):
+        with translate_errors("read", self._root):
             place = next(place for place in (self._root, *self._root.parents) if place.exists())
             os.listdir(place)  # noqa: PTH208  (only to see that it answers)
         if not write:
             return
         name, data = f"check-{secrets.token_hex(8)}", b"holdfast check\n"
-        with translated("write in", self._root, needed_bytes=len(data)):
+        with translate_errors("write in", self._root, needed_bytes=len(data)):
             temporary = self._write_temporary(name, data)
             try:
                 back = temporary.read_bytes()
@@ -84,7 +84,7 @@ class PosixStore:
         def stop(error: OSError) -> None:
             raise error
 
-        with translated("list", self._root):
+        with translate_errors("list", self._root):
             if not self._root.exists():
                 return []
             if not self._root.is_dir():
@@ -105,7 +105,7 @@ class PosixStore:
 
     def size(self, name: str) -> int:
         path = self._path(name)
-        with translated("read", path):
+        with translate_errors("read", path):
             status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
             raise StoreError(
@@ -115,7 +115,7 @@ class PosixStore:
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(name)
-        with translated("read", path), open(self._open_revalidated(path), "rb") as file:  # noqa: PTH123 (a descriptor)
+        with translate_errors("read", path), open(self._open_revalidated(path), "rb") as file:  # noqa: PTH123 (a descriptor)
             nbytes = os.fstat(file.fileno()).st_size
             reject_oversized(str(path), nbytes, bytes_max)
             data = file.read(nbytes + 1)
@@ -130,13 +130,13 @@ class PosixStore:
         except FileNotFoundError:
             # An NFS client remembers for up to a minute that a name was missing; opening its directory asks the
             # server. Flushers of several stagers poll for files that another machine writes.
-            with self._opened(path):
+            with self._open_parent(path):
                 return open_regular(path, 0)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset`; page-aligned reads bypass the page cache."""
         path, view = self._path(name), buffer.cast("B")
-        with translated("read", path):
+        with translate_errors("read", path):
             if read_fully(path, offset, view) < view.nbytes:
                 raise DamageError(
                     f"{path}: expected bytes {offset} to {offset + view.nbytes}, but the file ends at byte "
@@ -148,33 +148,33 @@ class PosixStore:
         path = self._path(name)
         temporary = self._prepare(path, name, data)
         with (
-            translated("write", path, needed_bytes=len(data), if_missing="swept"),
-            self._opened(temporary) as there,
-            self._opened(path) as here,
+            translate_errors("write", path, needed_bytes=len(data), if_missing="swept"),
+            self._open_parent(temporary) as temporary_fd,
+            self._open_parent(path) as directory_fd,
         ):
-            inode = os.stat(temporary.name, dir_fd=there, follow_symlinks=False).st_ino
+            inode = os.stat(temporary.name, dir_fd=temporary_fd, follow_symlinks=False).st_ino
             try:
-                os.rename(temporary.name, path.name, src_dir_fd=there, dst_dir_fd=here)
+                os.rename(temporary.name, path.name, src_dir_fd=temporary_fd, dst_dir_fd=directory_fd)
             except FileNotFoundError:
                 # NFS may lose the answer of a rename that was done.
-                if os.stat(path.name, dir_fd=here, follow_symlinks=False).st_ino != inode:
+                if os.stat(path.name, dir_fd=directory_fd, follow_symlinks=False).st_ino != inode:
                     raise
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
-            sync_directory(here)
+            sync_directory(directory_fd)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file only if the name is free: a hard link to the finished temporary file, which is atomic."""
         path = self._path(name)
         temporary = self._prepare(path, name, data)
         with (
-            translated("create", path, needed_bytes=len(data), if_missing="swept"),
-            self._opened(temporary) as there,
-            self._opened(path) as here,
+            translate_errors("create", path, needed_bytes=len(data), if_missing="swept"),
+            self._open_parent(temporary) as temporary_fd,
+            self._open_parent(path) as directory_fd,
         ):
             try:
-                os.link(temporary.name, path.name, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+                os.link(temporary.name, path.name, src_dir_fd=temporary_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
                 created = True
             except FileExistsError:
                 # NFS may lose the answer of a link that was made: then the file has two names by now, and one
@@ -182,25 +182,25 @@ class PosixStore:
                 created = temporary.stat().st_nlink == 2
             finally:
                 temporary.unlink(missing_ok=True)
-            sync_directory(here)
+            sync_directory(directory_fd)
         return created
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        with translated("delete", path):
+        with translate_errors("delete", path):
             try:
-                with self._opened(path) as here:
-                    os.unlink(path.name, dir_fd=here)
-                    sync_directory(here)
+                with self._open_parent(path) as directory_fd:
+                    os.unlink(path.name, dir_fd=directory_fd)
+                    sync_directory(directory_fd)
             except (FileNotFoundError, NotADirectoryError):
                 return
 
     def retire(self, name: str) -> None:
         """Remove a file, durably; the next upload may reuse its blocks."""
         path = self._path(name)
-        with translated("delete", path):
+        with translate_errors("delete", path):
             reject_symlinks(self._root, self._root / TEMPORARY)
-            kept = self._room.keep(path)
+            kept = self._spare_file.keep(path)
         if not kept:
             self.delete(name)
 
@@ -212,24 +212,24 @@ class PosixStore:
             temporary=self._temporary_path(write_id, name),
             nbytes=nbytes,
             part_bytes=chunk_bytes,
-            room=self._room,
+            room=self._spare_file,
         )
 
-    def resume(self, name: str, begun: InterruptedUpload) -> PosixUpload:
+    def resume(self, name: str, interrupted: InterruptedUpload) -> PosixUpload:
         """Resume a file; only the caller's own record knows which of its parts were written."""
         return PosixUpload(
             root=self._root,
             path=self._path(name),
-            temporary=self._temporary_path(begun.write_id, name),
-            nbytes=begun.nbytes,
-            part_bytes=begun.part_bytes,
-            token=begun.token,
+            temporary=self._temporary_path(interrupted.write_id, name),
+            nbytes=interrupted.nbytes,
+            part_bytes=interrupted.part_bytes,
+            token=interrupted.token,
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         removed = []
         directory = self._root / TEMPORARY
-        with translated("sweep", directory):
+        with translate_errors("sweep", directory):
             reject_symlinks(self._root, directory)
             try:
                 entries = sorted(directory.iterdir())
@@ -247,29 +247,29 @@ class PosixStore:
             sync_directory(directory)
         return removed
 
-    def _opened(self, path: Path) -> AbstractContextManager[int]:
+    def _open_parent(self, path: Path) -> AbstractContextManager[int]:
         return open_directory(self._root, path.parent)
 
     def _path(self, name: str) -> Path:
-        return self._inside(check_name(name))
+        return self._resolve(check_name(name))
 
     def _temporary_path(self, write_id: str, name: str) -> Path:
-        return self._inside(temporary_name(write_id, name))
+        return self._resolve(temporary_name(write_id, name))
 
-    def _inside(self, name: str) -> Path:
+    def _resolve(self, name: str) -> Path:
         path = self._root / name
-        with translated("reach", path):
+        with translate_errors("reach", path):
             reject_symlinks(self._root, path.parent)
         return path
 
     def _prepare(self, path: Path, name: str, data: bytes) -> Path:
         """Write the temporary file of a small file, and make its final directory."""
-        with translated("write", path, needed_bytes=len(data)):
+        with translate_errors("write", path, needed_bytes=len(data)):
             make_directories(path.parent)
             try:
                 return self._write_temporary(name, data)
             except OSError as error:
-                if not is_full(error) or not self._room.drop():
+                if not is_full(error) or not self._spare_file.drop():
                     raise
                 return self._write_temporary(name, data)
 

@@ -69,19 +69,19 @@ def is_full(error: OSError) -> bool:
     return error.errno in _NO_ROOM
 
 
-def no_room(path: Path, *, needed_bytes: int, cause: str) -> StoreError:
+def no_room_error(path: Path, *, needed_bytes: int, cause: str) -> StoreError:
     """Return the error of a full disk or an exhausted quota."""
     free = free_bytes(path)
     known = "an unknown number of" if free is None else str(free)
     return StoreError(
         f"{path}: no room ({cause}): {needed_bytes} bytes are needed, {known} are free; "
         "remove old checkpoints, lower keep_last, or choose a larger store",
-        no_room=True,
+        no_room_error=True,
     )
 
 
 @contextmanager
-def translated(
+def translate_errors(
     operation: str, path: Path, *, needed_bytes: int = 0, if_missing: str = "missing"
 ) -> Iterator[None]:
     """Turn an `OSError` inside the block into the error that says what to do about it.
@@ -98,7 +98,7 @@ def translated(
     except OSError as error:
         cause = os.strerror(error.errno) if error.errno else str(error)
         if error.errno in _NO_ROOM:
-            raise no_room(path, needed_bytes=needed_bytes, cause=cause) from error
+            raise no_room_error(path, needed_bytes=needed_bytes, cause=cause) from error
         if error.errno == errno.ENOENT and if_missing == "missing":
             raise StoreMissing(f"{path}: there is no such file ({operation})") from error
         if error.errno == errno.ENOENT:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.errors import StoreError
-from holdfast.store.posix_errors import free_bytes, no_room
+from holdfast.store.posix_errors import free_bytes, no_room_error
 
 PAGE_BYTES = 4096
 _BLOCK_BYTES = 512  # the unit of `st_blocks`, on every file system
@@ -25,7 +25,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def whole_pages(nbytes: int) -> int:
+def round_up_to_pages(nbytes: int) -> int:
     """Round up to whole pages: the size of a file while it is written, for its last page is written whole."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
@@ -224,13 +224,13 @@ def reserve(descriptor: int, path: Path, nbytes: int) -> None:
     """
     free, held_bytes = free_bytes(path), os.fstat(descriptor).st_blocks * _BLOCK_BYTES
     if free is not None and free < nbytes - held_bytes:
-        raise no_room(path, needed_bytes=nbytes, cause="the file system is too full")
-    os.ftruncate(descriptor, whole_pages(nbytes))
+        raise no_room_error(path, needed_bytes=nbytes, cause="the file system is too full")
+    os.ftruncate(descriptor, round_up_to_pages(nbytes))
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:
         return
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if fallocate(descriptor, 0, 0, whole_pages(nbytes)) != 0:
+    if fallocate(descriptor, 0, 0, round_up_to_pages(nbytes)) != 0:
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise OSError(number, os.strerror(number))

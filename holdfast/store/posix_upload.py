@@ -30,7 +30,7 @@ from typing import NoReturn
 from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.store.parts import BaseUpload
-from holdfast.store.posix_errors import translated
+from holdfast.store.posix_errors import translate_errors
 from holdfast.store.posix_io import (
     PAGE_BYTES,
     is_aligned,
@@ -39,7 +39,7 @@ from holdfast.store.posix_io import (
     open_directory,
     reserve,
     sync_directory,
-    whole_pages,
+    round_up_to_pages,
     write_all,
     write_in_order,
 )
@@ -65,7 +65,7 @@ class PosixUpload(BaseUpload):
         nbytes: int,
         part_bytes: int,
         token: str | None = None,
-        room: SpareFile | None = None,
+        spare_file: SpareFile | None = None,
     ) -> None:
         super().__init__(str(path), nbytes=nbytes, part_bytes=part_bytes)
         self._root, self._path, self._temporary = root, path, temporary
@@ -74,7 +74,7 @@ class PosixUpload(BaseUpload):
         self._file = self._direct = self._inode = -1
         self._closing = threading.Lock()
         if token is None:
-            self._begin(room)
+            self._begin(spare_file)
         else:
             self._resume(token)
 
@@ -91,7 +91,7 @@ class PosixUpload(BaseUpload):
         try:
             with (
                 self._ledger.entry(index, buffers) as part,
-                translated("write", self._path, needed_bytes=part.nbytes),
+                translate_errors("write", self._path, needed_bytes=part.nbytes),
             ):
                 try:
                     if self._direct >= 0 and is_aligned(views, part.offset):
@@ -99,7 +99,7 @@ class PosixUpload(BaseUpload):
                     else:
                         self._write_cached(views, part.offset)
                 except OSError as error:
-                    self._judge(error)
+                    self._handle_write_error(error)
                     raise
         finally:
             # An abort during this write left closing to this thread: closing a descriptor in use would let its
@@ -117,16 +117,16 @@ class PosixUpload(BaseUpload):
             raise self._failure
         self._ledger.require_complete()
         nbytes = self._ledger.nbytes
-        with translated("publish", self._path, needed_bytes=nbytes, if_missing="lost"):
-            self._sync(nbytes)
+        with translate_errors("publish", self._path, needed_bytes=nbytes, if_missing="lost"):
+            self._truncate_and_sync(nbytes)
             size_bytes = os.fstat(self._file).st_size
             if size_bytes != nbytes:
                 self._fail(f"has {size_bytes} bytes after sync, {nbytes} were expected; start over")
-            with open_directory(self._root, self._path.parent) as here:
-                self._link(here)
+            with open_directory(self._root, self._path.parent) as directory_fd:
+                self._link(directory_fd)
                 reach(Point.FILE_NAMED)
-                self._verify_link(here)
-                sync_directory(here)
+                self._verify_link(directory_fd)
+                sync_directory(directory_fd)
             self._unlink_temporary()
         self._published = True
         self._finish()
@@ -136,7 +136,7 @@ class PosixUpload(BaseUpload):
         if self._failure is not None:
             raise self._failure
         if self._file >= 0:
-            with translated("sync", self._path, if_missing="lost"):
+            with translate_errors("sync", self._path, if_missing="lost"):
                 self._fsync()
         self._finish()
 
@@ -144,19 +144,19 @@ class PosixUpload(BaseUpload):
         if self._published:
             return
         self._finish()
-        with translated("abort", self._temporary):
+        with translate_errors("abort", self._temporary):
             self._temporary.unlink(missing_ok=True)
 
-    def _begin(self, room: SpareFile | None) -> None:
-        with translated("begin", self._path, needed_bytes=self._ledger.nbytes):
+    def _begin(self, spare_file: SpareFile | None) -> None:
+        with translate_errors("begin", self._path, needed_bytes=self._ledger.nbytes):
             make_directories(self._path.parent)
             make_directories(self._temporary.parent)
             # A call that is retried may have left one; the name is random, so it is nobody else's.
             self._temporary.unlink(missing_ok=True)
             self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                if room is not None:
-                    self._file = room.take(self._temporary, self._file)
+                if spare_file is not None:
+                    self._file = spare_file.take(self._temporary, self._file)
                 reserve(self._file, self._path, self._ledger.nbytes)
                 self._direct = open_direct(self._temporary)
                 self._inode = os.fstat(self._file).st_ino
@@ -169,8 +169,8 @@ class PosixUpload(BaseUpload):
         """Resume the file of a dead process, under its temporary name or its own. Its reserved space stays."""
         match, nbytes = _TOKEN.fullmatch(token), self._ledger.nbytes
         self._inode = int(match[1]) if match else -1
-        with translated("resume", self._path):
-            unfinished, named = _look(self._temporary), _look(self._path)
+        with translate_errors("resume", self._path):
+            unfinished, named = _stat_or_none(self._temporary), _stat_or_none(self._path)
             if _is_same_file(named, self._inode, {nbytes}):
                 # Only the dead process knew whether the name is durable.
                 sync_directory(self._path.parent)
@@ -178,17 +178,17 @@ class PosixUpload(BaseUpload):
                     self._unlink_temporary()
                 self._published = True
                 self._ledger.close()
-            elif _is_same_file(unfinished, self._inode, {nbytes, whole_pages(nbytes)}):
-                self._file, self._direct = self._open_again()
+            elif _is_same_file(unfinished, self._inode, {nbytes, round_up_to_pages(nbytes)}):
+                self._file, self._direct = self._open_temporary()
             else:
                 raise StoreMissing(
                     f"{self._path}: there is nothing to resume as {token[:80]!r} ({nbytes} bytes): at "
-                    f"{self._temporary} {_described(unfinished)}, at its own name {_described(named)}; start over",
+                    f"{self._temporary} {_describe(unfinished)}, at its own name {_describe(named)}; start over",
                     begin_anew=True,
                 )
         self._ledger.mark_all_present()
 
-    def _open_again(self) -> tuple[int, int]:
+    def _open_temporary(self) -> tuple[int, int]:
         """Open both descriptors of the temporary file, if it is ours."""
         file = os.open(self._temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -228,7 +228,7 @@ class PosixUpload(BaseUpload):
         self._used_page_cache = True
         write_in_order(self._file, views, offset)
 
-    def _judge(self, error: OSError) -> None:
+    def _handle_write_error(self, error: OSError) -> None:
         """Give the upload up if an error costs more than this write; reopen the file if its handle is stale."""
         if error.errno not in (errno.EIO, errno.ESTALE):
             return
@@ -243,7 +243,7 @@ class PosixUpload(BaseUpload):
     def _reopen(self, cause: OSError) -> None:
         """Replace a handle that the server has forgotten, under the same number, for the threads that write."""
         try:
-            file, direct = self._open_again()
+            file, direct = self._open_temporary()
         except (FileNotFoundError, StoreMissing):
             self._fail(
                 "its temporary file was removed by another writer, and the bytes with it; start over", cause
@@ -257,7 +257,7 @@ class PosixUpload(BaseUpload):
                 os.close(new)
         _log.warning("%s: the file's handle was stale, so the file is opened again", self._path)
 
-    def _sync(self, nbytes: int) -> None:
+    def _truncate_and_sync(self, nbytes: int) -> None:
         # Unlike a failed sync, a failed truncation loses nothing: its cause can be fixed.
         os.ftruncate(self._file, nbytes)
         self._fsync()
@@ -270,15 +270,15 @@ class PosixUpload(BaseUpload):
         # Drop the file's pages from the cache: the read-back must come from the disk.
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _link(self, here: int) -> None:
+    def _link(self, directory_fd: int) -> None:
         """Link the file to its name in the opened directory, if that is free. `_verify_link` decides."""
         try:
-            with open_directory(self._root, self._temporary.parent) as there:
+            with open_directory(self._root, self._temporary.parent) as temporary_fd:
                 os.link(
                     self._temporary.name,
                     self._path.name,
-                    src_dir_fd=there,
-                    dst_dir_fd=here,
+                    src_dir_fd=temporary_fd,
+                    dst_dir_fd=directory_fd,
                     follow_symlinks=False,
                 )
         except FileExistsError:
@@ -289,12 +289,12 @@ class PosixUpload(BaseUpload):
                 "%s: its temporary file is gone; checking whether it has its name already", self._path
             )
 
-    def _verify_link(self, here: int) -> None:
-        there = _look(self._path.name, here)
-        if there is None:
+    def _verify_link(self, directory_fd: int) -> None:
+        temporary_fd = _stat_or_none(self._path.name, directory_fd)
+        if temporary_fd is None:
             self._fail("its temporary file was removed by another writer, and the bytes with it; start over")
         mine = os.fstat(self._file)
-        if (there.st_dev, there.st_ino, there.st_size) != (mine.st_dev, mine.st_ino, self._ledger.nbytes):
+        if (temporary_fd.st_dev, temporary_fd.st_ino, temporary_fd.st_size) != (mine.st_dev, mine.st_ino, self._ledger.nbytes):
             self._fail(
                 "another file stands there, and is left as it is; two writers use this run, start over"
             )
@@ -308,7 +308,7 @@ class PosixUpload(BaseUpload):
     def _fail(self, why: str, cause: OSError | None = None) -> NoReturn:
         """Give this upload up for good, also for other processes: the next sync of this file may wrongly succeed."""
         self._failure = StoreError(f"{self._path}: {why}", begin_anew=True)
-        if _is_same_file(_look(self._temporary), self._inode, None):
+        if _is_same_file(_stat_or_none(self._temporary), self._inode, None):
             self._unlink_temporary()
         raise self._failure from cause
 
@@ -325,7 +325,7 @@ class PosixUpload(BaseUpload):
                 os.close(descriptor)
 
 
-def _look(path: Path | str, directory: int | None = None) -> os.stat_result | None:
+def _stat_or_none(path: Path | str, directory: int | None = None) -> os.stat_result | None:
     """Return the status of `path`, also relative to an opened directory, not following a link; None if missing."""
     try:
         return os.stat(path, dir_fd=directory, follow_symlinks=False)
@@ -342,5 +342,5 @@ def _is_same_file(status: os.stat_result | None, inode: int, sizes_bytes: set[in
     )
 
 
-def _described(status: os.stat_result | None) -> str:
+def _describe(status: os.stat_result | None) -> str:
     return "there is nothing" if status is None else f"stands inode {status.st_ino} of {status.st_size} bytes"

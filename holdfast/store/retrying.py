@@ -34,7 +34,7 @@ class RetryBudget:
     seconds_max: float = 180.0  # no new attempt begins after this many seconds
     first_wait_seconds: float = 0.2  # upper end of the first random wait; it doubles with each attempt
     wait_seconds_max: float = 20.0  # upper end of any wait, also of one that the server asks for
-    is_told: bool = (
+    log_warnings: bool = (
         True  # whether failed attempts are logged as warnings; the final error has the last one anyway
     )
 
@@ -53,9 +53,9 @@ class Retrying(StoreWrapper):
         super().__init__(inner)
         self._budget, self._sleep = budget or RetryBudget(), sleep
         self._failures: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
 
-    def around(self, inner: Store) -> Retrying:
+    def with_inner(self, inner: Store) -> Retrying:
         """Return a wrapper of another store with the same budget and counts."""
         other = copy.copy(self)
         other._inner = inner
@@ -63,26 +63,26 @@ class Retrying(StoreWrapper):
 
     def failures(self) -> dict[str, int]:
         """Return how often each call failed and was retried, so far. Any thread."""
-        with self._counting:
+        with self._lock:
             return dict(self._failures)
 
     def forward(self, what: str, call: Callable[[], Result], name: str = "") -> Result:  # noqa: ARG002
         """See `StoreWrapper`. Few attempts for `check`."""
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             return call()  # the usual case needs no bookkeeping
         except StoreError as error:
             if not error.retriable:
                 raise
             first = error
-        return self._again(what, call, first, begun, _CHECK_BUDGET if what == "check" else self._budget)
+        return self._retry(what, call, first, started, _CHECK_BUDGET if what == "check" else self._budget)
 
-    def _again(
+    def _retry(
         self,
         what: str,
         call: Callable[[], Result],
         first: StoreError,
-        begun: float,
+        started: float,
         limits: RetryBudget,
     ) -> Result:
         """Retry a call whose first attempt failed with `first`."""
@@ -95,33 +95,33 @@ class Retrying(StoreWrapper):
         def wait_seconds(state: tenacity.RetryCallState) -> float:
             """Add jitter to the server's `Retry-After`, so that not all return at once."""
             error = state.outcome.exception() if state.outcome else None
-            asked_seconds = error.retry_after_seconds if isinstance(error, StoreError) else 0.0
-            return min(limits.wait_seconds_max, asked_seconds + random_seconds(state))
+            requested_seconds = error.retry_after_seconds if isinstance(error, StoreError) else 0.0
+            return min(limits.wait_seconds_max, requested_seconds + random_seconds(state))
 
         retrying = tenacity.Retrying(
             sleep=self._sleep,
             stop=tenacity.stop_after_attempt(limits.attempts_max)
-            | tenacity.stop_before_delay(limits.seconds_max - (time.monotonic() - begun)),
+            | tenacity.stop_before_delay(limits.seconds_max - (time.monotonic() - started)),
             wait=wait_seconds,
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, StoreError) and error.retriable
             ),
-            before_sleep=lambda state: self._failed(
+            before_sleep=lambda state: self._record_failure(
                 what, state, logging.WARNING if limits.is_told else logging.INFO
             ),
         )
         try:
-            return retrying(_after(first, call))
+            return retrying(_replay_first_error(first, call))
         except tenacity.RetryError as over:
             last = over.last_attempt.exception()
             tries = over.last_attempt.attempt_number
-            anew = isinstance(last, StoreError) and last.begin_anew
+            start_over = isinstance(last, StoreError) and last.begin_anew
             raise StoreError(
-                f"{last} (given up after {tries} attempts of {what})", retriable=not anew, begin_anew=anew
+                f"{last} (given up after {tries} attempts of {what})", retriable=not start_over, begin_anew=start_over
             ) from last
 
-    def _failed(self, what: str, state: tenacity.RetryCallState, level: int) -> None:
-        with self._counting:
+    def _record_failure(self, what: str, state: tenacity.RetryCallState, level: int) -> None:
+        with self._lock:
             self._failures[what] += 1
         error = state.outcome.exception() if state.outcome else None
         wait_seconds = state.next_action.sleep if state.next_action else 0.0
@@ -129,13 +129,13 @@ class Retrying(StoreWrapper):
         _log.log(level, message, what, state.attempt_number, wait_seconds, error)
 
 
-def _after(first: StoreError, call: Callable[[], Result]) -> Callable[[], Result]:
+def _replay_first_error(first: StoreError, call: Callable[[], Result]) -> Callable[[], Result]:
     """Return `call`, whose first attempt raises `first` instead."""
-    made = [first]
+    pending = [first]
 
     def attempt() -> Result:
-        if made:
-            raise made.pop()
+        if pending:
+            raise pending.pop()
         return call()
 
     return attempt

@@ -98,23 +98,23 @@ class S3Store:
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> S3Upload:
         """Start a multipart upload, even of a small image: one path, always tested."""
-        key, record = self._key(name), self._record(write_id)
+        key, record = self._key(name), self._record_key(write_id)
         part_bytes = part_bytes_for(nbytes, chunk_bytes)
         self.bucket.put(record, json.dumps({"key": key, "write_id": write_id}).encode())
         return S3Upload(
             self.bucket, key, record=record, nbytes=nbytes, part_bytes=part_bytes, write_id=write_id
         )
 
-    def resume(self, name: str, begun: InterruptedUpload) -> S3Upload:
+    def resume(self, name: str, interrupted: InterruptedUpload) -> S3Upload:
         """Resume the multipart upload whose id is the token; the server says which parts it has."""
         return S3Upload(
             self.bucket,
             self._key(name),
-            record=self._record(begun.write_id),
-            nbytes=begun.nbytes,
-            part_bytes=begun.part_bytes,
-            write_id=begun.write_id,
-            begun=begun,
+            record=self._record_key(interrupted.write_id),
+            nbytes=interrupted.nbytes,
+            part_bytes=interrupted.part_bytes,
+            write_id=interrupted.write_id,
+            begun=interrupted,
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
@@ -138,7 +138,7 @@ class S3Store:
     def _key(self, name: str) -> str:
         return self._prefix + check_name(name)
 
-    def _record(self, write_id: str) -> str:
+    def _record_key(self, write_id: str) -> str:
         return f"{self._prefix}{_RECORD}{check_write_id(write_id)}.json"
 
     def _read_upload_key(self, record: str) -> str | None:

@@ -18,7 +18,7 @@ from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.store.base import reject_oversized
 from holdfast.store.s3_client import crc_header, credentials_of, make_client
-from holdfast.store.s3_errors import EXPIRED, code_of, status_of, translated
+from holdfast.store.s3_errors import EXPIRED, code_of, status_of, translate_errors
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -69,12 +69,12 @@ class S3Bucket:
         return f"s3://{self.name}/{key}"
 
     @contextmanager
-    def translated(self, operation: str, key: str) -> Iterator[None]:
+    def translate_errors(self, operation: str, key: str) -> Iterator[None]:
         """Translate boto3's errors. Rejected credentials are read again: if they may differ, the call is retriable."""
         from botocore.exceptions import ClientError
 
         try:
-            with translated(operation, self.url(key).rstrip("/")):
+            with translate_errors(operation, self.url(key).rstrip("/")):
                 yield
         except StoreError as error:
             cause = error.__cause__
@@ -95,34 +95,34 @@ class S3Bucket:
             return credentials_of(self._client) != before
 
     def check(self, prefix: str) -> None:
-        with self.translated("list", prefix):
+        with self.translate_errors("list", prefix):
             self.client.list_objects_v2(Bucket=self.name, Prefix=prefix, MaxKeys=1)
 
     def sizes(self, prefix: str) -> list[tuple[str, int]]:
         """Return the keys under a prefix, with the size of each object."""
-        with self.translated("list", prefix):
+        with self.translate_errors("list", prefix):
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
             return [(item["Key"], int(item["Size"])) for page in pages for item in page.get("Contents", [])]
 
     def head(self, key: str) -> dict[str, Any]:
         """Return the metadata of an object. Raises `StoreMissing`."""
-        with self.translated("read", key):
+        with self.translate_errors("read", key):
             return dict(self.client.head_object(Bucket=self.name, Key=key))
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Read an object whole. Raises `DamageError` if it is above `bytes_max`."""
-        with self.translated("read", key):
-            answer = self.client.get_object(Bucket=self.name, Key=key)
-            with answer["Body"] as body:
-                promised = int(answer.get("ContentLength", 0))
-                reject_oversized(self.url(key), promised, bytes_max)
+        with self.translate_errors("read", key):
+            response = self.client.get_object(Bucket=self.name, Key=key)
+            with response["Body"] as body:
+                content_length = int(response.get("ContentLength", 0))
+                reject_oversized(self.url(key), content_length, bytes_max)
                 data = bytearray()
                 while piece := body.read(_READ_BYTES):  # to its end, where the checksum is compared
                     data += piece
                     reject_oversized(self.url(key), len(data), bytes_max)
-        if len(data) < promised:
+        if len(data) < content_length:
             raise StoreError(
-                f"cannot read {self.url(key)}: the answer ended after {len(data)} of {promised} bytes",
+                f"cannot read {self.url(key)}: the answer ended after {len(data)} of {content_length} bytes",
                 retriable=True,
             )
         return bytes(data)
@@ -133,24 +133,24 @@ class S3Bucket:
 
         end = offset + view.nbytes
         done = 0
-        with self.translated("read", key):
+        with self.translate_errors("read", key):
             try:
-                answer = self.client.get_object(Bucket=self.name, Key=key, Range=f"bytes={offset}-{end - 1}")
+                response = self.client.get_object(Bucket=self.name, Key=key, Range=f"bytes={offset}-{end - 1}")
             except ClientError as error:
                 if status_of(error) != 416:
                     raise
                 raise self._truncation_error(key, offset, end, 0) from error
-            with answer["Body"] as body:
-                promised = int(answer["ContentLength"])
-                while done < min(view.nbytes, promised):
+            with response["Body"] as body:
+                content_length = int(response["ContentLength"])
+                while done < min(view.nbytes, content_length):
                     piece = body.read(min(_READ_BYTES, view.nbytes - done))
                     if not piece:
                         break
                     view[done : done + len(piece)] = piece
                     done += len(piece)
-        if done < min(view.nbytes, promised):
+        if done < min(view.nbytes, content_length):
             raise StoreError(
-                f"cannot read {self.url(key)}: the answer ended after {done} of {promised} bytes",
+                f"cannot read {self.url(key)}: the answer ended after {done} of {content_length} bytes",
                 retriable=True,
             )
         if done < view.nbytes:
@@ -158,7 +158,7 @@ class S3Bucket:
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object; the server checks its CRC-32."""
-        with self.translated("write", key):
+        with self.translate_errors("write", key):
             self._put(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
@@ -167,7 +167,7 @@ class S3Bucket:
         """
         from botocore.exceptions import ClientError
 
-        with self.translated("create", key):
+        with self.translate_errors("create", key):
             try:
                 self._put(key, data, IfNoneMatch="*")
             except ClientError as error:
@@ -185,14 +185,14 @@ class S3Bucket:
             ) from error
 
     def delete(self, key: str) -> None:
-        with self.translated("delete", key):
+        with self.translate_errors("delete", key):
             self.client.delete_object(Bucket=self.name, Key=key)
 
     def abort_uploads(self, key: str, *, only: str | None = None) -> list[str]:
         """Abort every open upload of exactly this key, or the one `only`; return descriptions of them."""
         from botocore.exceptions import ClientError
 
-        with self.translated("abort uploads of", key):
+        with self.translate_errors("abort uploads of", key):
             found = [only] if only else self._list_open_uploads(key)
             for upload_id in found:
                 try:
@@ -220,7 +220,7 @@ class S3Bucket:
         if not _UPLOAD_ID.fullmatch(upload_id):
             raise unknown
         found: list[PartTypeDef] = []
-        with self.translated("list the parts of", key):
+        with self.translate_errors("list the parts of", key):
             pages = self.client.get_paginator("list_parts").paginate(
                 Bucket=self.name,
                 Key=key,

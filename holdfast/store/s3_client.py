@@ -48,9 +48,9 @@ def make_client(url: str) -> S3Client:
         session: Any = boto3.session.Session()
         # The first client only resolves the endpoint; the second has the settings that suit it.
         first = session.client("s3", config=Config(**settings))
-        places = _settings_for(str(first.meta.endpoint_url)) | (first.meta.config.s3 or {})
+        s3_settings = _settings_for(str(first.meta.endpoint_url)) | (first.meta.config.s3 or {})
         first.close()
-        return cast("S3Client", session.client("s3", config=Config(**settings, s3=places)))
+        return cast("S3Client", session.client("s3", config=Config(**settings, s3=s3_settings)))
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(
             f"{url}: the AWS settings cannot be used: {error}; see AWS_ENDPOINT_URL, AWS_PROFILE and ~/.aws/config"

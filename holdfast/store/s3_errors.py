@@ -82,7 +82,7 @@ def status_of(error: ClientError) -> int:
 
 
 @contextmanager
-def translated(operation: str, url: str) -> Iterator[None]:
+def translate_errors(operation: str, url: str) -> Iterator[None]:
     """Translate boto3's errors inside the block."""
     from botocore import exceptions
 

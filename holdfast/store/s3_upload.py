@@ -75,21 +75,21 @@ class S3Upload(BaseUpload):
         nbytes: int,
         part_bytes: int,
         write_id: str,
-        begun: InterruptedUpload | None = None,
+        interrupted: InterruptedUpload | None = None,
     ) -> None:
         self._bucket, self._key, self._record, self._write_id = bucket, key, record, write_id
         self._name = bucket.url(key)
         super().__init__(self._name, nbytes=nbytes, part_bytes=part_bytes)
         self._sent: dict[int, CompletedPartTypeDef] = {}
         self._lock = threading.Lock()
-        self._completed = self._ended = False
+        self._completed = self._is_cleaned_up = False
         self._cleanup_failures = 0
-        self._resumed = begun is not None
-        if begun is None:
+        self._resumed = interrupted is not None
+        if interrupted is None:
             self._upload_id = self._begin()
         else:
-            self._upload_id = begun.token
-            self._resume(begun.crc32s)
+            self._upload_id = interrupted.token
+            self._resume(interrupted.crc32s)
 
     @property
     def token(self) -> str:
@@ -98,7 +98,7 @@ class S3Upload(BaseUpload):
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Send a part; the server refuses it if its bytes do not have this CRC-32."""
         with self._ledger.entry(index, buffers), self._bucket.translated(f"send part {index} of", self._key):
-            answer = self._bucket.client.upload_part(
+            response = self._bucket.client.upload_part(
                 Bucket=self._bucket.name,
                 Key=self._key,
                 UploadId=self._upload_id,
@@ -110,14 +110,14 @@ class S3Upload(BaseUpload):
                 # AWS refuses to complete without the CRC of every part.
                 self._sent[index] = {
                     "PartNumber": index + 1,
-                    "ETag": answer["ETag"],
+                    "ETag": response["ETag"],
                     "ChecksumCRC32": crc_header(crc32),
                 }
 
     def publish(self) -> None:
         """Complete the upload and check by HEAD that the object is ours. May be repeated after a retriable error."""
         if self._published:
-            self._end()
+            self._clean_up()
             return
         self._ledger.require_complete()
         if not self._completed:
@@ -142,7 +142,7 @@ class S3Upload(BaseUpload):
                 begin_anew=True,
             )
         self._published = True
-        self._end()
+        self._clean_up()
 
     def abort(self) -> None:
         """Abort the upload, once no part is in flight: S3 keeps, and bills, a part that arrives after the abort."""
@@ -156,7 +156,7 @@ class S3Upload(BaseUpload):
         except StoreError:
             self._bucket.note_stray(self._key)
             raise
-        self._end()
+        self._clean_up()
 
     def _begin(self) -> str:
         try:
@@ -187,13 +187,13 @@ class S3Upload(BaseUpload):
                         begin_anew=True,
                     ) from error
             else:
-                self._take_over(listed, crc32s)
+                self._adopt_parts(listed, crc32s)
                 return
         self._ledger.mark_all_present()
         self._completed = self._published = True
-        self._end()
+        self._clean_up()
 
-    def _take_over(self, listed: Sequence[PartTypeDef], crc32s: Mapping[int, int]) -> None:
+    def _adopt_parts(self, listed: Sequence[PartTypeDef], crc32s: Mapping[int, int]) -> None:
         for part in listed:
             index = part["PartNumber"] - 1
             if not 0 <= index < self._ledger.parts:
@@ -234,13 +234,13 @@ class S3Upload(BaseUpload):
         metadata = {str(name).lower(): value for name, value in head.get("Metadata", {}).items()}
         return head["ContentLength"] == self._ledger.nbytes and metadata.get(_WRITE_ID) == self._write_id
 
-    def _end(self) -> None:
+    def _clean_up(self) -> None:
         """Remove the record, and other uploads of this key, which lost answers may have left. The server's list, which
         is slow, is asked only if there may be some. After a few failures leftovers stay for the next sweep: a published
         checkpoint must not wait for them. Raises a retriable `StoreError`; the same call continues here.
         """
         self._ledger.close()
-        if self._ended:
+        if self._is_cleaned_up:
             return
         try:
             if self._resumed or self._bucket.may_have_strays(self._key):
@@ -251,4 +251,4 @@ class S3Upload(BaseUpload):
             if error.retriable and self._cleanup_failures < _ENDINGS_MAX:
                 raise
             _log.warning("%s: leftovers of its upload stay until the next sweep: %s", self._name, error)
-        self._ended = True
+        self._is_cleaned_up = True

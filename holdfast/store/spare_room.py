@@ -66,7 +66,7 @@ class SpareFile:
             older.unlink(missing_ok=True)
         return True
 
-    def take(self, fresh: Path, descriptor: int) -> int:
+    def reuse_for(self, fresh: Path, descriptor: int) -> int:
         """Put the kept file in the place of a new, empty one. Return the descriptor to use: of the kept file under the
         new name (`descriptor` is closed), or `descriptor` if there is no kept file or another process has it.
         """

@@ -77,8 +77,8 @@ class StoreWrapper:
 
         return self.wrap(self.forward("begin", begin, name))
 
-    def resume(self, name: str, begun: InterruptedUpload) -> Upload:
-        return self.wrap(self.forward("resume", lambda: self._inner.resume(name, begun), name))
+    def resume(self, name: str, interrupted: InterruptedUpload) -> Upload:
+        return self.wrap(self.forward("resume", lambda: self._inner.resume(name, interrupted), name))
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         return self.forward("sweep", lambda: self._inner.sweep(keep))

@@ -26,22 +26,22 @@ class Reason:
     def __str__(self) -> str:
         return self.text
 
-    def of_rank(self, rank: int) -> Reason:
+    def with_rank(self, rank: int) -> Reason:
         """Return this reason as other ranks see it, with the rank in the text."""
         return Reason(self.cause, f"rank {rank}: {self.text}")
 
     @classmethod
-    def of_error(cls, error: HoldfastError) -> Self:
+    def from_error(cls, error: HoldfastError) -> Self:
         """Return the reason for a step that failed with this error."""
         return cls(_cause_of_code(error.code), str(error))
 
     @classmethod
-    def of_body(cls, body: Mapping[str, Any]) -> Self:
+    def from_body(cls, body: Mapping[str, Any]) -> Self:
         """Parse the stager's message DECLINED or FAILED (docs/wire.md)."""
         return cls(cause_from(body), str(body.get("reason") or body.get("message") or ""))
 
     @classmethod
-    def of_decline(cls, text: str) -> Self:
+    def from_decline(cls, text: str) -> Self:
         """Parse a rank's message DECLINE (docs/wire.md): the cause, a colon, a sentence."""
         cause, colon, _ = text.partition(": ")
         return cls(cause if colon and cause in _DECLINE_CAUSES else OTHER, text)

@@ -34,7 +34,7 @@ def log_directory(key: str) -> Path:
     return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "runs" / key
 
 
-def numbered(path: Path) -> list[tuple[int, Path]]:
+def numbered_files(path: Path) -> list[tuple[int, Path]]:
     """List the numbered files, oldest first; empty if the directory cannot be listed."""
     found = []
     with contextlib.suppress(OSError):
@@ -55,18 +55,18 @@ def open_all(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
             newest = stack.enter_context(path.open("rb"))
         except FileNotFoundError:
             newest = None
-        older = numbered(path)
+        older = numbered_files(path)
         if newest is None and not older:
             stack.enter_context(path.open("rb"))
         for _, one in older:
             with contextlib.suppress(FileNotFoundError), one.open("rb") as file:
-                if newest is None or not is_same(file.fileno(), newest.fileno()):
+                if newest is None or not is_same_file(file.fileno(), newest.fileno()):
                     yield one, file
         if newest is not None:
             yield path, newest
 
 
-def is_same(one: int, other: int) -> bool:
+def is_same_file(one: int, other: int) -> bool:
     """Whether two descriptors refer to the same file. Raises `OSError`."""
     return os.path.samestat(os.fstat(one), os.fstat(other))
 
@@ -80,9 +80,9 @@ def is_current(fd: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def appending(fd: int, bytes_max: int) -> Iterator[None]:
+def hold_append_lock(fd: int, bytes_max: int) -> Iterator[None]:
     """Keep others from renaming a file that is nearly full. Never waits: the lock's holder may be suspended."""
-    locked = os.fstat(fd).st_size + _MARGIN_BYTES > bytes_max and _lock(fd, fcntl.LOCK_SH)
+    locked = os.fstat(fd).st_size + _MARGIN_BYTES > bytes_max and _try_lock(fd, fcntl.LOCK_SH)
     try:
         yield
     finally:
@@ -92,11 +92,11 @@ def appending(fd: int, bytes_max: int) -> Iterator[None]:
 
 def rotate(fd: int, path: Path, *, bytes_max: int) -> None:
     """Number the file if it is full and remove the oldest, unless another process is doing so. Raises `OSError`."""
-    if os.fstat(fd).st_size < bytes_max or not _lock(fd, fcntl.LOCK_EX):
+    if os.fstat(fd).st_size < bytes_max or not _try_lock(fd, fcntl.LOCK_EX):
         return
     try:
         if is_current(fd, path):
-            older = numbered(path)
+            older = numbered_files(path)
             path.rename(path.with_name(f"{path.name}.{(older[-1][0] if older else 0) + 1:06d}"))
             for _, one in older[: max(0, len(older) + 1 - NUMBERED_MAX)]:
                 one.unlink(missing_ok=True)
@@ -104,9 +104,9 @@ def rotate(fd: int, path: Path, *, bytes_max: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def _lock(fd: int, how: int) -> bool:
+def _try_lock(fd: int, operation: int) -> bool:
     try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from holdfast.telemetry.event_files import is_same, numbered
+from holdfast.telemetry.event_files import is_same_file, numbered_files
 
 _LINE_BYTES_MAX = 1 << 20  # drop an unfinished line beyond this size
 _READ_BYTES = 1 << 20
@@ -20,33 +20,33 @@ def json_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects among the lines; skip other lines."""
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
-            said = json.loads(line)
-            if isinstance(said, dict):
-                yield said
+            value = json.loads(line)
+            if isinstance(value, dict):
+                yield value
 
 
 class Follower:
     """Reader of whole lines appended to an event log from now on, across its files. The log need not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._rest, self._offset = path, b"", 0
+        self._path, self._partial_line, self._offset = path, b"", 0
         self._file: BinaryIO | None = None
         with contextlib.suppress(OSError):
             self._file = path.open("rb")
             self._offset = self._file.seek(0, os.SEEK_END)
         self._number = max(
-            (number for number, _ in numbered(path)), default=0
+            (number for number, _ in numbered_files(path)), default=0
         )  # files up to this number are done
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the new lines that are JSON objects."""
         try:
-            data = self._more()
+            data = self._read_more()
         except OSError:
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LINE_BYTES_MAX:
-            self._rest = b""
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        if len(self._partial_line) > _LINE_BYTES_MAX:
+            self._partial_line = b""
         yield from json_objects(lines)
 
     def close(self) -> None:
@@ -54,10 +54,10 @@ class Follower:
             self._file.close()
             self._file = None
 
-    def _more(self) -> bytes:
+    def _read_more(self) -> bytes:
         for _ in range(_FILES_MAX):
             if self._file is not None:
-                is_current = self._open_again()
+                is_current = self._reopen()
                 if self._offset > os.fstat(self._file.fileno()).st_size:
                     self._offset = 0  # the file was truncated
                 self._file.seek(self._offset)
@@ -65,45 +65,45 @@ class Follower:
                 self._offset += len(data)
                 if data or is_current:  # writers append nothing to a numbered file
                     return data
-            following = self._following()
-            if following is None:
+            next_file = self._open_next()
+            if next_file is None:
                 return b""
             if self._file is not None:
                 self._file.close()
             # Drop the rest: a dead process left that line unfinished.
-            self._file, self._offset, self._rest = following, 0, b""
+            self._file, self._offset, self._partial_line = next_file, 0, b""
         return b""
 
-    def _open_again(self) -> bool:
+    def _reopen(self) -> bool:
         """Reopen the file, because NFS shows new lines only then. Return whether it is the file being written."""
         assert self._file is not None
-        for path in self._places():
+        for path in self._candidate_paths():
             with contextlib.suppress(FileNotFoundError):
                 file = path.open("rb")
-                if is_same(file.fileno(), self._file.fileno()):
+                if is_same_file(file.fileno(), self._file.fileno()):
                     self._file.close()
                     self._file = file
                     return path == self._path
                 file.close()
         return False
 
-    def _places(self) -> Iterator[Path]:
+    def _candidate_paths(self) -> Iterator[Path]:
         yield self._path
-        yield from (path for number, path in numbered(self._path) if number > self._number)
+        yield from (path for number, path in numbered_files(self._path) if number > self._number)
 
-    def _following(self) -> BinaryIO | None:
+    def _open_next(self) -> BinaryIO | None:
         """Open the file after the one that was read to its end; None if it does not exist yet."""
         try:
             newest: BinaryIO | None = self._path.open("rb")
         except FileNotFoundError:
             newest = None
-        for number, path in numbered(self._path):
+        for number, path in numbered_files(self._path):
             if number <= self._number:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 file = path.open("rb")
                 self._number = number
-                if self._file is not None and is_same(file.fileno(), self._file.fileno()):
+                if self._file is not None and is_same_file(file.fileno(), self._file.fileno()):
                     file.close()  # already read
                     continue
                 if newest is not None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from holdfast.errors import ConfigError
-from holdfast.telemetry.event_files import numbered, open_all
-from holdfast.telemetry.events import TOP
+from holdfast.telemetry.event_files import numbered_files, open_all
+from holdfast.telemetry.events import TOP_FIELDS
 
 LINE_BYTES_MAX = 1 << 24  # enough for the times of ten thousand ranks
 TIME_MAX = 1e11  # three thousand years
@@ -46,22 +46,22 @@ class Log:
     files: list[str] = field(default_factory=list)
     unreadable: int = 0  # lines that are not an event, such as one that a full disk has cut
     # files whose last line is unfinished: a process was still writing it, or was killed
-    running: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
 
 
 def read_logs(paths: Iterable[Path]) -> Log:
     """Read event logs with their numbered files; of a directory status.jsonl and events.jsonl. Raises `ConfigError`."""
     log = Log()
-    read: set[tuple[int, int]] = set()
+    seen_inodes: set[tuple[int, int]] = set()
     for path in paths:
-        for file in _files(path):
+        for file in _log_files(path):
             try:
                 for one, lines in open_all(file):
                     about = os.fstat(lines.fileno())
                     key = about.st_dev, about.st_ino
-                    if key not in read:  # a path such as `events.jsonl*` names numbered files again
-                        read.add(key)
-                        _read(lines, one, log, is_last=one == file)
+                    if key not in seen_inodes:  # a path such as `events.jsonl*` names numbered files again
+                        seen_inodes.add(key)
+                        _read_lines(lines, one, log, is_last=one == file)
             except OSError as error:
                 raise ConfigError(
                     f"--events {file}: cannot be read: {error.strerror}; name an event log (setting `events`), or the "
@@ -72,11 +72,11 @@ def read_logs(paths: Iterable[Path]) -> Log:
     return log
 
 
-def _files(path: Path) -> list[Path]:
+def _log_files(path: Path) -> list[Path]:
     try:
         if not path.is_dir():
             return [path]
-        found = [path / name for name in _STATUS_LOGS if (path / name).exists() or numbered(path / name)]
+        found = [path / name for name in _STATUS_LOGS if (path / name).exists() or numbered_files(path / name)]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--events {path}: cannot be used: {error}") from error
     if not found:
@@ -86,78 +86,78 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _read(lines: IO[bytes], path: Path, log: Log, *, is_last: bool) -> None:
+def _read_lines(lines: IO[bytes], path: Path, log: Log, *, is_last: bool) -> None:
     while line := lines.readline(LINE_BYTES_MAX):
-        is_whole = line.endswith(b"\n")
-        if not is_whole and len(line) == LINE_BYTES_MAX:  # too long: skip the rest of the line
+        is_complete = line.endswith(b"\n")
+        if not is_complete and len(line) == LINE_BYTES_MAX:  # too long: skip the rest of the line
             while (rest := lines.readline(LINE_BYTES_MAX)) and not rest.endswith(b"\n"):
                 pass
             log.unreadable += 1
             continue
         if not line.strip():
             continue
-        event = read_line(line)
+        event = parse_line(line)
         if event is not None:
             log.events.append(event)
         else:
             log.unreadable += 1
-        if not is_whole and is_last:
+        if not is_complete and is_last:
             log.running.append(str(path))
 
 
-def read_line(line: bytes) -> LoggedEvent | None:
+def parse_line(line: bytes) -> LoggedEvent | None:
     """Parse one line; None if it is not an event."""
     try:
-        said = json.loads(line)
+        document = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict):
+    if not isinstance(document, dict):
         return None
-    time, event = number(said.get("time"), TIME_MAX), said.get("event")
+    time, event = as_number(document.get("time"), TIME_MAX), document.get("event")
     if time is None or not isinstance(event, str) or not event:
         return None
-    role, rank, step = text(said.get("role")), whole(said.get("rank")), whole(said.get("step"), least=-1)
+    role, rank, step = as_text(document.get("role")), as_int(document.get("rank")), as_int(document.get("step"), least=-1)
     kept = _KEPT_OF_DURABLE if role == "trainer" and event == "durable" else None
     fields = {
         name: good
-        for name, value in said.items()
-        if (name not in TOP or (name == "rank" and role == "supervisor"))
+        for name, value in document.items()
+        if (name not in TOP_FIELDS or (name == "rank" and role == "supervisor"))
         and (kept is None or name in kept)
-        and (good := _good(value)) is not None
+        and (good := _sanitize(value)) is not None
     }
     return LoggedEvent(
-        time, text(event), role, rank, step if step is None or step >= 0 else None, fields | _step(said, role)
+        time, as_text(event), role, rank, step if step is None or step >= 0 else None, fields | _supervisor_step(document, role)
     )
 
 
-def _step(said: Mapping[str, Any], role: str) -> dict[str, int]:
+def _supervisor_step(document: Mapping[str, Any], role: str) -> dict[str, int]:
     """Return a supervisor's step, in which -1 means a new run."""
-    step = whole(said.get("step"), least=-1) if role == "supervisor" else None
+    step = as_int(document.get("step"), least=-1) if role == "supervisor" else None
     return {} if step is None else {"step": step}
 
 
-def _good(value: Any) -> Any:
+def _sanitize(value: Any) -> Any:
     if isinstance(value, bool | dict | list):
         return value  # code that uses a dict or list checks its contents
     if isinstance(value, str):
-        return text(value)
-    return whole(value, least=-_WHOLE_MAX) if isinstance(value, int) else number(value, least=-_NUMBER_MAX)
+        return as_text(value)
+    return as_int(value, least=-_WHOLE_MAX) if isinstance(value, int) else as_number(value, least=-_NUMBER_MAX)
 
 
-def number(value: Any, most: float = _NUMBER_MAX, *, least: float = 0.0) -> float | None:
+def as_number(value: Any, most: float = _NUMBER_MAX, *, least: float = 0.0) -> float | None:
     """Return `value` if it is a finite number within bounds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         return None  # NaN ends here, too
     return float(value) if math.isfinite(value) else None
 
 
-def whole(value: Any, *, least: int = 0) -> int | None:
+def as_int(value: Any, *, least: int = 0) -> int | None:
     """Return `value` if it is an integer within bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _WHOLE_MAX:
         return None
     return value
 
 
-def text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return `value` if it is a text, cut if it is long; otherwise an empty text."""
     return value[:_TEXT_CHARACTERS_MAX] if isinstance(value, str) else ""

@@ -26,7 +26,7 @@ TROUBLES = frozenset(
     }
 )
 # The fields that describe what happened, in the order in which the sentence has them.
-_TOLD = (
+_TEXT_FIELDS = (
     "name",
     "kind",
     "choice",
@@ -43,15 +43,15 @@ _TOLD = (
 
 def event_text(fields: Mapping[str, Any]) -> str:
     """Format an event's fields as one line of bounded length."""
-    return cut("; ".join(_told(name, fields[name]) for name in _TOLD if fields.get(name) not in (None, "")))
+    return truncate("; ".join(_field_text(name, fields[name]) for name in _TEXT_FIELDS if fields.get(name) not in (None, "")))
 
 
-def cut(text: str, characters_max: int = TEXT_CHARACTERS_MAX) -> str:
+def truncate(text: str, characters_max: int = TEXT_CHARACTERS_MAX) -> str:
     """Return `text`, or its beginning and an ellipsis."""
     return text if len(text) <= characters_max else f"{text[: characters_max - 1]}…"
 
 
-def _told(name: str, value: Any) -> str:
+def _field_text(name: str, value: Any) -> str:
     if name == "seconds_left" and isinstance(value, int | float):
         return f"{value:.0f} s left"
     return {"lost_rank": f"rank {value}", "pid": f"process {value}"}.get(name, str(value))

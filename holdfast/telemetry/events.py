@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.telemetry.event_files import FILE_BYTES_MAX, appending, is_current, rotate
+from holdfast.telemetry.event_files import FILE_BYTES_MAX, hold_append_lock, is_current, rotate
 
 _Listener = Callable[[str, Mapping[str, Any], int | None], None]
 
 RECORD_BYTES_MAX = 1 << 16
-TOP = ("time", "event", "role", "rank", "step")
+TOP_FIELDS = ("time", "event", "role", "rank", "step")
 _CUTS_MAX = 1000  # each cut halves the largest item
 _CUTS_NAMED_MAX = 20
 _NAME_CHARACTERS_MAX = 200
@@ -52,8 +52,8 @@ class EventLog:
         self._role, self._rank, self._clock = role, rank, clock
         self._path, self._fd = path, -1
         self._file_bytes_max = file_bytes_max
-        self._writing = threading.Lock()
-        self._torn = False  # the last line that we wrote is unfinished
+        self._write_lock = threading.Lock()
+        self._line_unfinished = False  # the last line that we wrote is unfinished
         self._listeners: list[_Listener] = []
         try:
             self._open()
@@ -72,10 +72,10 @@ class EventLog:
         if step is not None:
             line["step"] = step
         line.update(fields or {})
-        data = record(line)
+        data = encode_event(line)
         _log.debug("%s", data[:-1].decode())
         try:
-            with self._writing:
+            with self._write_lock:
                 self._append(data)
         except OSError as error:
             _log.warning("an event could not be written: %s", error)
@@ -85,7 +85,7 @@ class EventLog:
             except Exception:  # noqa: BLE001 - a bug in a listener must not stop the work
                 _log.warning("the event %s could not be counted in the metrics", event, exc_info=True)
 
-    def listen(self, listener: _Listener) -> None:
+    def add_listener(self, listener: _Listener) -> None:
         """Call `listener(event, fields, step)` for each event from now on, in the thread that emits it."""
         self._listeners.append(listener)
 
@@ -99,7 +99,7 @@ class EventLog:
             return
         for _ in range(_RENAMED_MAX):
             self._open()
-            with appending(self._fd, self._file_bytes_max):
+            with hold_append_lock(self._fd, self._file_bytes_max):
                 if is_current(self._fd, self._path):
                     self._write(line)
                     break
@@ -109,11 +109,11 @@ class EventLog:
         rotate(self._fd, self._path, bytes_max=self._file_bytes_max)
 
     def _write(self, line: bytes) -> None:
-        if self._torn:
+        if self._line_unfinished:
             line = b"\n" + line
         done = os.write(self._fd, line)
-        self._torn = done < len(line)
-        if self._torn:
+        self._line_unfinished = done < len(line)
+        if self._line_unfinished:
             _log.warning("an event was cut after %d of %d bytes, because the disk is full", done, len(line))
 
     def close(self) -> None:
@@ -122,22 +122,22 @@ class EventLog:
         self._close()
 
     def _close(self) -> None:
-        self._torn = False  # the next line starts another file
+        self._line_unfinished = False  # the next line starts another file
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
-def record(said: Mapping[str, Any]) -> bytes:
+def encode_event(fields: Mapping[str, Any]) -> bytes:
     """Format one event as a line. While it is too long, drop the second half of its largest list, mapping or text; the
     field `cut` names these. Time, event, role, rank and step stay.
     """
-    text = _json(said)
+    text = _json(fields)
     if len(text) < RECORD_BYTES_MAX:
         return text + b"\n"
     # Copy through JSON, so that the caller's values stay unchanged.
     own: dict[str, Any] = json.loads(text)
-    top = {name: own.pop(name) for name in TOP if name in own}
+    top = {name: own.pop(name) for name in TOP_FIELDS if name in own}
     cut: list[str] = []
     for _ in range(_CUTS_MAX):
         name = ".".join(_halve(own))[:_NAME_CHARACTERS_MAX]

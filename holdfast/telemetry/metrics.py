@@ -93,11 +93,11 @@ class Metrics:
             self._newest_time.labels(level)
             self._newest_saved.labels(level)
         self._newest: dict[str, CheckpointId] = {}
-        self._saved: dict[CheckpointId, float] = {}  # Unix time of save()
+        self._saved_at: dict[CheckpointId, float] = {}  # Unix time of save()
         if role == "stager":
-            self._count_peers()
+            self._create_peer_metrics()
         else:
-            self._count_flush()
+            self._create_flush_metrics()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -105,7 +105,7 @@ class Metrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)
 
-    def _count_peers(self) -> None:
+    def _create_peer_metrics(self) -> None:
         self._silent: set[int] = set()
         silent = self._gauge("holdfast_ranks_silent", "Ranks that currently give no sign of life.")
         silent.set_function(lambda: len(self._silent))
@@ -132,7 +132,7 @@ class Metrics:
         for transport in get_args(Transport):
             self._transport.labels(transport)
 
-    def _count_flush(self) -> None:
+    def _create_flush_metrics(self) -> None:
         self._held: set[int | None] = set()
         held = self._gauge("holdfast_checkpoints_held", "Checkpoints that wait because the store fails.")
         held.set_function(lambda: len(self._held))
@@ -145,15 +145,15 @@ class Metrics:
         )
         self._pruned = self._counter("holdfast_pruned", "Checkpoints that retention removed.")
 
-    def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+    def handle_event(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Count one event; ignore unknown ones."""
         match event:
             case "staged" | "durable":
-                self._ends_well(event, fields, step)
+                self._count_success(event, fields, step)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
-                self._is_read_back(event, fields, step)
+                self._count_read_back(event, fields, step)
             case "declined" | "failed" | "flush_failed":
-                self._ends_badly(event, fields, step)
+                self._count_failure(event, fields, step)
             case "share_sealed":
                 self._checkpoints.labels(event).inc()
                 self._held.discard(step)
@@ -162,43 +162,43 @@ class Metrics:
             case "flush_resumed":
                 self._held.discard(step)
             case "found":
-                self._is_found(fields, step)
+                self._count_found(fields, step)
             case _:
-                self._is_peer(event, fields)
+                self._count_peer_event(event, fields)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def _ends_well(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+    def _count_success(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         self._checkpoints.labels(event).inc()
         self._bytes.labels(event).inc(fields["image_bytes"])
         seconds = fields["pgt1_seconds" if event == "staged" else "pgt2_seconds"]
         self._seconds.labels(f"to_{event}").observe(seconds)
         now = self._clock()
-        self._reaches(event, fields.get("attempt", 0), step, now, saved_at_unix=now - seconds)
+        self._update_newest(event, fields.get("attempt", 0), step, now, saved_at_unix=now - seconds)
         if event == "durable":
             self._held.discard(step)
             stalls = StepRecord.from_json(fields.get("record")).stall_seconds
             if stalls:
                 self._stall.observe(max(stalls.values()))
 
-    def _is_read_back(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+    def _count_read_back(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         self._checkpoints.labels(event).inc()
         self._seconds.labels("read_back").observe(fields["seconds"])
         if event == "verified":
-            self._reaches(event, fields["attempt"], step, self._clock(), saved_at_unix=None)
+            self._update_newest(event, fields["attempt"], step, self._clock(), saved_at_unix=None)
 
-    def _ends_badly(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+    def _count_failure(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         self._checkpoints.labels(event).inc()
         self._refused.labels(event, cause_from(fields)).inc()
         if event == "flush_failed":
             self._held.discard(step)
 
-    def _is_found(self, fields: Mapping[str, Any], step: int | None) -> None:
+    def _count_found(self, fields: Mapping[str, Any], step: int | None) -> None:
         for level in ("durable", "verified") if fields["state"] == "verified" else ("durable",):
             created = datetime.fromisoformat(fields["created"]).timestamp()
-            self._reaches(level, fields["attempt"], step, created, saved_at_unix=created)
+            self._update_newest(level, fields["attempt"], step, created, saved_at_unix=created)
 
-    def _reaches(
+    def _update_newest(
         self, level: str, attempt: int, step: int | None, at_unix: float, *, saved_at_unix: float | None
     ) -> None:
         order = CheckpointId(attempt, step or 0)
@@ -207,15 +207,15 @@ class Metrics:
             self._newest_step.labels(level).set(order.step)
             self._newest_time.labels(level).set(at_unix)
             if saved_at_unix is None:  # a read-back: use the time noted when it became durable
-                saved_at_unix = self._saved.get(order, at_unix)
-            self._saved[order] = saved_at_unix
+                saved_at_unix = self._saved_at.get(order, at_unix)
+            self._saved_at[order] = saved_at_unix
             self._newest_saved.labels(level).set(saved_at_unix)
-            while len(self._saved) > _SAVED_KEPT:
-                del self._saved[min(self._saved)]
+            while len(self._saved_at) > _SAVED_KEPT:
+                del self._saved_at[min(self._saved_at)]
 
     # -- peers ---------------------------------------------------------------------------------------------------
 
-    def _is_peer(self, event: str, fields: Mapping[str, Any]) -> None:
+    def _count_peer_event(self, event: str, fields: Mapping[str, Any]) -> None:
         match event:
             case "rank_silent":
                 self._silent.add(fields["silent_rank"])

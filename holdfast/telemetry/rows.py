@@ -19,7 +19,7 @@ from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest
 from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.causes import OTHER, cause_from
-from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
+from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_number, as_text, as_int
 
 _OLD_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
 _TIMES = (
@@ -37,15 +37,15 @@ class RankTimes:
     slice_bytes: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # name of the time as in docs/format.md → seconds
 
-    def hear(self, said: Mapping[str, Any]) -> None:
+    def add_event(self, said: Mapping[str, Any]) -> None:
         """Add the fields of one event, or of this rank in the checkpoint's record."""
-        self.host = text(said.get("host")) or self.host
-        saved = number(said.get("saved_at_unix"), TIME_MAX)
+        self.host = as_text(said.get("host")) or self.host
+        saved = as_number(said.get("saved_at_unix"), TIME_MAX)
         self.saved_at_unix = self.saved_at_unix if saved is None else saved
-        slice_bytes = whole(said.get("slice_bytes"))
+        slice_bytes = as_int(said.get("slice_bytes"))
         self.slice_bytes = self.slice_bytes if slice_bytes is None else slice_bytes
         for name in _TIMES:
-            value = number(said.get(name))
+            value = as_number(said.get(name))
             if value is not None:
                 self.seconds[name] = value
 
@@ -79,27 +79,27 @@ class CheckpointRow:
     @property
     def stalls(self) -> dict[int, float]:
         """Stall of each rank's training thread (CST) by this checkpoint."""
-        said = {r: t.seconds["cst_seconds"] for r, t in self.ranks.items() if "cst_seconds" in t.seconds}
-        return self.record_stalls | said
+        measured = {r: t.seconds["cst_seconds"] for r, t in self.ranks.items() if "cst_seconds" in t.seconds}
+        return self.record_stalls | measured
 
     @property
     def stall_seconds(self) -> float | None:
         """Stall of the slowest rank, because all ranks continue together."""
         return max(self.stalls.values(), default=None)
 
-    def hear_record(self, record: Any) -> None:
+    def add_record(self, record: Any) -> None:
         """Add the record from a manifest or from the flusher's event."""
         known = StepRecord.from_json(record)
         self.record_stalls |= known.stall_seconds
-        saved = number(known.saved_at_unix, TIME_MAX)
+        saved = as_number(known.saved_at_unix, TIME_MAX)
         if saved is not None:
-            self.save_at(saved)
-        self.staged_at_unix = self.staged_at_unix or number(known.staged_at_unix, TIME_MAX)
-        self.pgt1_seconds = self.pgt1_seconds or number(known.pgt1_seconds)
-        for rank, said in known.ranks.items():
-            self.ranks.setdefault(rank, RankTimes()).hear(said.to_json())
+            self.note_save(saved)
+        self.staged_at_unix = self.staged_at_unix or as_number(known.staged_at_unix, TIME_MAX)
+        self.pgt1_seconds = self.pgt1_seconds or as_number(known.pgt1_seconds)
+        for rank, times in known.ranks.items():
+            self.ranks.setdefault(rank, RankTimes()).hear(times.to_json())
 
-    def save_at(self, at: float) -> None:
+    def note_save(self, at: float) -> None:
         """Note that a rank called `save()` at this time; the first rank counts."""
         self.saved_at_unix = at if self.saved_at_unix is None else min(at, self.saved_at_unix)
 
@@ -122,12 +122,12 @@ class CheckpointRows:
     """The result of `gather_checkpoints`. `rows`: oldest first."""
 
     rows: list[CheckpointRow] = field(default_factory=list)
-    not_taken: list[SkippedStep] = field(default_factory=list)
+    skipped: list[SkippedStep] = field(default_factory=list)
 
     @property
     def causes(self) -> Counter[str]:
         """Number of skipped steps, by cause."""
-        return Counter(one.cause for one in self.not_taken)
+        return Counter(one.cause for one in self.skipped)
 
     def newest(self, *states: str) -> CheckpointRow | None:
         return next((row for row in reversed(self.rows) if row.state in states), None)
@@ -135,15 +135,15 @@ class CheckpointRows:
 
 def gather_checkpoints(events: Iterable[LoggedEvent], stored: Sequence[StoredCheckpoint]) -> CheckpointRows:
     """Merge the facts from events and manifests."""
-    gathering = _Gathering(stored)
+    builder = _RowBuilder(stored)
     for event in events:
-        gathering.hear(event)
+        builder.hear(event)
     for one in stored:
-        gathering.take(one)
-    return gathering.result()
+        builder.take(one)
+    return builder.result()
 
 
-class _Gathering:
+class _RowBuilder:
     def __init__(self, stored: Sequence[StoredCheckpoint]) -> None:
         self._rows: dict[CheckpointId, CheckpointRow] = {}
         self._not_taken: dict[CheckpointId, SkippedStep] = {}
@@ -152,20 +152,20 @@ class _Gathering:
         for one in stored:
             self._stored_attempts[one.step] = max(one.attempt, self._stored_attempts.get(one.step, 0))
 
-    def hear(self, event: LoggedEvent) -> None:
-        named = whole(event.fields.get("attempt"))
+    def add_event(self, event: LoggedEvent) -> None:
+        named = as_int(event.fields.get("attempt"))
         if event.event in {"stager_ready", "flusher_ready", "stager_attached", "flusher_replaced"}:
             self._attempt = self._attempt if named is None else named
         if event.step is None or event.event == "found":
             return
         if event.role == "flusher":
-            self._flusher(event, self._row(event, named))
+            self._add_flusher_event(event, self._row_of_event(event, named))
         elif event.role == "stager" and event.event == "staged":
-            self._staged(event)
+            self._add_staged(event)
         elif event.event in {"declined", "failed"}:
-            self._refused(event)
+            self._add_skipped(event)
         elif event.role == "trainer" and event.event in {"save", "staged", "durable"}:
-            row = self._row(event, None)
+            row = self._row_of_event(event, None)
             times = row.ranks.setdefault(event.rank or 0, RankTimes())
             times.hear(event.fields)
             if times.saved_at_unix is not None:
@@ -177,56 +177,56 @@ class _Gathering:
                 row.durable_at_unix = row.durable_at_unix or event.time
                 _advance(row, "durable")
 
-    def _row(self, event: LoggedEvent, named: int | None) -> CheckpointRow:
+    def _row_of_event(self, event: LoggedEvent, named: int | None) -> CheckpointRow:
         assert event.step is not None
         attempt = named if named is not None else self._attempt
         if attempt is None:
             attempt = self._stored_attempts.get(event.step, 1)
-        return self._of(CheckpointId(attempt, event.step))
+        return self._row_for(CheckpointId(attempt, event.step))
 
-    def _of(self, key: CheckpointId) -> CheckpointRow:
+    def _row_for(self, key: CheckpointId) -> CheckpointRow:
         return self._rows.setdefault(key, CheckpointRow(*key))
 
-    def _staged(self, event: LoggedEvent) -> None:
-        row = self._row(event, None)
-        row.image_bytes = whole(event.fields.get("image_bytes")) or row.image_bytes
+    def _add_staged(self, event: LoggedEvent) -> None:
+        row = self._row_of_event(event, None)
+        row.image_bytes = as_int(event.fields.get("image_bytes")) or row.image_bytes
         row.staged_at_unix = event.time
-        pgt1 = number(event.fields.get("pgt1_seconds"))
+        pgt1 = as_number(event.fields.get("pgt1_seconds"))
         if pgt1 is not None:
             row.pgt1_seconds = pgt1
             row.save_at(event.time - min(pgt1, event.time))
         _advance(row, "staged")
 
-    def _flusher(self, event: LoggedEvent, row: CheckpointRow) -> None:
-        row.image_bytes = whole(event.fields.get("image_bytes")) or row.image_bytes
+    def _add_flusher_event(self, event: LoggedEvent, row: CheckpointRow) -> None:
+        row.image_bytes = as_int(event.fields.get("image_bytes")) or row.image_bytes
         match event.event:
             case "durable":
                 row.durable_at_unix, row.failed_at_unix = event.time, None
                 row.hear_record(event.fields.get("record"))
-                row.pgt2_seconds = number(event.fields.get("pgt2_seconds"))
+                row.pgt2_seconds = as_number(event.fields.get("pgt2_seconds"))
                 row.staged_at_unix = row.staged_at_unix or event.time
                 row.state, row.note = ("durable", "") if row.state == "failed" else (row.state, row.note)
                 _advance(row, "durable")
             case (
                 "share_sealed" | "seal_read"
             ):  # `seal_read` is the lead's, for a share whose own log may not be available
-                share = text(event.fields.get("share"))
+                share = as_text(event.fields.get("share"))
                 row.sealed[share] = min(event.time, row.sealed.get(share, event.time))
             case "doubted":
-                row.note = text(event.fields.get("note"))
+                row.note = as_text(event.fields.get("note"))
                 _advance(row, "doubtful")
             case "verified" | "drifted" | "doubtful" | "bad":
-                row.read_at_unix, row.note = event.time, text(event.fields.get("note"))
-                row.nonfinite = whole(event.fields.get("nonfinite"))
+                row.read_at_unix, row.note = event.time, as_text(event.fields.get("note"))
+                row.nonfinite = as_int(event.fields.get("nonfinite"))
                 _advance(row, event.event)
             case "flush_failed":
-                self._refused(event)
+                self._add_skipped(event)
 
-    def _refused(self, event: LoggedEvent) -> None:
-        row = self._row(event, whole(event.fields.get("attempt")))
+    def _add_skipped(self, event: LoggedEvent) -> None:
+        row = self._row_of_event(event, as_int(event.fields.get("attempt")))
         key = CheckpointId(row.attempt, row.step)
-        reason = text(event.fields.get("reason")) or text(event.fields.get("message"))
-        stated = {name: text(event.fields.get(name)) for name in ("cause", "code")}
+        reason = as_text(event.fields.get("reason")) or as_text(event.fields.get("message"))
+        stated = {name: as_text(event.fields.get(name)) for name in ("cause", "code")}
         cause = cause_from(stated) if any(stated.values()) else _cause_in_old_log(reason)
         kind = "declined" if event.event == "declined" else "failed"
         one = self._not_taken.setdefault(key, SkippedStep(*key, event.time, kind, cause, reason))
@@ -237,18 +237,18 @@ class _Gathering:
             row.state, row.note = kind, reason
             row.failed_at_unix = row.failed_at_unix or event.time
 
-    def take(self, one: StoredCheckpoint) -> None:
+    def add_stored(self, one: StoredCheckpoint) -> None:
         """Add the facts of a manifest, whose state overrides that of the events."""
-        row = self._of(CheckpointId(one.attempt, one.step))
+        row = self._row_for(CheckpointId(one.attempt, one.step))
         row.in_store, row.state, row.image_bytes = True, one.state, one.image_bytes
         row.hear_record(one.record)
-        saved = number(one.saved_at_unix, TIME_MAX)
+        saved = as_number(one.saved_at_unix, TIME_MAX)
         if saved is not None:
             row.save_at(saved)
-            row.staged_at_unix = row.staged_at_unix or number(saved + one.pgt1_seconds, TIME_MAX)
-        row.durable_at_unix = row.durable_at_unix or number(one.durable_at_unix, TIME_MAX)
-        row.pgt1_seconds = row.pgt1_seconds or number(one.pgt1_seconds)
-        row.pgt2_seconds = row.pgt2_seconds or number(one.pgt2_seconds)
+            row.staged_at_unix = row.staged_at_unix or as_number(saved + one.pgt1_seconds, TIME_MAX)
+        row.durable_at_unix = row.durable_at_unix or as_number(one.durable_at_unix, TIME_MAX)
+        row.pgt1_seconds = row.pgt1_seconds or as_number(one.pgt1_seconds)
+        row.pgt2_seconds = row.pgt2_seconds or as_number(one.pgt2_seconds)
         row.note = one.note or row.note
         row.nonfinite = one.nonfinite if row.nonfinite is None else row.nonfinite
 
@@ -285,7 +285,7 @@ class StoredCheckpoint:
     nonfinite: int | None = None
 
     @classmethod
-    def of(cls, manifest: Manifest) -> StoredCheckpoint | None:
+    def from_manifest(cls, manifest: Manifest) -> StoredCheckpoint | None:
         """Return None if the manifest's creation time cannot be parsed."""
         try:
             durable_at = datetime.fromisoformat(manifest.created).timestamp()

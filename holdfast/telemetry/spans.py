@@ -78,7 +78,7 @@ class Spans:
     ) -> None:
         self._run, self._clock = run, clock
         self._lock = threading.Lock()
-        self._ids = _Ids()
+        self._ids = _SpanIds()
         ours = Resource.create({"service.name": f"holdfast-{role}", "service.version": __version__})
         # A private provider, not the process-wide one, so that `close` decides when it shuts down.
         self._provider = TracerProvider(
@@ -92,9 +92,9 @@ class Spans:
         self._attempt = 0
         self._attached = False
         self._flushes: dict[CheckpointId, Span] = {}
-        self._began: dict[CheckpointId, float] = {}
+        self._started_at: dict[CheckpointId, float] = {}
 
-    def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+    def handle_event(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Create the spans of one event; ignore unknown ones."""
         with self._lock:
             match event:
@@ -104,7 +104,7 @@ class Spans:
                     self._attached = event == "stager_attached"
                 case _ if step is not None:
                     attempt = fields.get("attempt", self._attempt)  # events of a stager omit its attempt
-                    self._hear_of_step(event, fields, CheckpointId(int(attempt), step))
+                    self._handle_step_event(event, fields, CheckpointId(int(attempt), step))
 
     def close(self) -> None:
         """Send the remaining spans, and wait a few seconds at most for the collector."""
@@ -121,18 +121,18 @@ class Spans:
                 _END_SECONDS_MAX,
             )
 
-    def _hear_of_step(self, event: str, fields: Mapping[str, Any], key: CheckpointId) -> None:
+    def _handle_step_event(self, event: str, fields: Mapping[str, Any], key: CheckpointId) -> None:
         now = self._clock()
         match event:
             case "staged":
                 pgt1_seconds, image_bytes = fields["pgt1_seconds"], fields["image_bytes"]
-                self._note_began(key, now - pgt1_seconds)
-                said = {"image_bytes": image_bytes, "pgt1_seconds": pgt1_seconds}
-                self._phase("stage", key, now - pgt1_seconds, now, said)
+                self._record_start(key, now - pgt1_seconds)
+                values = {"image_bytes": image_bytes, "pgt1_seconds": pgt1_seconds}
+                self._record_phase("stage", key, now - pgt1_seconds, now, values)
             case "declined" | "failed":
-                self._ends_badly(event, key, now, fields)
+                self._record_failure(event, key, now, fields)
             case "flush_began":
-                self._note_began(key, now)
+                self._record_start(key, now)
                 self._flushes[key] = self._begin_phase(
                     "flush", key, now, {"image_bytes": fields["image_bytes"]}
                 )
@@ -142,22 +142,22 @@ class Spans:
             case "flush_failed":
                 self._end_flush(key, now, event_text(fields))
                 if not self._attached:
-                    self._ends_badly("failed", key, now, fields)
+                    self._record_failure("failed", key, now, fields)
             case "share_sealed" if not fields["share"].startswith("1/"):
                 self._end_flush(key, now, "")  # the flush of share 1, the lead, ends when it has published
             case "durable":
                 self._end_flush(key, now, "")
-                self._is_durable(key, now, fields)
+                self._record_durable(key, now, fields)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 problem = "" if event == "verified" else event_text(fields) or event
-                self._phase("read_back", key, now - fields["seconds"], now, {"outcome": event}, problem)
+                self._record_phase("read_back", key, now - fields["seconds"], now, {"outcome": event}, problem)
 
-    def _is_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
+    def _record_durable(self, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
         known = CheckpointRow(*key)
         known.hear_record(fields.get("record"))  # checks the record, which comes from other processes
         pgt2_seconds, stalls = fields["pgt2_seconds"], known.stalls
         saved_at = now - pgt2_seconds if known.saved_at_unix is None else known.saved_at_unix
-        said = {
+        values = {
             "outcome": "durable",
             "file": fields["file"],
             "image_bytes": fields["image_bytes"],
@@ -165,7 +165,7 @@ class Spans:
             "pgt2_seconds": pgt2_seconds,
             "stall_seconds": known.stall_seconds,
         }
-        self._end_root(key, saved_at, saved_at + pgt2_seconds, said)
+        self._end_root(key, saved_at, saved_at + pgt2_seconds, values)
         # Only the slowest rank, for which training waits: spans of all ranks would be thousands.
         rank = max(stalls, key=lambda rank: stalls[rank], default=None)
         times = None if rank is None else known.ranks.get(rank)
@@ -176,12 +176,12 @@ class Spans:
         for phase, wait in _OF_RANK:
             seconds = times.seconds.get(f"{phase}_seconds")
             if seconds is not None:
-                self._phase(phase, key, at, at + seconds, {**of_rank, wait: times.seconds.get(wait)})
+                self._record_phase(phase, key, at, at + seconds, {**of_rank, wait: times.seconds.get(wait)})
                 at += seconds
 
-    def _ends_badly(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
-        began = self._began.get(key, now - fields.get("seconds", 0.0))
-        self._end_root(key, began, now, {"outcome": outcome, "cause": cause_from(fields)}, event_text(fields))
+    def _record_failure(self, outcome: str, key: CheckpointId, now: float, fields: Mapping[str, Any]) -> None:
+        started_at = self._started_at.get(key, now - fields.get("seconds", 0.0))
+        self._end_root(key, started_at, now, {"outcome": outcome, "cause": cause_from(fields)}, event_text(fields))
 
     def _end_flush(self, key: CheckpointId, now: float, problem: str) -> None:
         span = self._flushes.pop(key, None)
@@ -190,50 +190,50 @@ class Spans:
     # -- spans -----------------------------------------------------------------------------------------------------
 
     def _end_root(
-        self, key: CheckpointId, began: float, ended: float, said: Mapping[str, Any], problem: str = ""
+        self, key: CheckpointId, started_at: float, ended_at: float, values: Mapping[str, Any], problem: str = ""
     ) -> None:
-        self._began.pop(key, None)
+        self._started_at.pop(key, None)
         self._ids.chosen = root_ids(self._run, *key)
         try:
-            span = self._begin(_ROOT, key, Context(), began, said)
+            span = self._begin(_ROOT, key, Context(), started_at, values)
         finally:
             self._ids.chosen = None
-        _end(span, ended, problem)
+        _end(span, ended_at, problem)
 
-    def _phase(
+    def _record_phase(
         self,
         name: str,
         key: CheckpointId,
-        began: float,
-        ended: float,
-        said: Mapping[str, Any],
+        started_at: float,
+        ended_at: float,
+        values: Mapping[str, Any],
         problem: str = "",
     ) -> None:
-        _end(self._begin_phase(name, key, began, said), ended, problem)
+        _end(self._begin_phase(name, key, started_at, values), ended_at, problem)
 
-    def _begin_phase(self, name: str, key: CheckpointId, began: float, said: Mapping[str, Any]) -> Span:
+    def _begin_phase(self, name: str, key: CheckpointId, started_at: float, values: Mapping[str, Any]) -> Span:
         trace_id, span_id = root_ids(self._run, *key)
         # The span `checkpoint` may come later or from another process; its trace id tells whether it is sampled.
         decision = self._provider.sampler.should_sample(Context(), trace_id, _ROOT).decision
         is_kept = decision is Decision.RECORD_AND_SAMPLE
         flags = TraceFlags(TraceFlags.SAMPLED if is_kept else TraceFlags.DEFAULT)
         root = NonRecordingSpan(SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags))
-        return self._begin(name, key, set_span_in_context(root, Context()), began, said)
+        return self._begin(name, key, set_span_in_context(root, Context()), started_at, values)
 
     def _begin(
-        self, name: str, key: CheckpointId, context: Context, began: float, said: Mapping[str, Any]
+        self, name: str, key: CheckpointId, context: Context, started_at: float, values: Mapping[str, Any]
     ) -> Span:
-        known = {"run": self._run, "attempt": key[0], "step": key[1], **said}
+        known = {"run": self._run, "attempt": key[0], "step": key[1], **values}
         attributes = {f"holdfast.{word}": value for word, value in known.items() if value is not None}
-        return self._tracer.start_span(name, context, attributes=attributes, start_time=_ns(began))
+        return self._tracer.start_span(name, context, attributes=attributes, start_time=_ns(started_at))
 
-    def _note_began(self, key: CheckpointId, at: float) -> None:
-        self._began[key] = at
-        while len(self._began) > _BEGAN_KEPT:
-            del self._began[min(self._began)]
+    def _record_start(self, key: CheckpointId, at: float) -> None:
+        self._started_at[key] = at
+        while len(self._started_at) > _BEGAN_KEPT:
+            del self._started_at[min(self._started_at)]
 
 
-class _Ids(IdGenerator):
+class _SpanIds(IdGenerator):
     """Generator of random ids, unless `chosen` has the trace id and span id of the next span."""
 
     def __init__(self) -> None:

@@ -31,11 +31,11 @@ Transport = Literal["mpi", "tcp", "tls"]
 RankState = Literal["coming", "here", "silent", "left", "lost"]
 
 
-class _Words(BaseModel):
+class _StatusModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class CheckpointStatus(_Words):
+class CheckpointStatus(_StatusModel):
     """State of one checkpoint, as known to this process."""
 
     attempt: _Whole
@@ -57,7 +57,7 @@ class CheckpointStatus(_Words):
     failed: _Text = ""  # why the checkpoint failed; empty if it did not
 
 
-class RankStatus(_Words):
+class RankStatus(_StatusModel):
     """One training rank."""
 
     rank: _Whole
@@ -71,7 +71,7 @@ class RankStatus(_Words):
     )
 
 
-class StatusLine(_Words):
+class StatusLine(_StatusModel):
     """One event as a line for people."""
 
     at_unix: _Number
@@ -80,14 +80,14 @@ class StatusLine(_Words):
     text: _Text = ""
 
 
-class FailuresStatus(_Words):
+class FailuresStatus(_StatusModel):
     """Number of interrupted attempts, and the seconds of all attempts."""
 
     failures: _Whole
     seconds: _Seconds
 
 
-class StatusDocument(_Words):
+class StatusDocument(_StatusModel):
     """The answer of one process to `holdfast status`."""
 
     version: Literal[1] = 1

@@ -40,39 +40,39 @@ def socket_path(directory: Path, role: Literal["stager", "flusher"]) -> Path:
 
 @contextmanager
 def serve_status(
-    directory: Path, role: Literal["stager", "flusher"], said: Callable[[], StatusDocument]
+    directory: Path, role: Literal["stager", "flusher"], build_document: Callable[[], StatusDocument]
 ) -> Iterator[None]:
-    """Answer `holdfast status` inside the block. `said` is called in the status thread."""
+    """Answer `holdfast status` inside the block. `build_document` is called in the status thread."""
     try:
         listener = Listener(socket_path(directory, role))
     except OSError as error:
         _log.warning("`holdfast status` cannot ask this %s: %s: %s", role, directory, error.strerror or error)
         yield
         return
-    desk = _Desk(listener, said)
-    thread = threading.Thread(target=desk.run, name="status", daemon=True)
+    server = _StatusServer(listener, build_document)
+    thread = threading.Thread(target=server.run, name="status", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        desk.end()
+        server.end()
         thread.join()
-        desk.close()
+        server.close()
         listener.close()
 
 
-class _Desk:
+class _StatusServer:
     """The loop of the status thread."""
 
-    def __init__(self, listener: Listener, said: Callable[[], StatusDocument]) -> None:
-        self._listener, self._said = listener, said
+    def __init__(self, listener: Listener, build_document: Callable[[], StatusDocument]) -> None:
+        self._listener, self._build_document = listener, build_document
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._channels: dict[Channel, None] = {}  # ordered by their newest request, newest last
         self._selector = selectors.DefaultSelector()
-        self._answer: dict[str, Any] = {}
-        self._answer_until = 0.0
+        self._cached_document: dict[str, Any] = {}
+        self._cached_until = 0.0
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Tell the thread to end. Any thread."""
         os.eventfd_write(self._wake, 1)
 
@@ -97,7 +97,7 @@ class _Desk:
             _log.warning("`holdfast status` is no longer answered here", exc_info=True)
         finally:
             for channel in list(self._channels):
-                self._hang_up(channel)
+                self._disconnect(channel)
             self._selector.close()
 
     def _accept(self) -> None:
@@ -105,7 +105,7 @@ class _Desk:
         if channel is None:
             return
         while len(self._channels) >= _WATCHERS_MAX:
-            self._hang_up(next(iter(self._channels)))
+            self._disconnect(next(iter(self._channels)))
         self._channels[channel] = None
         self._selector.register(channel, selectors.EVENT_READ)
 
@@ -120,12 +120,12 @@ class _Desk:
                 channel.send("state", document=self._document())
         except ProtocolError as error:
             _log.info("%s; its connection is closed", error)
-            self._hang_up(channel)
+            self._disconnect(channel)
             return
         if channel.closed or channel.unsent:
-            self._hang_up(channel)
+            self._disconnect(channel)
 
-    def _hang_up(self, channel: Channel) -> None:
+    def _disconnect(self, channel: Channel) -> None:
         self._channels.pop(channel, None)
         # For a closed socket, epoll has already dropped the descriptor, but the selector keeps its key.
         for key in list(self._selector.get_map().values()):
@@ -135,13 +135,13 @@ class _Desk:
 
     def _document(self) -> dict[str, Any]:
         now = time.monotonic()
-        if now >= self._answer_until:
-            self._answer = fit(self._said().model_dump(mode="json"))
-            self._answer_until = now + _SAME_ANSWER_SECONDS
-        return self._answer
+        if now >= self._cached_until:
+            self._cached_document = shrink_to_fit(self._build_document().model_dump(mode="json"))
+            self._cached_until = now + _SAME_ANSWER_SECONDS
+        return self._cached_document
 
 
-def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[str, Any]:
+def shrink_to_fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[str, Any]:
     """Halve the longest lists of a document until it fits a packet; keep the newest entries and worst ranks."""
     document = dict(document)
     while len(json.dumps(document, separators=(",", ":"))) > bytes_max:
@@ -158,7 +158,7 @@ def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[
     return document
 
 
-def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
+def request_status(path: Path, *, seconds_max: float) -> StatusDocument | None:
     """Ask the process at `path`, if there is one. Raises `PeerLost`: no answer; `ProtocolError`: a wrong answer."""
     try:
         channel = connect(path)

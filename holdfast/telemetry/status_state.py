@@ -19,7 +19,7 @@ from typing import Any, Literal
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.save_record import StepRecord
 from holdfast.telemetry.causes import OTHER, cause_from
-from holdfast.telemetry.event_text import NOTICES, TROUBLES, cut, event_text
+from holdfast.telemetry.event_text import NOTICES, TROUBLES, truncate, event_text
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
     LINES_MAX,
@@ -64,17 +64,17 @@ class StatusState:
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
         self._interval_why = ""
-        self._seen: FailuresStatus | None = None
+        self._failures: FailuresStatus | None = None
         self._resume: ResumeProof | None = None
         self._transport: Transport | None = None
 
-    def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+    def handle_event(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Remember one event; ignore unknown ones."""
         with self._lock:
             if event in NOTICES:
-                self._notices.append(self._line(event, fields, step))
+                self._notices.append(self._status_line(event, fields, step))
             elif event in TROUBLES:
-                self._problems.append(self._line(event, fields, step))
+                self._problems.append(self._status_line(event, fields, step))
             match event:
                 case "flusher_ready" | "stager_ready":
                     self._since, self._attempt = self._clock(), fields["attempt"]
@@ -82,37 +82,37 @@ class StatusState:
                 case "flusher_replaced":
                     self._attempt = fields["attempt"]
                 case "stager_attached":
-                    self._stager_attached(fields)
+                    self._on_stager_attached(fields)
                 case "stager_gone":
                     self._attached, self._ended_at = False, self._clock()
                 case "interval":
-                    self._interval_why = cut(str(fields["why"]))
+                    self._interval_why = truncate(str(fields["why"]))
                 case "interval_loose":
-                    self._interval_why = cut(f"powers of two, until the next change: {fields['reason']}")
+                    self._interval_why = truncate(f"powers of two, until the next change: {fields['reason']}")
                 case "resume_proof":
                     self._resume = ResumeProof.from_json(fields)
                 case "found":
-                    self._found(fields, step)
+                    self._on_found(fields, step)
                 case _ if step is not None:
-                    self._hear_of_step(event, fields, step)
+                    self._handle_step_event(event, fields, step)
 
-    def _stager_attached(self, fields: Mapping[str, Any]) -> None:
+    def _on_stager_attached(self, fields: Mapping[str, Any]) -> None:
         self._attached, self._ended_at, self._attempt = True, None, fields["attempt"]
         if "failures" in fields:
-            self._seen = FailuresStatus(failures=fields["failures"], seconds=fields["seen_seconds"])
+            self._failures = FailuresStatus(failures=fields["failures"], seconds=fields["seen_seconds"])
 
-    def _hear_of_step(self, event: str, fields: Mapping[str, Any], step: int) -> None:
+    def _handle_step_event(self, event: str, fields: Mapping[str, Any], step: int) -> None:
         attempt = int(fields.get("attempt", self._attempt))
         now = self._clock()
         match event:
             case "flush_began" | "recovered":
-                self._note(attempt, step, image_bytes=fields.get("image_bytes"), share=fields.get("share"))
+                self._update_checkpoint(attempt, step, image_bytes=fields.get("image_bytes"), share=fields.get("share"))
             case "share_sealed" | "seal_read":
                 sealed = self._checkpoints.get(CheckpointId(attempt, step), {}).get("sealed", ())
-                self._note(attempt, step, sealed=tuple(sorted({*sealed, str(fields["share"])})), held="")
+                self._update_checkpoint(attempt, step, sealed=tuple(sorted({*sealed, str(fields["share"])})), held="")
             case "staged":
                 pgt1_seconds = float(fields["pgt1_seconds"])
-                self._note(
+                self._update_checkpoint(
                     attempt,
                     step,
                     image_bytes=fields["image_bytes"],
@@ -121,31 +121,31 @@ class StatusState:
                     pgt1_seconds=pgt1_seconds,
                 )
             case "published":
-                self._note(attempt, step, durable_at_unix=now, held="")
+                self._update_checkpoint(attempt, step, durable_at_unix=now, held="")
             case "durable":
-                self._durable(attempt, step, fields, now)
+                self._on_durable(attempt, step, fields, now)
             case "verified" | "drifted" | "doubtful" | "bad" | "verify_failed":
                 nonfinite = fields.get("nonfinite")
-                self._note(attempt, step, read_back=event, read_back_at_unix=now, nonfinite=nonfinite)
+                self._update_checkpoint(attempt, step, read_back=event, read_back_at_unix=now, nonfinite=nonfinite)
             case "flush_held":
-                self._note(attempt, step, held=cut(str(fields.get("message", "held"))))
+                self._update_checkpoint(attempt, step, held=truncate(str(fields.get("message", "held"))))
             case "flush_resumed":
-                self._note(attempt, step, held="")
+                self._update_checkpoint(attempt, step, held="")
             case "declined" | "failed" | "flush_failed":
                 cause = cause_from(fields)
                 self._causes[
                     cause if cause in self._causes or len(self._causes) < _CAUSES_MAX else OTHER
                 ] += 1
-                self._declined.append(self._line(event, fields, step))
+                self._declined.append(self._status_line(event, fields, step))
                 if event != "declined":
-                    self._note(
-                        attempt, step, failed=cut(str(fields.get("message") or fields.get("reason") or event))
+                    self._update_checkpoint(
+                        attempt, step, failed=truncate(str(fields.get("message") or fields.get("reason") or event))
                     )
 
-    def _durable(self, attempt: int, step: int, fields: Mapping[str, Any], now: float) -> None:
+    def _on_durable(self, attempt: int, step: int, fields: Mapping[str, Any], now: float) -> None:
         record = StepRecord.from_json(fields.get("record"))
         stalls = record.stall_seconds
-        self._note(
+        self._update_checkpoint(
             attempt,
             step,
             image_bytes=fields["image_bytes"],
@@ -160,25 +160,25 @@ class StatusState:
         if stalls:
             self._stalls = {rank: (step, seconds) for rank, seconds in stalls.items()}
 
-    def _found(self, fields: Mapping[str, Any], step: int | None) -> None:
+    def _on_found(self, fields: Mapping[str, Any], step: int | None) -> None:
         created = datetime.fromisoformat(fields["created"]).timestamp()
         state = "verified" if fields["state"] == "verified" else ""
-        self._note(
+        self._update_checkpoint(
             int(fields["attempt"]), step or 0, durable_at_unix=created, saved_at_unix=created, read_back=state
         )
 
-    def _note(self, attempt: int, step: int, **known: Any) -> None:
+    def _update_checkpoint(self, attempt: int, step: int, **known: Any) -> None:
         row = self._checkpoints.setdefault(CheckpointId(attempt, step), {})
         row.update({name: value for name, value in known.items() if value is not None})
         while len(self._checkpoints) > CHECKPOINTS_MAX:
             del self._checkpoints[min(self._checkpoints)]
 
-    def _line(self, event: str, fields: Mapping[str, Any], step: int | None) -> StatusLine:
+    def _status_line(self, event: str, fields: Mapping[str, Any], step: int | None) -> StatusLine:
         return StatusLine(at_unix=self._clock(), event=event, step=step, text=event_text(fields))
 
     # -- the document ----------------------------------------------------------------------------------------------
 
-    def said(self) -> StatusDocument:
+    def build_document(self) -> StatusDocument:
         """Build the document for the current state."""
         ranks = list(self._ranks()) if self._ranks is not None else []
         with self._lock:
@@ -189,7 +189,7 @@ class StatusState:
                 ]
             return StatusDocument(
                 role=self._role,
-                run=cut(self._run, 4 * TEXT_CHARACTERS_MAX),
+                run=truncate(self._run, 4 * TEXT_CHARACTERS_MAX),
                 pid=os.getpid(),
                 attempt=self._attempt,
                 since_unix=self._since,
@@ -208,13 +208,13 @@ class StatusState:
                 work_ended_at_unix=self._ended_at,
                 transport=self._transport,
                 interval_why=self._interval_why,
-                seen=self._seen,
+                seen=self._failures,
                 resume="" if self._resume is None else self._resume.verdict.value,
-                resume_text="" if self._resume is None else cut(self._resume.text, 4 * TEXT_CHARACTERS_MAX),
+                resume_text="" if self._resume is None else truncate(self._resume.text, 4 * TEXT_CHARACTERS_MAX),
             )
 
 
-def _worst_first(said: RankStatus) -> tuple[int, int, float, int]:
+def _worst_first(rank: RankStatus) -> tuple[int, int, float, int]:
     """Sort key: by state (lost, silent, …), then by the oldest step, then by the longest stall."""
-    step = -1 if said.step is None else said.step
-    return (_STATE_ORDER.index(said.state), step, -(said.stall_seconds or 0.0), said.rank)
+    step = -1 if rank.step is None else rank.step
+    return (_STATE_ORDER.index(rank.state), step, -(rank.stall_seconds or 0.0), rank.rank)

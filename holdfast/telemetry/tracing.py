@@ -31,13 +31,13 @@ _EXPORTERS = "opentelemetry_traces_exporter"  # entry-point group in which packa
 
 def exporter_names(environment: Mapping[str, str]) -> list[str]:
     """Return the exporters that OTEL_* variables name. An endpoint alone means `otlp`, which defaults to HTTP."""
-    asked = environment.get("OTEL_TRACES_EXPORTER", "")
-    if not asked.strip() and any(environment.get(name) for name in _ENDPOINTS):
-        asked = "otlp"
+    requested = environment.get("OTEL_TRACES_EXPORTER", "")
+    if not requested.strip() and any(environment.get(name) for name in _ENDPOINTS):
+        requested = "otlp"
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        asked = ""
+        requested = ""
     protocol = next(filter(None, (environment.get(name, "").strip() for name in _PROTOCOLS)), "http/protobuf")
-    names = [name.strip() for name in asked.split(",")]
+    names = [name.strip() for name in requested.split(",")]
     return [
         _OTLP.get(protocol, f"otlp {protocol}") if name == "otlp" else name
         for name in names
@@ -49,7 +49,7 @@ def exporter_names(environment: Mapping[str, str]) -> list[str]:
 def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog) -> Iterator[None]:
     """Turn events into spans inside the block. Imports nothing unless the environment asks for spans."""
     names = exporter_names(environ)
-    spans = _spans(role, run, names) if names else None
+    spans = _make_spans(role, run, names) if names else None
     if spans is None:
         yield
         return
@@ -61,7 +61,7 @@ def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog)
         spans.close()
 
 
-def _spans(role: str, run: str, names: list[str]) -> Spans | None:
+def _make_spans(role: str, run: str, names: list[str]) -> Spans | None:
     try:
         # Import here: the library is needed, and installed, only where spans are wanted.
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter

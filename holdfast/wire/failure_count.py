@@ -21,7 +21,7 @@ class FailureCount:
     failures: int = 0
     seconds: float = 0.0
 
-    def plus(self, seconds: float, *, failed: bool) -> FailureCount:
+    def with_attempt(self, seconds: float, *, failed: bool) -> FailureCount:
         """Return the count with one more attempt."""
         return FailureCount(self.failures + failed, self.seconds + max(0.0, seconds))
 

@@ -23,7 +23,7 @@ from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.regions import Pattern, unite
 from holdfast.image.replicas import format_ranks
 from holdfast.wire.frames import Frame, peer_error
-from holdfast.wire.replica_proof import ReplicaProof, prove
+from holdfast.wire.replica_proof import ReplicaProof, compare_replicas
 from holdfast.wire.state_messages import Agreement, Proposal, ProposalReader
 from holdfast.wire.union_table import union_of
 
@@ -48,11 +48,11 @@ class OneSidedRound(NamedTuple):
 class LayoutRound:
     """Collects one proposal of each rank. `seconds_max`: deadline for the last proposal, from the first."""
 
-    def __init__(self, ranks: int, seconds_max: float, *, who: str = "the stager") -> None:
-        self._ranks, self._seconds_max, self._who = ranks, seconds_max, who
+    def __init__(self, ranks: int, seconds_max: float, *, leader: str = "the stager") -> None:
+        self._ranks, self._seconds_max, self._leader = ranks, seconds_max, leader
         self._proposals: dict[int, Proposal] = {}
         self._reader = ProposalReader(2 * ranks)
-        self._gone: dict[int, str] = {}  # rank → why it never proposes again
+        self._lost: dict[int, str] = {}  # rank → why it never proposes again
         # Step → ranks whose state fits the layout there
         self._fitting_ranks: OrderedDict[int, set[int]] = OrderedDict()
         self._begun_at = 0.0
@@ -69,20 +69,20 @@ class LayoutRound:
         if not self._proposals:
             self._begun_at, self._has_warned = now, False
         self._proposals[rank] = proposal
-        if self._gone:
-            return self._ended()
+        if self._lost:
+            return self._end_for_lost_rank()
         if len(self._proposals) < self._ranks:
             return self._one_sided(proposal.step)
-        proposals = self._over()
-        refused = _refused(proposals)
+        proposals = self._end_round()
+        refused = _first_refusal(proposals)
         if refused is not None:
             return refused
         try:
-            return _agreed([proposals[rank] for rank in range(self._ranks)])
+            return _agree([proposals[rank] for rank in range(self._ranks)])
         except (StateError, ProtocolError) as refusal:
             return refusal
 
-    def fits(self, rank: int, step: int) -> OneSidedRound | None:
+    def record_fits(self, rank: int, step: int) -> OneSidedRound | None:
         """Note that a rank saves this step with its present layout, so it will not propose for the step."""
         self._fitting_ranks.setdefault(step, set()).add(rank)
         while len(self._fitting_ranks) > _STEPS_KNOWN:
@@ -98,78 +98,78 @@ class LayoutRound:
         others = sorted(fitting - self._proposals.keys())
         if step < 0 or not alone or not others:
             return None
-        proposals = self._over()
+        proposals = self._end_round()
         first = proposals[min(alone)]
-        who = format_ranks(sorted(alone))
+        leader = format_ranks(sorted(alone))
         if first.refusal is not None:
             code, why = first.refusal
-            return OneSidedRound(tuple(proposals), step, peer_error(code, f"step {step}: {who}: {why}"))
+            return OneSidedRound(tuple(proposals), step, peer_error(code, f"step {step}: {leader}: {why}"))
         why = first.change or "its tensors are others than before"
         return OneSidedRound(
             tuple(proposals),
             step,
             StateError(
-                f"step {step}: the state of {who} has changed, and that of {format_ranks(others)} has not: {why}. All "
+                f"step {step}: the state of {leader} has changed, and that of {format_ranks(others)} has not: {why}. All "
                 "ranks must change their tensors, and how these are split, before the same save"
             ),
         )
 
-    def late(self, now: float) -> str:
+    def late_warning(self, now: float) -> str:
         """Return a warning that names the missing ranks, once in each round; empty otherwise."""
         if not self._proposals or self._has_warned or now - self._begun_at <= _PATIENCE_SECONDS:
             return ""
         self._has_warned = True
         return (
-            f"{self._who} has waited {_PATIENCE_SECONDS:g} s for the layout of {self._missing}, and gives up after "
+            f"{self._leader} has waited {_PATIENCE_SECONDS:g} s for the layout of {self._missing}, and gives up after "
             f"{self._seconds_max:g} s. {_ALL_RANKS}"
         )
 
-    def overdue(self, now: float) -> HoldfastError | None:
+    def expire(self, now: float) -> HoldfastError | None:
         """End the round with an answer to all ranks, if a rank has not proposed in time."""
         if not self._proposals or now - self._begun_at <= self._seconds_max:
             return None
         missing = self._missing
-        self._over()
+        self._end_round()
         return PeerLost(
-            f"{self._who} waited {self._seconds_max:g} s for the layout of {missing}; do all ranks save at the same "
+            f"{self._leader} waited {self._seconds_max:g} s for the layout of {missing}; do all ranks save at the same "
             f"steps? {_ALL_RANKS}"
         )
 
-    def lost(self, rank: int, reason: str, *, has_exited: bool = False) -> HoldfastError | None:
+    def record_lost(self, rank: int, reason: str, *, has_exited: bool = False) -> HoldfastError | None:
         """Note a lost rank; it ends this round and each later one. `has_exited`: the rank ended before this save."""
-        self._gone.setdefault(rank, f"{reason}. {_ALL_RANKS}" if has_exited else reason)
-        return self._ended() if self._proposals else None
+        self._lost.setdefault(rank, f"{reason}. {_ALL_RANKS}" if has_exited else reason)
+        return self._end_for_lost_rank() if self._proposals else None
 
     @property
     def _missing(self) -> str:
         return format_ranks([rank for rank in range(self._ranks) if rank not in self._proposals])
 
-    def _over(self) -> dict[int, Proposal]:
+    def _end_round(self) -> dict[int, Proposal]:
         """Begin the next round; return the proposals of this one."""
         proposals, self._proposals = self._proposals, {}
         self._reader.forget()
         return proposals
 
-    def _ended(self) -> HoldfastError:
+    def _end_for_lost_rank(self) -> HoldfastError:
         """End a round in which a rank is lost."""
-        asked, why = format_ranks(sorted(self._proposals)), next(iter(self._gone.values()))
-        self._over()
+        asked, why = format_ranks(sorted(self._proposals)), next(iter(self._lost.values()))
+        self._end_round()
         return PeerLost(f"{asked} began a save, and the ranks cannot agree on a layout: {why}")
 
 
-def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
+def _first_refusal(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
     """The first refusal among the proposals, as the answer to all ranks; None if no rank refuses."""
-    said: dict[tuple[str, str], list[int]] = {}
+    ranks_by_refusal: dict[tuple[str, str], list[int]] = {}
     for rank, proposal in sorted(proposals.items()):
         if proposal.refusal is not None:
-            said.setdefault(proposal.refusal, []).append(rank)
-    for (code, message), ranks in said.items():
-        everybody = len(ranks) == len(proposals)
-        return peer_error(code, message if everybody else f"{format_ranks(ranks)}: {message}")
+            ranks_by_refusal.setdefault(proposal.refusal, []).append(rank)
+    for (code, message), ranks in ranks_by_refusal.items():
+        is_unanimous = len(ranks) == len(proposals)
+        return peer_error(code, message if is_unanimous else f"{format_ranks(ranks)}: {message}")
     return None
 
 
-def _agreed(proposals: Sequence[Proposal]) -> Agreement:
+def _agree(proposals: Sequence[Proposal]) -> Agreement:
     """Combine the proposals of all ranks. Raises `StateError`: they do not fit; `ProtocolError`: malformed."""
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
@@ -193,16 +193,16 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
             if sorted(str(row[0]) for row in proposal.table) != named:
                 return Agreement(0, {}, asks_stages=True)
             raise StateError(
-                f"rank {other}: {difference(first, proposal)}; every rank must hand over the same state. A model that "
+                f"rank {other}: {describe_difference(first, proposal)}; every rank must hand over the same state. A model that "
                 "is split among the ranks (shards, experts): hand over each rank's part as Split(tensor, shape, "
                 "start), under the same names on all ranks"
             )
         sums = [proposal.sums for proposal in proposals]
         region_numbers, members = _by_group(proposals)
-    proven = prove(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else ReplicaProof("", ())
+    proven = compare_replicas(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else ReplicaProof("", ())
     if proven.refusal:
         raise StateError(proven.refusal)
-    patterns, split_rows = _patterns(table, proposals, region_numbers, members, sums)
+    patterns, split_rows = _build_patterns(table, proposals, region_numbers, members, sums)
     return Agreement(
         pickle_reserve_bytes=pickle_reserve_bytes(sum(maker.pickle_bytes for maker in makers)),
         per_rank_reserve_bytes={
@@ -235,7 +235,7 @@ def _by_group(proposals: Sequence[Proposal]) -> tuple[dict[int, list[int | None]
     return region_numbers, members
 
 
-def _patterns(
+def _build_patterns(
     table: Sequence[Sequence[Any]],
     proposals: Sequence[Proposal],
     region_numbers: Mapping[int, Sequence[int | None]],
@@ -252,10 +252,10 @@ def _patterns(
     split_rows: list[tuple[int, int]] = []
     for row, of_groups in region_numbers.items():
         path, _, shape, _ = table[row]
-        said = tuple(of_groups)
-        number = by_regions.get((said, *shape))
+        ranks_by_refusal = tuple(of_groups)
+        number = by_regions.get((ranks_by_refusal, *shape))
         if number is None:
-            numbers_held = [said[group] for group in members]
+            numbers_held = [ranks_by_refusal[group] for group in members]
             held = [
                 None if one is None else proposals[rank].held.regions[one]
                 for rank, one in enumerate(numbers_held)
@@ -268,7 +268,7 @@ def _patterns(
                     f"tensor {path}: {error}; the parts that ranks hand over must make up the whole, each part once or "
                     "the same on several ranks"
                 ) from error
-            number = by_regions[said, *shape] = numbers.setdefault(pattern, len(numbers))
+            number = by_regions[ranks_by_refusal, *shape] = numbers.setdefault(pattern, len(numbers))
         split_rows.append((row, number))
     patterns = tuple(numbers)
     _check_holders(table, patterns, split_rows, {rank: of for rank, of in enumerate(sums) if of})
@@ -313,7 +313,7 @@ def pickle_reserve_bytes(pickle_bytes: int) -> int:
     return max(unit, (2 * pickle_bytes // unit + 1) * unit)
 
 
-def difference(first: Proposal, other: Proposal) -> str:
+def describe_difference(first: Proposal, other: Proposal) -> str:
     """Describe the first difference of `other` from `first` (rank 0's), whose digests differ: tensor, expected, got."""
     for expected, got in zip(first.table, other.table, strict=False):
         if expected != got:
@@ -326,11 +326,11 @@ def difference(first: Proposal, other: Proposal) -> str:
 
 def _describe_row_difference(expected: list[Any], got: list[Any]) -> str:
     if expected[0] != got[0]:
-        return f"expected tensor {expected[0]} {_what(expected)} as on rank 0, got tensor {got[0]} {_what(got)} there"
-    return f"tensor {expected[0]}: expected {_what(expected)} as on rank 0, got {_what(got)}"
+        return f"expected tensor {expected[0]} {_describe_row(expected)} as on rank 0, got tensor {got[0]} {_describe_row(got)} there"
+    return f"tensor {expected[0]}: expected {_describe_row(expected)} as on rank 0, got {_describe_row(got)}"
 
 
-def _what(row: list[Any]) -> str:
+def _describe_row(row: list[Any]) -> str:
     _, dtype, shape, owner = row
     held = "replicated" if owner == -1 else f"of rank {owner}"
     return f"({dtype} {json.dumps(shape)}, {held})"

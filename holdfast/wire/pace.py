@@ -32,8 +32,8 @@ class Pace:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Pace:
         """Read the fields. Raises `ProtocolError`."""
-        first = _whole("SAVE_EVERY", document, "first", 0, _STEP_MAX)
-        return cls(first, _whole("SAVE_EVERY", document, "every", 1, EVERY_MAX))
+        first = _whole_number("SAVE_EVERY", document, "first", 0, _STEP_MAX)
+        return cls(first, _whole_number("SAVE_EVERY", document, "every", 1, EVERY_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class PaceRequest:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> PaceRequest:
         """Read the fields. Raises `ProtocolError`."""
-        every = _whole("WISH", document, "every", 1, EVERY_MAX)
-        after = _whole("WISH", document, "after", -1, _STEP_MAX)
+        every = _whole_number("WISH", document, "every", 1, EVERY_MAX)
+        after = _whole_number("WISH", document, "after", -1, _STEP_MAX)
         why = document.get("why")
         if not (isinstance(why, str) and len(why) <= _CHARACTERS_MAX):
             raise ProtocolError(
@@ -60,7 +60,7 @@ class PaceRequest:
         return cls(every, after, "".join(letter if letter.isprintable() else "?" for letter in why))
 
 
-def _whole(kind: str, document: Mapping[str, Any], name: str, least: int, most: int) -> int:
+def _whole_number(kind: str, document: Mapping[str, Any], name: str, least: int, most: int) -> int:
     value = document.get(name)
     if not (type(value) is int and least <= value <= most):
         raise ProtocolError(

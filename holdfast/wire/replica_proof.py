@@ -74,7 +74,7 @@ class ReplicaProof:
     rank0_only: tuple[str, ...]  # paths of tensors that differ between ranks; rank 0's bytes are saved
 
 
-def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:
+def compare_replicas(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> ReplicaProof:
     """Compare all ranks. `table`: rows `[path, dtype, shape, owner]`, as on each. `sums`: rank → one sum per row."""
     first, *others = (np.asarray(of, np.uint32) for of in sums.values())
     differs = np.zeros(len(first), bool)
@@ -86,11 +86,11 @@ def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> 
     split = [place for place in differ if table[place][3] == REPLICATED]
     rank0 = [place for place in differ if table[place][3] == 0 and table[place][1] != "bytes"]
     bulk = [place for place in rank0 if _may_be_model_part(table[place])]
-    total = sum(map(_numbers, table))
-    if sum(_numbers(table[place]) for place in bulk) > _SPLIT_FRACTION * total:
+    total = sum(map(_element_count, table))
+    if sum(_element_count(table[place]) for place in bulk) > _SPLIT_FRACTION * total:
         split = sorted({*split, *bulk})
     if split:
-        return ReplicaProof(_refusal(table, split, sums), ())
+        return ReplicaProof(_refusal_message(table, split, sums), ())
     return ReplicaProof("", tuple(str(table[place][0]) for place in rank0))
 
 
@@ -105,11 +105,11 @@ def _may_be_model_part(row: Sequence[Any]) -> bool:
     return str(dtype).startswith(_FLOATING) and math.prod(shape) > 1 and not is_statistic(path)
 
 
-def _numbers(row: Sequence[Any]) -> int:
+def _element_count(row: Sequence[Any]) -> int:
     return 0 if row[1] == "bytes" else math.prod(row[2])
 
 
-def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping[int, Sequence[int]]) -> str:
+def _refusal_message(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping[int, Sequence[int]]) -> str:
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, crcs in sorted(sums.items()):
         groups.setdefault(tuple(crcs[place] for place in split), []).append(rank)
@@ -144,15 +144,15 @@ def _originals_by_name(equal: Sequence[Sequence[Any]], differing: Sequence[Seque
     """For each differing tensor the equal one of which it is a copy, by name; empty unless each has one."""
     by_end: dict[tuple[tuple[str, ...], tuple[int, ...]], str] = {}
     for row in equal:
-        words = _words(str(row[0]))
+        words = _name_parts(str(row[0]))
         for begin in range(1, len(words)):
             by_end.setdefault((words[begin:], tuple(row[2])), str(row[0]))
     found = []
     for path, _, shape, _ in differing:
-        words = _words(path)
+        words = _name_parts(path)
         ends = ((begin, by_end.get((words[begin:], tuple(shape)))) for begin in range(1, len(words)))
         begin, original = next(((begin, one) for begin, one in ends if one is not None), (0, ""))
-        place = _words(original)[: begin - len(words)]
+        place = _name_parts(original)[: begin - len(words)]
         if not begin or not _may_be_a_copy(path, words[:begin], place):
             return []
         found.append(original)
@@ -165,7 +165,7 @@ def _may_be_a_copy(path: str, copied: tuple[str, ...], original: tuple[str, ...]
         return False
     nested = copied[: len(original)] == original or original[: len(copied)] == copied
     numbered = copied[-1].isdigit() and original[-1].isdigit()
-    inside_a_model = len(copied) > len(_words(path.rpartition("/")[0])) + 1
+    inside_a_model = len(copied) > len(_name_parts(path.rpartition("/")[0])) + 1
     expert = _is_expert_name(".".join(copied)) and not _is_expert_name(".".join(original))
     return not (nested or numbered or inside_a_model or expert)
 
@@ -189,7 +189,7 @@ def _originals_by_shape(equal: Sequence[Sequence[Any]], differing: Sequence[Sequ
     )
 
 
-def _words(path: str) -> tuple[str, ...]:
+def _name_parts(path: str) -> tuple[str, ...]:
     """The parts of a tensor's name, without the parts that wrappers add."""
     return tuple(word for word in path.replace("/", ".").split(".") if word not in _WRAPPERS)
 

@@ -109,12 +109,12 @@ class ProposalReader:
 
     def __init__(self, kept_max: int = 1) -> None:
         self._kept_max = kept_max
-        self._known: dict[bytes, _SharedPart] = {}
+        self._cache: dict[bytes, _SharedPart] = {}
         self._sums: tuple[bytes, Sequence[int]] = (b"", array("I"))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the shared parts at the end of a round."""
-        self._known.clear()
+        self._cache.clear()
         self._sums = (b"", array("I"))
 
     def read(self, frame: Frame) -> Proposal:
@@ -158,12 +158,12 @@ class ProposalReader:
 
     def _shared(self, data: memoryview) -> _SharedPart:
         key = hashlib.blake2b(data, digest_size=32).digest()
-        found = self._known.get(key)
+        found = self._cache.get(key)
         if found is None:
             found = _SharedPart.from_bytes(data)
-            if len(self._known) >= self._kept_max:
-                self._known.clear()
-            self._known[key] = found
+            if len(self._cache) >= self._kept_max:
+                self._cache.clear()
+            self._cache[key] = found
         return found
 
     def _sums_of(self, data: bytes, rows: int) -> Sequence[int]:

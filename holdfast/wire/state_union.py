@@ -75,7 +75,7 @@ class StateUnion:
             groups = {
                 str(name): [list(map(str, names)) for names in of] for name, of in document["groups"].items()
             }
-            rows = [leaf.row for leaf in _leaves(_read(document["outline"], len(table)))]
+            rows = [leaf.row for leaf in _leaves(_parse_outline(document["outline"], len(table)))]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"RESERVED: a union that cannot be read: {error}") from error
         if rows != list(range(len(table))) or not staged <= set(rows):
@@ -87,7 +87,7 @@ class StateUnion:
 
 @dataclass
 class _Dict:
-    below: dict[Any, Any] = field(default_factory=dict)
+    children: dict[Any, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,7 +109,7 @@ def unite_trees(
     for rank, (table, stage) in enumerate(zip(tables, stages, strict=True)):
         paths = [str(row[0]) for row in table]
         _reject_duplicates(paths, f"rank {rank}")
-        tree = _read(stage.outline, len(paths), paths)
+        tree = _parse_outline(stage.outline, len(paths), paths)
         if [leaf.row for leaf in _leaves(tree)] != list(range(len(paths))):
             raise ProtocolError(
                 f"PROPOSE: the outline of rank {rank} is not that of its {len(paths)} tensors"
@@ -117,17 +117,17 @@ def unite_trees(
         trees.append(tree)
     union = trees[0]
     for rank, tree in enumerate(trees[1:], 1):
-        _join(union, tree, "", rank)
+        _merge(union, tree, "", rank)
     order = [leaf.path for leaf in _leaves(union)]
     _reject_duplicates(order, "the ranks together")
-    return order, _written(union, iter(range(len(order)))), _unite_groups(stages)
+    return order, _to_outline(union, iter(range(len(order)))), _unite_groups(stages)
 
 
 def _reject_duplicates(paths: Sequence[str], who: str) -> None:
-    twice = _first_duplicate(paths)
-    if twice:
+    duplicate = _first_duplicate(paths)
+    if duplicate:
         raise StateError(
-            f"{who}: two tensors are named {twice}, and the ranks hold different tensors: give each a name of its own"
+            f"{who}: two tensors are named {duplicate}, and the ranks hold different tensors: give each a name of its own"
         )
 
 
@@ -141,12 +141,12 @@ def _first_duplicate(names: Sequence[str]) -> str:
     return ""
 
 
-def _join(union: Any, other: Any, where: str, rank: int) -> None:
+def _merge(union: Any, other: Any, where: str, rank: int) -> None:
     if isinstance(union, _Dict) and isinstance(other, _Dict):
         for key, node in other.below.items():
             at = f"{where}/{key}" if where else str(key)
             if key in union.below:
-                _join(union.below[key], node, at, rank)
+                _merge(union.below[key], node, at, rank)
             else:
                 _reject_plain_values(node, at, rank)
                 union.below[key] = node
@@ -158,14 +158,14 @@ def _join(union: Any, other: Any, where: str, rank: int) -> None:
                 "the ranks hold different tensors, put them into a dict under the names of the whole model"
             )
         for number, (one, two) in enumerate(zip(union, other, strict=True)):
-            _join(one, two, f"{where}/{number}", rank)
+            _merge(one, two, f"{where}/{number}", rank)
     elif type(union) is not type(other):
-        raise StateError(f"rank {rank}: {where} is {_kind(other)}, and on rank 0 {_kind(union)}")
+        raise StateError(f"rank {rank}: {where} is {_describe_node(other)}, and on rank 0 {_describe_node(union)}")
 
 
 def _reject_plain_values(node: Any, where: str, rank: int) -> None:
     """Refuse plain values and lists under a key that rank 0 lacks: rank 0 can add only tensors in dicts."""
-    found = [*_plain(node, where)]
+    found = [*_plain_values(node, where)]
     if found:
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
         raise StateError(
@@ -174,12 +174,12 @@ def _reject_plain_values(node: Any, where: str, rank: int) -> None:
         )
 
 
-def _plain(node: Any, where: str) -> Iterator[str]:
+def _plain_values(node: Any, where: str) -> Iterator[str]:
     if node is None or isinstance(node, list):
         yield where
     elif isinstance(node, _Dict):
         for key, below in node.below.items():
-            yield from _plain(below, f"{where}/{key}")
+            yield from _plain_values(below, f"{where}/{key}")
 
 
 def _unite_groups(stages: Sequence[Stage]) -> dict[str, list[list[str]]]:
@@ -207,12 +207,12 @@ def _unite_groups(stages: Sequence[Stage]) -> dict[str, list[list[str]]]:
                 seen = set(known[number])
                 known[number] += [one for one in names if one not in seen]
     for name, of in united.items():
-        if twice := _first_duplicate([one for names in of for one in names]):
-            raise StateError(f"{name}: parameter {twice} is in another group on another rank")
+        if duplicate := _first_duplicate([one for names in of for one in names]):
+            raise StateError(f"{name}: parameter {duplicate} is in another group on another rank")
     return united
 
 
-def _read(outline: Any, rows: int, paths: Sequence[str] = (), depth: int = 0) -> Any:
+def _parse_outline(outline: Any, rows: int, paths: Sequence[str] = (), depth: int = 0) -> Any:
     """Parse an outline, which is untrusted input. Raises `ProtocolError`."""
     if outline is None:
         return None
@@ -220,7 +220,7 @@ def _read(outline: Any, rows: int, paths: Sequence[str] = (), depth: int = 0) ->
         return _Leaf(outline, paths[outline] if paths else "")
     if isinstance(outline, list) and outline and depth < DEPTH_MAX:
         if outline[0] == "l" and len(outline) == 2 and isinstance(outline[1], list):
-            return [_read(one, rows, paths, depth + 1) for one in outline[1]]
+            return [_parse_outline(one, rows, paths, depth + 1) for one in outline[1]]
         if outline[0] == "d" and len(outline) == 3 and isinstance(outline[1], list):
             below = {}
             for pair in outline[1]:
@@ -228,7 +228,7 @@ def _read(outline: Any, rows: int, paths: Sequence[str] = (), depth: int = 0) ->
                     raise ProtocolError(
                         f"an outline with {pair!r:.80}, expected a key and what it stands for"
                     )
-                below[pair[0]] = _read(pair[1], rows, paths, depth + 1)
+                below[pair[0]] = _parse_outline(pair[1], rows, paths, depth + 1)
             if isinstance(outline[2], dict) and len(below) == len(outline[1]):
                 return _Dict(below, outline[2])
     raise ProtocolError(
@@ -244,17 +244,17 @@ def _leaves(node: Any) -> Iterator[_Leaf]:
             yield from _leaves(below)
 
 
-def _written(node: Any, numbers: Iterator[int]) -> _Outline:
+def _to_outline(node: Any, numbers: Iterator[int]) -> _Outline:
     if isinstance(node, _Leaf):
         return next(numbers)
     if isinstance(node, list):
-        return ["l", [_written(one, numbers) for one in node]]
+        return ["l", [_to_outline(one, numbers) for one in node]]
     if isinstance(node, _Dict):
-        return ["d", [[key, _written(one, numbers)] for key, one in node.below.items()], node.versions]
+        return ["d", [[key, _to_outline(one, numbers)] for key, one in node.below.items()], node.versions]
     return None
 
 
-def _kind(node: Any) -> str:
+def _describe_node(node: Any) -> str:
     if isinstance(node, _Dict):
         return f"a dict of {json.dumps([*node.below][:3])}"
     return {_Leaf: "a tensor", list: "a list with tensors"}.get(type(node), "a plain value")

@@ -53,10 +53,10 @@ class ResumeProof(NamedTuple):
         return cls(ProofVerdict(str(body.get("verdict"))), text[:TEXT_CHARACTERS_MAX])
 
 
-def proof_frame(key: CheckpointId, said: Digest | ResumeProof, *, attempt: int) -> bytes:
+def proof_frame(key: CheckpointId, content: Digest | ResumeProof, *, attempt: int) -> bytes:
     """Encode PROOF about checkpoint `key`: the digest of the first step after it, or the result of the resume."""
     part, body = (
-        (ProofPart.VERDICT, said.to_json()) if isinstance(said, ResumeProof) else (ProofPart.STEP, said)
+        (ProofPart.VERDICT, content.to_json()) if isinstance(content, ResumeProof) else (ProofPart.STEP, content)
     )
     return wire.encode(
         Kind.PROOF,

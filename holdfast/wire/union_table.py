@@ -56,7 +56,7 @@ def union_of(proposals: Sequence[Proposal], stages: Sequence[Stage]) -> UnionTab
             other = other if everywhere else [path, _dtype(other), *other[2:]]
             if other != row:
                 raise StateError(
-                    f"rank {rank}: tensor {path}: expected {_what(row)} as on rank {first}, got {_what(other)}; "
+                    f"rank {rank}: tensor {path}: expected {_describe_row(row)} as on rank {first}, got {_describe_row(other)}; "
                     "equal names stand for one tensor: name each layer as the whole model does"
                 )
         split = row[3] == SPLIT
@@ -104,6 +104,6 @@ def _sums(proposals: Sequence[Proposal], places: Sequence[Sequence[int]]) -> lis
     ]
 
 
-def _what(row: Sequence[Any]) -> str:
+def _describe_row(row: Sequence[Any]) -> str:
     role = {-1: "replicated", SPLIT: "split"}.get(row[3], f"of rank {row[3]}")
     return f"({row[1]} {json.dumps(row[2])}, {role})"

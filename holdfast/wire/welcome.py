@@ -70,6 +70,6 @@ class Welcome:
         return welcome
 
     @staticmethod
-    def refusal(error: HoldfastError) -> bytes:
+    def refusal_frame(error: HoldfastError) -> bytes:
         """A WELCOME that says why the stager could not start."""
         return encode(Kind.WELCOME, body=to_json({"error": error_fields(error)}))

@@ -139,7 +139,7 @@ class Ec2:
                 "MinTargetCapacity": order.on_demand,
                 **same,
             }
-        said = self._refusable("create_fleet", f"a fleet of {order.nodes}", **request)
+        said = self._call_refusable("create_fleet", f"a fleet of {order.nodes}", **request)
         if isinstance(said, FleetAnswer):
             return said
         ids = tuple(i for group in said.get("Instances", ()) for i in group.get("InstanceIds", ()))
@@ -153,7 +153,7 @@ class Ec2:
 
     def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
         """Start one on-demand machine."""
-        said = self._refusable(
+        said = self._call_refusable(
             "run_instances",
             "the stager",
             ClientToken=token,
@@ -217,7 +217,7 @@ class Ec2:
                 return found
             token = {"NextToken": said["NextToken"]}
 
-    def _refusable(self, operation: str, what: str, **arguments: Any) -> Any:
+    def _call_refusable(self, operation: str, what: str, **arguments: Any) -> Any:
         """Call EC2; turn a refusal for lack of capacity into a `FleetAnswer` with its code."""
         try:
             return self._call(operation, what, **arguments)
@@ -228,9 +228,9 @@ class Ec2:
             raise
 
     def _raise_unexpected(self, codes: Sequence[str], message: str) -> None:
-        strange = [code for code in codes if code not in _REFUSALS]
-        if strange:
-            raise ConfigError(f"EC2 in {self._file.region}: {', '.join(strange)}: {message}")
+        unexpected = [code for code in codes if code not in _REFUSALS]
+        if unexpected:
+            raise ConfigError(f"EC2 in {self._file.region}: {', '.join(unexpected)}: {message}")
 
     def _call(self, operation: str, what: str, **arguments: Any) -> Any:
         from botocore import exceptions
@@ -248,12 +248,12 @@ class Ec2:
                 f"EC2 in {region} cannot be reached: {error}; check the region and the network"
             ) from error
         except exceptions.ClientError as error:
-            raise _explained(error, what, region) from error
+            raise _explain_error(error, what, region) from error
         except exceptions.BotoCoreError as error:
             raise PeerLost(f"EC2 in {region}, {what}: {error}") from error
 
 
-def _explained(error: Any, what: str, region: str) -> ConfigError | PeerLost:
+def _explain_error(error: Any, what: str, region: str) -> ConfigError | PeerLost:
     said = error.response.get("Error", {})
     code, message = str(said.get("Code", "unknown")), str(said.get("Message", ""))
     where = f"EC2 in {region}, {what}: {code}: {message}"

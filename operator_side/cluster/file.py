@@ -75,7 +75,7 @@ class ClusterFile(BaseModel):
         return self.state_path.with_suffix(".wish.json")
 
     @property
-    def marks(self) -> dict[str, str]:
+    def identifying_tags(self) -> dict[str, str]:
         """The tags that identify machines of this run."""
         return {"Project": self.project, "RunId": self.run_id}
 

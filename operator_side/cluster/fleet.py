@@ -25,7 +25,7 @@ class Ec2Fleet(Fleet):
         self, name: str, cluster: Cluster, *, slots: int, wish: FleetRequest | None, budget: Budget
     ) -> None:
         self.name, self._cluster = name, cluster
-        self._slots, self._wish, self._budget = slots, wish, budget
+        self._slots, self._request, self._budget = slots, wish, budget
 
     def look(self) -> tuple[Host, ...]:
         """Return the running trainers, the oldest first. A trainer that is shutting down counts as gone."""
@@ -33,10 +33,10 @@ class Ec2Fleet(Fleet):
 
     def replace(self, wanted: int) -> None:
         """Request the missing trainers. Without capacity or budget, log a warning; a later call tries again."""
-        if self._wish is None or wanted <= 0:
+        if self._request is None or wanted <= 0:
             return
         try:
-            made = self._cluster.replace(self._wish, self._budget)
+            made = self._cluster.replace(self._request, self._budget)
         except (BusyError, ConfigError) as error:
             _log.warning("lost trainers are not replaced yet; holdfast will try again: %s", error)
             return
@@ -50,9 +50,9 @@ def load_fleet(path: Path) -> Ec2Fleet:
     cluster = Cluster(file, Ec2(file), file.state_path)
     wish, budget, slots = None, Budget(), 1
     try:
-        said = json.loads(file.settings_path.read_text())
-        slots, budget = int(said.pop("slots")), Budget(**said.pop("budget"))
-        wish = TypeAdapter(FleetRequest).validate_python(said)
+        saved = json.loads(file.settings_path.read_text())
+        slots, budget = int(saved.pop("slots")), Budget(**saved.pop("budget"))
+        wish = TypeAdapter(FleetRequest).validate_python(saved)
     except FileNotFoundError:
         _log.warning(
             "`holdfast cluster up` was not run here: one rank runs on each node, and lost nodes are not replaced"

@@ -49,7 +49,7 @@ class StartedCluster:
     generation: str
     trainers: tuple[Node, ...]
     stager: Node
-    made: tuple[str, ...]
+    started_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ClusterStatus:
 
     trainers: tuple[Node, ...]
     stagers: tuple[Node, ...]
-    taken: tuple[Node, ...]
+    preempted: tuple[Node, ...]
     per_hour: float | None
 
 
@@ -90,13 +90,13 @@ class Cluster:
         made: list[str] = []
         trainers = self._live(TRAIN)
         if len(trainers) < wish.nodes_min or not trainers:
-            made += self._trainers(wish, budget, generation, trainers)
-            trainers = self._await(TRAIN, made, seconds_max)
+            made += self._start_trainers(wish, budget, generation, trainers)
+            trainers = self._wait_until_running(TRAIN, made, seconds_max)
         if not self._live(STAGE):
             answer = self._cloud.create_stager(
                 trainers[0].subnet or wish.subnets[0],
                 self._tags(STAGE, generation),
-                self._token(generation, STAGE, self._seen(STAGE, generation)),
+                self._token(generation, STAGE, self._count_nodes(STAGE, generation)),
             )
             if not answer.ids:
                 raise BusyError(
@@ -105,30 +105,30 @@ class Cluster:
                 )
             made += answer.ids
         wanted = [*made, *(node.id for node in trainers)]
-        self._await(STAGE, [i for i in made if i not in {n.id for n in trainers}], seconds_max)
+        self._wait_until_running(STAGE, [i for i in made if i not in {n.id for n in trainers}], seconds_max)
         trainers = tuple(node for node in self._live(TRAIN) if node.id in wanted)
         self._state.unlink(missing_ok=True)
         return StartedCluster(generation, trainers, self._live(STAGE)[0], tuple(made))
 
-    def replace(self, wish: FleetRequest, budget: Budget) -> tuple[str, ...]:
+    def replace_lost(self, wish: FleetRequest, budget: Budget) -> tuple[str, ...]:
         """Start the missing trainers in the zone of the running ones. Return the ids of the new trainers."""
         live = self._live(TRAIN)
         if len(live) >= wish.nodes:
             return ()
         generation = live[0].generation if live else self._generation()
-        return tuple(self._trainers(wish, budget, generation, live))
+        return tuple(self._start_trainers(wish, budget, generation, live))
 
-    def _trainers(self, wish: FleetRequest, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
-        there = len(live)
+    def _start_trainers(self, wish: FleetRequest, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
+        live_count = len(live)
         subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or wish.subnets
         missing = replace(
-            wish, subnets=subnets, nodes=wish.nodes - there, nodes_min=max(1, wish.nodes_min - there)
+            wish, subnets=subnets, nodes=wish.nodes - live_count, nodes_min=max(1, wish.nodes_min - live_count)
         )
         order: Order | None = first_order(missing)
         refused = []
         while order is not None:
             price_max = self._price_max(order, budget, live)
-            serial = self._seen(TRAIN, generation)
+            serial = self._count_nodes(TRAIN, generation)
             token = self._token(generation, TRAIN, serial, order)
             answer = self._cloud.create_trainers(order, self._tags(TRAIN, generation), token, price_max)
             if len(answer.ids) >= order.nodes:
@@ -193,7 +193,7 @@ class Cluster:
             )
         return max(left, 0.0)
 
-    def _await(self, role: str, ids: Sequence[str], seconds_max: float) -> tuple[Node, ...]:
+    def _wait_until_running(self, role: str, ids: Sequence[str], seconds_max: float) -> tuple[Node, ...]:
         """Wait until these machines are running. EC2 lists a new machine only after a while."""
         deadline = self._clock() + seconds_max
         while True:
@@ -215,7 +215,7 @@ class Cluster:
 
     # -- status ----------------------------------------------------------------------------------------------------
 
-    def standing(self, budget: Budget) -> ClusterStatus:
+    def status(self, budget: Budget) -> ClusterStatus:
         nodes = self._cloud.nodes(self._file.marks)
         live = [node for node in nodes if node.is_live]
         trainers = tuple(n for n in live if n.role == TRAIN)
@@ -277,7 +277,7 @@ class Cluster:
         nodes = [n for n in self._cloud.nodes(self._file.marks) if n.is_live and n.role == role]
         return tuple(sorted(nodes, key=lambda node: (node.launched, node.id)))
 
-    def _seen(self, role: str, generation: str) -> int:
+    def _count_nodes(self, role: str, generation: str) -> int:
         """Count all machines of this generation: the token changes after a loss, but not if `up` resumes."""
         return sum(n.role == role and n.generation == generation for n in self._cloud.nodes(self._file.marks))
 
@@ -287,9 +287,9 @@ class Cluster:
         if live:
             return max(live)
         try:
-            said = json.loads(self._state.read_text())
-            if isinstance(said["generation"], str):
-                return str(said["generation"])
+            saved = json.loads(self._state.read_text())
+            if isinstance(saved["generation"], str):
+                return str(saved["generation"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
         generation = f"{int(self._clock()):010d}"

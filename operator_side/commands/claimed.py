@@ -27,10 +27,10 @@ def claimed(store: Store) -> Iterator[LeasedRun]:
     """Hold the lease of the run, after a sweep of unfinished uploads. Raises `FencedError`: another writer holds it."""
     claim = Lease.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
-        ours = guarded(store, lambda: claim.check(at_once=True))
-        ours.sweep(_is_not_tool_file)
-        clear_intents(ours, claim.attempt, _is_not_tool_file)
-        yield LeasedRun(ours, claim.attempt, _watch(claim))
+        guarded_store = guarded(store, lambda: claim.check(at_once=True))
+        guarded_store.sweep(_is_not_tool_file)
+        clear_intents(guarded_store, claim.attempt, _is_not_tool_file)
+        yield LeasedRun(guarded_store, claim.attempt, _lease_check(claim))
     finally:
         claim.release()
 
@@ -48,7 +48,7 @@ def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
     return done
 
 
-def published(manifest: Manifest) -> dict[str, Any]:
+def checkpoint_document(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON document for a checkpoint that a tool has made."""
     return {
         "step": manifest.step,
@@ -64,15 +64,15 @@ def _is_not_tool_file(own: str) -> bool:
     return not own.startswith(ASSEMBLY)
 
 
-def _watch(claim: Lease) -> Callable[[], None]:
+def _lease_check(claim: Lease) -> Callable[[], None]:
     """Return a check of the lease that also renews the lease when that is due."""
-    beaten = [time.monotonic()]
+    last_beat = [time.monotonic()]
 
     def check() -> None:
-        if time.monotonic() - beaten[0] < _HEARTBEAT_SECONDS:
+        if time.monotonic() - last_beat[0] < _HEARTBEAT_SECONDS:
             claim.check()
             return
-        beaten[0] = time.monotonic()
+        last_beat[0] = time.monotonic()
         try:
             claim.beat()
         except StoreError as error:

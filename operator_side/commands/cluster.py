@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, print_json, seconds, show, table
+from holdfast.command.output import console, json_option, print_json, format_seconds, print_line, table
 from holdfast.errors import BusyError, ConfigError
 from operator_side.commands import options as option
 
@@ -118,8 +118,8 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     )
     budget = _budget(options)
     file.settings_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    said = {**dataclasses.asdict(wish), "budget": dataclasses.asdict(budget), "slots": options["slots"]}
-    file.settings_path.write_text(json.dumps(said))
+    settings = {**dataclasses.asdict(wish), "budget": dataclasses.asdict(budget), "slots": options["slots"]}
+    file.settings_path.write_text(json.dumps(settings))
     raised = raised_by.up(wish, budget, seconds_max=options["wait_seconds_max"])
     lines = _hostfile(raised.trainers, options)
     ranks = len(raised.trainers) * options["slots"]
@@ -143,8 +143,8 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
         )
         return
     _show_nodes((*raised.trainers, raised.stager))
-    show(f"\nrun this on the stager:\n  {supervised}")
-    show(f"or start the job without `holdfast run`:\n  {mpirun}")
+    print_line(f"\nrun this on the stager:\n  {supervised}")
+    print_line(f"or start the job without `holdfast run`:\n  {mpirun}")
 
 
 @cluster.command(
@@ -181,7 +181,7 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
         cost = (
             "the price is not known" if standing.per_hour is None else f"{standing.per_hour:.2f} USD per hour"
         )
-        show(f"\n{len(standing.trainers)} trainers, {len(standing.stagers)} stager, {cost}")
+        print_line(f"\n{len(standing.trainers)} trainers, {len(standing.stagers)} stager, {cost}")
     limit = options["budget_per_hour"]
     if limit is not None and standing.per_hour is not None and standing.per_hour > limit:
         raise BusyError(
@@ -209,8 +209,8 @@ def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
     if as_json:
         print_json({"ended": list(ended)})
         return
-    show(f"ended: {', '.join(ended) or 'no machine was running'}")
-    show(f"nothing is left with Project={file.project}, RunId={file.run_id}")
+    print_line(f"ended: {', '.join(ended) or 'no machine was running'}")
+    print_line(f"nothing is left with Project={file.project}, RunId={file.run_id}")
 
 
 def _cluster(path: Path) -> tuple[ClusterFile, Cluster]:
@@ -259,7 +259,7 @@ def _document(node: Node) -> dict[str, Any]:
 def _show_nodes(nodes: Sequence[Node]) -> None:
     rows = table("ROLE", "ID", "STATE", "TYPE", "LIFE", "ADDRESS", "ZONE", "AGE", "REASON", right=("AGE",))
     for node in nodes:
-        age = seconds(max(0.0, (datetime.now(UTC) - node.launched).total_seconds()))
+        age = format_seconds(max(0.0, (datetime.now(UTC) - node.launched).total_seconds()))
         life, address = "spot" if node.is_spot else "on demand", node.address or "-"
         rows.add_row(
             node.role, node.id, node.state, node.type, life, address, node.zone, age, node.reason or "-"

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from holdfast.command.converters import ComparedFile, StateComparison, TensorDifference, converter
+from holdfast.command.converters import ComparedFile, StateComparison, TensorDifference, load_converter
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json, show, table
+from holdfast.command.output import console, json_option, escape_controls, print_json, print_line, table
 from operator_side.commands.options import count, exit_codes, text
 from operator_side.commands.target import TARGET, Target
 
@@ -57,8 +57,8 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
     [{"path", "a", "b"}], "equal_tensors", "unread", "equal_values"}. Numbers are null if the
     shapes differ, or torch cannot compute with the dtype. unread counts the tensors that are equal by their CRC-32.
     """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
-    compare = converter("diff")
-    (a, name_a), (b, name_b) = _opened(first), _opened(second)
+    compare = load_converter("diff")
+    (a, name_a), (b, name_b) = _open(first), _open(second)
     found: StateComparison = compare(a, b, only=only, quiet=as_json)
     if as_json:
         print_json(_document(name_a, name_b, found))
@@ -68,7 +68,7 @@ def diff(as_json: bool, first: Target, second: Target, only: str | None, limit: 
         click.get_current_context().exit(_DIFFER_EXIT_CODE)
 
 
-def _opened(target: Target) -> tuple[ComparedFile, str]:
+def _open(target: Target) -> tuple[ComparedFile, str]:
     """Open one side; return it and its name for messages."""
     if target.step is None and Path(target.url).is_file():
         return ComparedFile(path=Path(target.url)), target.url
@@ -84,20 +84,20 @@ def _document(a: str, b: str, found: StateComparison) -> dict[str, Any]:
 
 
 def _print(a: str, b: str, found: StateComparison, limit: int) -> None:
-    show(f"A: {a}")
-    show(f"B: {b}")
+    print_line(f"A: {a}")
+    print_line(f"B: {b}")
     for name, paths in (("A", found.only_a), ("B", found.only_b)):
         if paths:
-            show(f"\nonly in {name}: {len(paths)}")
+            print_line(f"\nonly in {name}: {len(paths)}")
             _list(paths, limit)
     if found.tensors:
-        show(f"\ndiffering tensors: {len(found.tensors)}")
+        print_line(f"\ndiffering tensors: {len(found.tensors)}")
         _print_tensors(found.tensors, limit)
     if found.values:
-        show(f"\ndiffering values: {len(found.values)}")
+        print_line(f"\ndiffering values: {len(found.values)}")
         _list([f"{path}: {first} -> {second}" for path, first, second in found.values], limit)
     unread = f" ({found.unread} by their CRC-32, not read)" if found.unread else ""
-    show(f"\nequal: {found.equal_tensors} tensors{unread}, {found.equal_values} other values")
+    print_line(f"\nequal: {found.equal_tensors} tensors{unread}, {found.equal_values} other values")
 
 
 def _print_tensors(tensors: Sequence[TensorDifference], limit: int) -> None:
@@ -106,18 +106,18 @@ def _print_tensors(tensors: Sequence[TensorDifference], limit: int) -> None:
     rows.columns[0].no_wrap = False
     rows.columns[0].overflow = "fold"
     for one in tensors[:limit]:
-        rows.add_row(plain(one.path + _type_changes(one)).replace("[", r"\["), *_cells(one))
+        rows.add_row(escape_controls(one.path + _type_changes(one)).replace("[", r"\["), *_cells(one))
     console().print(rows)
-    _left_out(len(tensors), limit)
+    _show_remainder(len(tensors), limit)
 
 
 def _type_changes(one: TensorDifference) -> str:
-    said = ""
+    changes = ""
     if one.dtypes[0] != one.dtypes[1]:
-        said += f" {one.dtypes[0]} -> {one.dtypes[1]}"
+        changes += f" {one.dtypes[0]} -> {one.dtypes[1]}"
     if one.shapes[0] != one.shapes[1]:
-        said += f" {list(one.shapes[0])} -> {list(one.shapes[1])}"
-    return said
+        changes += f" {list(one.shapes[0])} -> {list(one.shapes[1])}"
+    return changes
 
 
 def _cells(one: TensorDifference) -> tuple[str, ...]:
@@ -133,10 +133,10 @@ def _cells(one: TensorDifference) -> tuple[str, ...]:
 
 def _list(lines: Sequence[str], limit: int) -> None:
     for line in lines[:limit]:
-        show(f"  {line}")
-    _left_out(len(lines), limit)
+        print_line(f"  {line}")
+    _show_remainder(len(lines), limit)
 
 
-def _left_out(count: int, limit: int) -> None:
+def _show_remainder(count: int, limit: int) -> None:
     if count > limit:
-        show(f"  and {count - limit} more (--limit)")
+        print_line(f"  and {count - limit} more (--limit)")

@@ -11,11 +11,11 @@ from rich.markup import escape
 
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, print_json, show, table
+from holdfast.command.output import console, json_option, print_json, print_line, table
 from holdfast.config import RING_BYTES, RING_CHUNKS_MIN, default_runtime_dir
 from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
-from operator_side.commands.options import exit_codes, file, size_of, text
+from operator_side.commands.options import exit_codes, file, parse_size_argument, text
 from operator_side.doctor import examine
 
 _STYLE = {
@@ -66,12 +66,12 @@ def doctor(
 
     JSON: {"fit": bool, "findings": [{"check", "state": "ok|warn|fail|skipped", "seen", "fix"}]}.
     """
-    chunk_size = size_of("--chunk-bytes", chunk_bytes)
+    chunk_size = parse_size_argument("--chunk-bytes", chunk_bytes)
     smallest = max(RING_BYTES, RING_CHUNKS_MIN * chunk_size)
     plan = CheckPlan(
         store=store,
         runtime_dir=(runtime_dir or default_runtime_dir()).absolute(),
-        ring_bytes=smallest if ring_bytes is None else size_of("--ring-bytes", ring_bytes),
+        ring_bytes=smallest if ring_bytes is None else parse_size_argument("--ring-bytes", ring_bytes),
         chunk_bytes=chunk_size,
         hostfile=hostfile,
         ring_grows=ring_bytes is None,
@@ -91,8 +91,8 @@ def doctor(
     if as_json:
         print_json({"fit": is_fit, "findings": [asdict(finding) for finding in findings]})
     else:
-        said = ", ".join(f"{counts[state]} {state}" for state in CheckState if counts[state])
-        show(f"{'fit' if is_fit else 'not fit'}: {said}")
+        summary = ", ".join(f"{counts[state]} {state}" for state in CheckState if counts[state])
+        print_line(f"{'fit' if is_fit else 'not fit'}: {summary}")
     if not is_fit:
         click.get_current_context().exit(ConfigError.exit_code)
 

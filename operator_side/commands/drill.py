@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, print_json, say, seconds, show, table
+from holdfast.command.output import console, json_option, print_json, print_stderr, format_seconds, print_line, table
 from holdfast.errors import ConfigError
 from operator_side.commands import options as option
 
@@ -92,7 +92,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
     "counters": [text], "measured": [name], "wrong": [text]}. `measured` names times, which are not compared.
     """
-    from operator_side.drill.drill_run import Setup
+    from operator_side.drill.drill_run import DrillSetup
     from operator_side.drill.run_drill import check_folder, run_drill
 
     given = folder is not None
@@ -102,7 +102,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     _check(options)
     more = [] if options["ulfm"] else ["--no-ulfm"]
     more += ["--mpirun-options", options["mpirun_options"]] if options["mpirun_options"] else []
-    setup = Setup(
+    setup = DrillSetup(
         command,
         options["ranks"],
         options["settings"],
@@ -119,10 +119,10 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
             ways=options["ways"],
             seed=options["seed"],
             seconds_max=options["seconds_max"],
-            say=lambda text: say(f"holdfast drill: {text}"),
+            print_stderr=lambda text: print_stderr(f"holdfast drill: {text}"),
         )
     except BaseException:
-        say(f"holdfast drill: everything that the two runs wrote is in {folder}")
+        print_stderr(f"holdfast drill: everything that the two runs wrote is in {folder}")
         raise
     kept = given or not outcome.passed
     if as_json:
@@ -185,7 +185,7 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
     for finding in outcome.findings:
         rows.add_row(*_row(finding))
     console().print(rows)
-    show(
+    print_line(
         "LOST: steps that were done again, and the seconds they had taken. The other times follow each other: from the "
         "kill until no process was left (ENDED), until all had started (STARTED), until the state was restored "
         "(RESTORED), until the first step was done (TRAINS).",
@@ -193,31 +193,31 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
     )
     for finding in outcome.findings:
         if finding.notice:
-            show(f"kill {finding.kill.number}: notice: {finding.notice}")
+            print_line(f"kill {finding.kill.number}: notice: {finding.notice}")
     differing = sum(bool(one.differs) for one in outcome.files)
-    show(f"files compared: {len(outcome.files)}, of which differ: {differing}")
+    print_line(f"files compared: {len(outcome.files)}, of which differ: {differing}")
     if outcome.constant:
         names = ", ".join(sorted(outcome.constant))
-        show(f"these values differ between the two runs although no kill changed them (not seeded?): {names}")
+        print_line(f"these values differ between the two runs although no kill changed them (not seeded?): {names}")
     if outcome.measured:
-        show(f"not compared, since a clock has measured it: {', '.join(sorted(outcome.measured))}")
+        print_line(f"not compared, since a clock has measured it: {', '.join(sorted(outcome.measured))}")
     seen = outcome.samples
-    show(
+    print_line(
         "samples: not checked, since the script does not use ResumableSampler"
         if seen is None
         else f"samples: {seen.trained} trained on, {seen.skipped} skipped, {seen.repeated} repeated"
     )
     for counter in outcome.counters:
-        show(f"{counter}: no state_dict() has it; register it as a buffer if training uses it", "yellow")
+        print_line(f"{counter}: no state_dict() has it; register it as a buffer if training uses it", "yellow")
     wrong = [f"kill {finding.kill.number}: {why}" for finding in outcome.findings for why in finding.wrong]
     for why in [*outcome.wrong, *wrong]:
-        show(why, "red")
+        print_line(why, "red")
     where = f"; both runs are in {folder}" if folder else ""
     if outcome.passed:
         kills = len(outcome.findings)
-        show(f"passed: the run resumed bit for bit after each of {kills} kills (--seed {seed}){where}")
+        print_line(f"passed: the run resumed bit for bit after each of {kills} kills (--seed {seed}){where}")
     else:
-        show(f"failed (--seed {seed} repeats the same kills){where}")
+        print_line(f"failed (--seed {seed} repeats the same kills){where}")
 
 
 def _row(finding: KillFinding) -> list[str]:
@@ -236,7 +236,7 @@ def _row(finding: KillFinding) -> list[str]:
         finding.kill.what,
         f"step {finding.last_step}",
         "never" if resumed is None else "beginning" if resumed < 0 else f"step {resumed}",
-        f"{finding.lost_steps} ({seconds(finding.lost_seconds)})",
-        *("-" if one is None else seconds(one) for one in times),
+        f"{finding.lost_steps} ({format_seconds(finding.lost_seconds)})",
+        *("-" if one is None else format_seconds(one) for one in times),
         exact,
     ]

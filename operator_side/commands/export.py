@@ -9,13 +9,13 @@ from pathlib import Path
 
 import click
 
-from holdfast.command.converters import ExportResult, converter
+from holdfast.command.converters import ExportResult, load_converter
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, show
-from holdfast.command.place import place, output_folder
+from holdfast.command.output import json_option, print_json, print_line
+from holdfast.command.place import output_file, output_folder
 from holdfast.errors import ConfigError
 from holdfast.image.manifest import Manifest
-from operator_side.commands.options import choice, forced, text
+from operator_side.commands.options import choice, force_flag, text
 from operator_side.commands.pull import pull_file
 from operator_side.commands.target import TARGET, Target
 
@@ -37,7 +37,7 @@ _TIED_SHOWN = 5
 @click.argument("destination", metavar="OUT", type=click.Path(path_type=Path))
 @choice("--to kind", [*_SUFFIX], "Format to write.", required=True)
 @text("--only", "Export only the part of the state with this name, such as `model`.", metavar="NAME")
-@forced("OUT")
+@force_flag("OUT")
 @json_option
 def export(
     as_json: bool, target: Target, destination: Path, kind: str, only: str | None, force: bool
@@ -66,28 +66,28 @@ def export(
             f"--only {only} cannot be combined with --to torch, which copies the whole file; leave --only out, and let "
             "torch.load(OUT, mmap=True) read only the part that is used"
         )
-    write = None if kind == "torch" else converter(f"export-{kind}")
+    write = None if kind == "torch" else load_converter(f"export-{kind}")
     catalog, manifest = target.find_good("exported")
     store = catalog.store
     if kind == "dcp":
         path = output_folder(destination, ".metadata", force=force)
     else:
-        path = place(destination, manifest.file.removesuffix(".pt") + _SUFFIX[kind], force=force)
+        path = output_file(destination, manifest.file.removesuffix(".pt") + _SUFFIX[kind], force=force)
     if write is None:
         pull_file(store, manifest, path, quiet=as_json)
         done = ExportResult(manifest.image_bytes, len(manifest.tensors), {})
     else:
         done = write(store, manifest, path, only=only, quiet=as_json)
-    _say(store.url, manifest, kind, path, done, as_json=as_json)
+    _print_result(store.url, manifest, kind, path, done, as_json=as_json)
 
 
-def _say(url: str, manifest: Manifest, kind: str, path: Path, done: ExportResult, *, as_json: bool) -> None:
+def _print_result(url: str, manifest: Manifest, kind: str, path: Path, done: ExportResult, *, as_json: bool) -> None:
     if as_json:
         names = {"url": url, "step": manifest.step, "attempt": manifest.attempt, "format": kind}
         print_json({**names, "destination": str(path), **done._asdict()})
         return
-    show(f"{path}: step {manifest.step} as {kind}, {done.tensors} tensors, {done.nbytes} bytes, all checked")
+    print_line(f"{path}: step {manifest.step} as {kind}, {done.tensors} tensors, {done.nbytes} bytes, all checked")
     for name, other in list(done.tied.items())[:_TIED_SHOWN]:
-        show(f"  {name} is tied to {other}: the file has a copy of each")
+        print_line(f"  {name} is tied to {other}: the file has a copy of each")
     if len(done.tied) > _TIED_SHOWN:
-        show(f"  and {len(done.tied) - _TIED_SHOWN} more are tied")
+        print_line(f"  and {len(done.tied) - _TIED_SHOWN} more are tied")

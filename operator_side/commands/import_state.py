@@ -13,14 +13,14 @@ import click
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.image_publishing import publish_image
 from holdfast.checkpoints.publish import ManifestFacts
-from holdfast.command.converters import ImportSource, converter
+from holdfast.command.converters import ImportSource, load_converter
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, progress_bar, show
+from holdfast.command.output import json_option, print_json, progress_bar, print_line
 from holdfast.errors import ConfigError, DamageError
 from holdfast.faultpoint import identify
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import Manifest, State
-from operator_side.commands.claimed import claimed, published, read_back
+from operator_side.commands.claimed import claimed, checkpoint_document, read_back
 from operator_side.commands.options import count, exit_codes, flag, text
 from operator_side.commands.target import URL, Target
 
@@ -84,17 +84,17 @@ def import_state(
     """
     identify("tool")
     renamed = dict(_parse_rename(text) for text in renames)
-    source: ImportSource = converter("import")(path, under=under, renamed=renamed, dropped=dropped)
+    source: ImportSource = load_converter("import")(path, under=under, renamed=renamed, dropped=dropped)
     catalog = target.catalog()
     store = catalog.store
-    with claimed(store) as ours:
+    with claimed(store) as leased:
         if not force:
             _reject_existing_checkpoints(catalog)
         now = time.time()
-        key = CheckpointId(ours.attempt, step)
+        key = CheckpointId(leased.attempt, step)
         with progress_bar(path.name, source.image_bytes, hidden=as_json) as advance:
             manifest = publish_image(
-                ours,
+                leased,
                 key,
                 source.image(),
                 progress=advance,
@@ -102,8 +102,8 @@ def import_state(
                     now, now, {"imported": {"from": path.name[:255], "format": source.kind}}, "import"
                 ),
             )
-        manifest = read_back(ours.store, manifest, quiet=as_json)
-    _say(store.url, manifest, source, as_json=as_json)
+        manifest = read_back(leased.store, manifest, quiet=as_json)
+    _print_result(store.url, manifest, source, as_json=as_json)
     if manifest.state is State.BAD:
         raise DamageError(f"{manifest.file}: {manifest.note}; run the command again with --force")
 
@@ -124,11 +124,11 @@ def _reject_existing_checkpoints(catalog: Catalog) -> None:
         )
 
 
-def _say(url: str, manifest: Manifest, source: ImportSource, *, as_json: bool) -> None:
+def _print_result(url: str, manifest: Manifest, source: ImportSource, *, as_json: bool) -> None:
     names = list(source.names)
     if as_json:
         made = {"format": source.kind, "names": names, "tensors": source.tensors}
-        print_json({"url": url, **published(manifest), **made})
+        print_json({"url": url, **checkpoint_document(manifest), **made})
         return
     shown = f"{manifest.file}: step {manifest.step}, {manifest.image_bytes} bytes, {manifest.state}"
-    show(f"{shown}; it holds {', '.join(names)}")
+    print_line(f"{shown}; it holds {', '.join(names)}")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.command.examples import examples
-from holdfast.command.output import age, console, json_option, plain, print_json, seconds, size, table
+from holdfast.command.output import format_age, console, json_option, escape_controls, print_json, format_seconds, format_size, table
 from holdfast.image.manifest import Manifest
 from operator_side.commands.options import flag
 from operator_side.commands.target import TARGET, Target
@@ -57,15 +57,15 @@ def _summary(url: str, manifest: Manifest) -> Table:
     for name, value in (
         ("run", url),
         ("step", f"{manifest.step} (attempt {manifest.attempt})"),
-        ("file", f"{manifest.file}, {size(manifest.image_bytes)} ({manifest.image_bytes} bytes)"),
+        ("file", f"{manifest.file}, {format_size(manifest.image_bytes)} ({manifest.image_bytes} bytes)"),
         ("state", manifest.state.value + (f": {manifest.note}" if manifest.note else "")),
         *(caveat for caveat in caveats if caveat[1]),
         *((_plain(f"metric {name}"), f"{value:.9g}") for name, value in manifest.metrics.items()),
-        ("created", f"{manifest.created} ({age(manifest)} ago)"),
+        ("created", f"{manifest.created} ({format_age(manifest)} ago)"),
         ("ranks", str(manifest.ranks)),
-        ("staged after", seconds(manifest.pgt1_seconds)),
-        ("durable after", seconds(manifest.pgt2_seconds)),
-        ("chunks", f"{len(manifest.chunk_crc32s)} of {size(manifest.chunk_bytes)}"),
+        ("staged after", format_seconds(manifest.pgt1_seconds)),
+        ("durable after", format_seconds(manifest.pgt2_seconds)),
+        ("chunks", f"{len(manifest.chunk_crc32s)} of {format_size(manifest.chunk_bytes)}"),
         ("CRC-32", f"{manifest.image_crc32:08x}"),
     ):
         rows.add_row(name, _plain(value))
@@ -73,7 +73,7 @@ def _summary(url: str, manifest: Manifest) -> Table:
 
 
 def _plain(text: str) -> str:
-    return plain(text).replace("[", r"\[")  # rich reads brackets in a path or note as markup
+    return escape_controls(text).replace("[", r"\[")  # rich reads brackets in a path or note as markup
 
 
 def _print_tensors(out: Console, manifest: Manifest, *, show_all: bool) -> None:
@@ -90,14 +90,14 @@ def _print_tensors(out: Console, manifest: Manifest, *, show_all: bool) -> None:
         shape = " x ".join(str(extent) for extent in tensor.shape) or "scalar"
         split = ("" if tensor.split is None else splits[tensor.split],) if splits else ()
         nbytes = manifest.entries[tensor.entry].nbytes
-        rows.add_row(_plain(tensor.path), _plain(tensor.dtype), shape, *split, size(nbytes))
+        rows.add_row(_plain(tensor.path), _plain(tensor.dtype), shape, *split, format_size(nbytes))
     out.print()
     out.print(rows)
     storages = {tensor.entry for tensor in manifest.tensors}
     held = sum(manifest.entries[entry].nbytes for entry in storages)
     left_out = len(manifest.tensors) - len(shown)
     more = f", of which {left_out} are not shown (--all)" if left_out else ""
-    out.print(f"{len(manifest.tensors)} tensors{more} in {len(storages)} storages, {size(held)}")
+    out.print(f"{len(manifest.tensors)} tensors{more} in {len(storages)} storages, {format_size(held)}")
 
 
 def _print_phases(out: Console, manifest: Manifest, *, show_all: bool) -> None:
@@ -126,7 +126,7 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         shown = f"{value:.3f} s" if abs(value) < _SECONDS_MAX else "not a time"
         yield prefix.removesuffix("_seconds"), shown
     elif isinstance(value, int) and not isinstance(value, bool) and prefix.endswith("_bytes"):
-        yield prefix.removesuffix("_bytes"), size(value)
+        yield prefix.removesuffix("_bytes"), format_size(value)
     elif isinstance(value, int) and abs(value) > _NUMBER_MAX:
         yield prefix, "a number that is too long to show"
     else:

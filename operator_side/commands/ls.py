@@ -14,14 +14,14 @@ from holdfast.checkpoints.branches import Branches
 from holdfast.checkpoints.catalog import CatalogItem
 from holdfast.command.examples import examples
 from holdfast.command.output import (
-    age,
+    format_age,
     console,
     json_option,
-    plain,
+    escape_controls,
     print_json,
     progress_bar,
-    show,
-    size,
+    print_line,
+    format_size,
     table,
 )
 from operator_side.commands.target import URL, Target
@@ -63,26 +63,26 @@ def ls(as_json: bool, target: Target) -> None:
     is false if `holdfast rewind` has left the checkpoint behind, so that restore skips it. old_slices names the steps
     that exist only as slices of an older holdfast, and is else empty.
     """  # noqa: D301 - click needs this very character to leave the paragraph unwrapped
-    look = target.look()
+    listing = target.look()
     # Rows on a terminal show the progress themselves.
     hidden = sys.stdout.isatty() and not as_json
-    documents, finder, branches = [], BestFinder(), look.branches or Branches()
-    with progress_bar("manifests", sum(one.nbytes for one in look.names), hidden=hidden) as advance:
-        items = _seen(look.items(progress=advance), finder, branches)
+    documents, finder, branches = [], BestFinder(), listing.branches or Branches()
+    with progress_bar("manifests", sum(one.nbytes for one in listing.names), hidden=hidden) as advance:
+        items = _track_best(listing.items(progress=advance), finder, branches)
         if as_json:
             documents = [_document(item, branches) for item in items]
         else:
-            _print(look.url, items, branches, look.old_slices)
+            _print(listing.url, items, branches, listing.old_slices)
     best = finder.best()
     if not as_json and best is not None:
-        show(_best_text(best), "green")
+        print_line(_best_text(best), "green")
     if as_json:  # one document, printed when every item has been read
         for one in documents:
             one["is_best"] = best is not None and best.order == (one["attempt"], one["step"])
-        print_json({"url": look.url, "checkpoints": documents, "old_slices": look.old_slices})
+        print_json({"url": listing.url, "checkpoints": documents, "old_slices": listing.old_slices})
 
 
-def _seen(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) -> Iterator[CatalogItem]:
+def _track_best(items: Iterator[CatalogItem], finder: BestFinder, branches: Branches) -> Iterator[CatalogItem]:
     for item in items:
         if branches.is_current(item.order):
             finder.see(item)
@@ -120,7 +120,7 @@ def _print(url: str, items: Iterator[CatalogItem], branches: Branches, old_slice
     if branches.rewinds:
         notes.append((branches.sentence(), ""))
     for text, style in notes:
-        show(text, style)
+        print_line(text, style)
 
 
 class _ListedRow(NamedTuple):
@@ -144,7 +144,7 @@ def _read_rows(items: Iterator[CatalogItem], count: int, branches: Branches) -> 
 
 
 def _row(item: CatalogItem) -> _ListedRow:
-    broken, notes = _broken(item), []
+    broken, notes = _nonfinite_text(item), []
     if item.fault:
         notes.append((item.fault, "red"))
     elif item.caveat:
@@ -155,7 +155,7 @@ def _row(item: CatalogItem) -> _ListedRow:
     return _ListedRow(_cells(item), style, tuple(notes))
 
 
-def _broken(item: CatalogItem) -> str:
+def _nonfinite_text(item: CatalogItem) -> str:
     """Describe its non-finite numbers; "" if there are none, or they were not counted."""
     counted = item.manifest.nonfinite if item.manifest else None
     return counted.told() if counted and counted.values else ""
@@ -164,16 +164,16 @@ def _broken(item: CatalogItem) -> str:
 def _cells(item: CatalogItem) -> tuple[str, ...]:
     manifest = item.manifest
     if manifest is None:
-        return (str(item.step), size(item.file_bytes), item.state, "-", "-", "-", item.name, "")
+        return (str(item.step), format_size(item.file_bytes), item.state, "-", "-", "-", item.name, "")
     return (
         str(item.step),
-        size(item.file_bytes),
+        format_size(item.file_bytes),
         item.state,
-        age(manifest),
+        format_age(manifest),
         str(manifest.ranks),
         "yes" if item.has_proof else "no",
         manifest.file,
-        plain("  ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items())),
+        escape_controls("  ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items())),
     )
 
 

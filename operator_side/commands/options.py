@@ -71,9 +71,9 @@ def _option(
     return click.option(*names.split(), type=kind, default=default, show_default=shown, help=meaning, **more)
 
 
-def exit_codes(*said: str) -> str:
+def exit_codes(*meanings: str) -> str:
     """Format a command's own exit codes for its epilog; each argument is the code, a blank and the meaning."""
-    codes = [one.partition(" ") for one in said]
+    codes = [one.partition(" ") for one in meanings]
     width = max(len(code) for code, _, _ in codes) + 4
     lines = [
         textwrap.fill(meaning, 78, initial_indent=f"  {code}".ljust(width), subsequent_indent=" " * width)
@@ -82,7 +82,7 @@ def exit_codes(*said: str) -> str:
     return "\b\nExit codes:\n" + "\n".join(lines) + "\n\n"
 
 
-def size_of(option: str, text: str) -> int:
+def parse_size_argument(option: str, text: str) -> int:
     """Parse the value of an option, such as 16MiB, to bytes. Raises `ConfigError`."""
     try:
         return parse_size(text)
@@ -143,5 +143,5 @@ ON_DEMAND_PRICE = number(
 STAGER_PRICE = number("--stager-price", "Price of the stager's machine in US dollars per hour.", 0.0)
 
 
-def forced(what: str) -> Option:
+def force_flag(what: str) -> Option:
     return flag("--force", f"Replace {what} if it exists.")

@@ -30,7 +30,7 @@ def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
     `BusyError`: another process writes the file; `StoreError`: the file is not the caller's own, and stays; `OSError`.
     """
     part = path.with_name(f".{path.name}.{crc32:08x}-{nbytes}.part")
-    fd = _locked(part)
+    fd = _open_locked(part)
     try:
         try:
             yield fd
@@ -55,10 +55,10 @@ def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
     _remove_others(path)
 
 
-def _locked(part: Path, *, create: bool = True) -> int:
+def _open_locked(part: Path, *, create: bool = True) -> int:
     """Open and lock it. Raises `BusyError`: another process writes it; `StoreError`: it is not the caller's own."""
     while True:
-        fd = _opened(part, create=create)
+        fd = _open(part, create=create)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
@@ -74,7 +74,7 @@ def _locked(part: Path, *, create: bool = True) -> int:
         os.close(fd)  # its previous writer has just renamed or removed it
 
 
-def _opened(part: Path, *, create: bool) -> int:
+def _open(part: Path, *, create: bool) -> int:
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(FileExistsError):
         if create:
@@ -85,7 +85,7 @@ def _opened(part: Path, *, create: bool) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise _not_own_file(part) from error
         if isinstance(error, FileNotFoundError) and create:
-            return _opened(part, create=create)  # its previous writer has just renamed it
+            return _open(part, create=create)  # its previous writer has just renamed it
         raise
     found = os.fstat(fd)
     # Refuse a hard link to another file of the caller's, and a file that another user can still write.
@@ -107,6 +107,6 @@ def _remove_others(path: Path) -> None:
     for other in path.parent.iterdir():
         if name.fullmatch(other.name):
             with contextlib.suppress(OSError, BusyError, StoreError):
-                fd = _locked(other, create=False)
+                fd = _open_locked(other, create=False)
                 other.unlink()
                 os.close(fd)

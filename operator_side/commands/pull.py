@@ -15,13 +15,13 @@ import click
 from holdfast import crc
 from holdfast.checkpoints.best_finder import find_best
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, progress_bar, show
-from holdfast.command.place import place, write_error, write_all
+from holdfast.command.output import json_option, print_json, progress_bar, print_line
+from holdfast.command.place import output_file, write_error, write_all
 from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
 from holdfast.ring.pages import aligned_buffer
 from holdfast.store.base import Store
-from operator_side.commands.options import choice, forced, text
+from operator_side.commands.options import choice, force_flag, text
 from operator_side.commands.partial import partial
 from operator_side.commands.target import TARGET, Target
 
@@ -45,7 +45,7 @@ _READS_MAX = 2  # a chunk may have been damaged only on its way here
     ["min", "max"],
     "The value of METRIC that is best: min is the lowest, max the highest. Default: as the run's best_mode says.",
 )
-@forced("DEST")
+@force_flag("DEST")
 @json_option
 def pull(
     as_json: bool,
@@ -71,15 +71,15 @@ def pull(
         raise ConfigError(f"--best {best} and @{target.step} both name a checkpoint; leave one of them out")
     catalog = target.catalog()
     manifest = catalog.get(target.step) if best is None else find_best(catalog, best, mode)
-    path = place(destination, manifest.file, force=force)
+    path = output_file(destination, manifest.file, force=force)
     kept_bytes = pull_file(catalog.store, manifest, path, quiet=as_json)
     if as_json:
         names = {"url": catalog.store.url, "step": manifest.step, "file": manifest.file}
-        told = {"destination": str(path), "nbytes": manifest.image_bytes, "crc32": manifest.image_crc32}
-        print_json({**names, **told, "kept_bytes": kept_bytes})
+        facts = {"destination": str(path), "nbytes": manifest.image_bytes, "crc32": manifest.image_crc32}
+        print_json({**names, **facts, "kept_bytes": kept_bytes})
         return
     kept = f", of which {kept_bytes} had been fetched before" if kept_bytes else ""
-    show(f"{path}: step {manifest.step}, {manifest.image_bytes} bytes{kept}, all checked")
+    print_line(f"{path}: step {manifest.step}, {manifest.image_bytes} bytes{kept}, all checked")
 
 
 def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
@@ -90,7 +90,7 @@ def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> i
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         try:
             with partial(path, manifest.image_crc32, manifest.image_bytes) as fd:
-                kept_bytes = _kept(fd, manifest)
+                kept_bytes = _keep_good_prefix(fd, manifest)
                 advance(kept_bytes)
                 try:
                     _stream(store, manifest, fd, kept_bytes // manifest.chunk_bytes, advance)
@@ -102,7 +102,7 @@ def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> i
     return kept_bytes
 
 
-def _kept(fd: int, manifest: Manifest) -> int:
+def _keep_good_prefix(fd: int, manifest: Manifest) -> int:
     """Truncate the file to its good beginning, whole chunks or all of the image; return the size."""
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes)))
     nbytes = os.fstat(fd).st_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import say
+from holdfast.command.output import print_stderr
 from operator_side.commands.options import COMMAND, WRAPS_COMMAND, count, exit_codes
 
 
@@ -42,12 +42,12 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     unless SIGHUP is ignored at the start, as under nohup. It passes COMMAND's output through. When COMMAND has ended,
     one line on stderr says why, and the exit code says what to do.
     """
-    from operator_side.supervise.exit_codes import AGAIN, decide_exit_code
+    from operator_side.supervise.exit_codes import RETRY_EXIT_CODE, decide_exit_code
     from operator_side.supervise.wrapped_rank import WrappedRank
 
     seen = WrappedRank(command).run()
     end = decide_exit_code(seen, restarts_max=restarts_max)
     if end.code:
-        what = ": start the job again" if end.code == AGAIN else ""
-        say(f"holdfast rank: {end.message}; exit code {end.code}{what}")
+        what = ": start the job again" if end.code == RETRY_EXIT_CODE else ""
+        print_stderr(f"holdfast rank: {end.message}; exit code {end.code}{what}")
     return end.code

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, show
-from holdfast.command.place import place, write_all, write_atomically
+from holdfast.command.output import json_option, print_json, print_line
+from holdfast.command.place import output_file, write_all, write_atomically
 from holdfast.errors import StoreError, StoreMissing
-from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, forced
+from operator_side.commands.options import DOLLARS_PER_HOUR, check_dollars_per_hour, exit_codes, file, force_flag
 from operator_side.commands.target import URL, Target
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _FAULTS_SHOWN = 20
     multiple=True,
 )
 @file("--output", "File to write, or the directory for it.", Path(_FILE))
-@forced("the file of --output")
+@force_flag("the file of --output")
 @DOLLARS_PER_HOUR
 @json_option
 def report(
@@ -60,23 +60,23 @@ def report(
     "interruptions", "goodput"}; goodput is null if unknown.
     """
     from holdfast.telemetry.event_reading import read_logs
-    from operator_side.report.facts import gather
-    from operator_side.report.page import page
+    from operator_side.report.facts import gather_facts
+    from operator_side.report.page import report_page
     from operator_side.report.sentences import find_hints, summarize_run
 
     check_dollars_per_hour(dollars_per_hour)
-    path = place(output, _FILE, force=force)
+    path = output_file(output, _FILE, force=force)
     log = read_logs(events)
     notes: list[str] = []
-    stored = _stored(target, notes, may_fail=not events)
-    facts = gather(target.url, log, stored, dollars_per_hour=dollars_per_hour, notes=notes)
-    made = page(facts, made_at_unix=time.time())
-    write_atomically(path, len(made), lambda fd: write_all(fd, memoryview(made)))
+    stored = _read_stored(target, notes, may_fail=not events)
+    facts = gather_facts(target.url, log, stored, dollars_per_hour=dollars_per_hour, notes=notes)
+    html = report_page(facts, made_at_unix=time.time())
+    write_atomically(path, len(html), lambda fd: write_all(fd, memoryview(html)))
     if as_json:
         print_json(
             {
                 "file": str(path),
-                "nbytes": len(made),
+                "nbytes": len(html),
                 "happened": summarize_run(facts),
                 "look_at": [one._asdict() for one in find_hints(facts)],
                 "unknown": facts.unknown,
@@ -87,11 +87,11 @@ def report(
         )
         return
     for sentence in summarize_run(facts):
-        show(sentence)
-    show(f"{path}: {len(made)} bytes")
+        print_line(sentence)
+    print_line(f"{path}: {len(html)} bytes")
 
 
-def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredCheckpoint]:
+def _read_stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredCheckpoint]:
     """Read the manifests of the run; append faults to `notes`. `may_fail`: raise if the store cannot be read."""
     from holdfast.telemetry.rows import StoredCheckpoint
 
@@ -103,8 +103,8 @@ def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredC
             if stored is not None:
                 found.append(stored)
             if item.fault or stored is None:
-                unsaid = f"{item.name}: its manifest does not say when it was made; it is left out"
-                faults.append(item.fault or unsaid)
+                undated = f"{item.name}: its manifest does not say when it was made; it is left out"
+                faults.append(item.fault or undated)
     except (StoreError, StoreMissing) as error:
         if may_fail:
             raise

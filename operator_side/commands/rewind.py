@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import click
 
-from holdfast.checkpoints.branches import REASON_CHARACTERS_MAX, SKIPS_MAX, Branches, Rewind, StepRange, told
+from holdfast.checkpoints.branches import REASON_CHARACTERS_MAX, SKIPS_MAX, Branches, Rewind, StepRange, format_ranges
 from holdfast.checkpoints.catalog import CatalogItem, CatalogListing
 from holdfast.checkpoints.lease import find_possibly_live_writer, newest_attempt, find_local_writer
 from holdfast.command.examples import examples
-from holdfast.command.output import console, json_option, plain, print_json, show, table
+from holdfast.command.output import console, json_option, escape_controls, print_json, print_line, table
 from holdfast.errors import ConfigError, DamageError, FencedError, StoreMissing
 from holdfast.faultpoint import identify
 from holdfast.image.checkpoint_id import CheckpointId
@@ -98,32 +98,32 @@ def rewind(
     the step that it continued from; null for the first one.
     """
     identify("tool")
-    look = target.look()
+    listing = target.look()
     store = target.catalog().store
     if only_list:
         if to is not None or skips or dry_run:
             raise ConfigError("--list changes nothing; leave out the other options")
-        _print_branches(look, None, as_json=as_json, dry_run=False)
+        _print_branches(listing, None, as_json=as_json, dry_run=False)
         return
     if to is None:
         raise ConfigError("expected --to with the step to continue from, or --list")
     if len(reason) > REASON_CHARACTERS_MAX:
         raise ConfigError(f"--reason: expected at most {REASON_CHARACTERS_MAX} characters, got {len(reason)}")
-    ranges = _ranges(skips)
+    ranges = _parse_ranges(skips)
     # Check before taking the lease, which uses up an attempt number; a job without a stager holds no lease.
-    if lives := find_local_writer(store) or (find_possibly_live_writer(store, _ANY_ATTEMPT) if dry_run else ""):
-        raise FencedError(_busy_message(store, lives))
-    plan = _plan(look, to, ranges, reason, newest_attempt(store) + 1)
+    if writer := find_local_writer(store) or (find_possibly_live_writer(store, _ANY_ATTEMPT) if dry_run else ""):
+        raise FencedError(_busy_message(store, writer))
+    plan = _plan(listing, to, ranges, reason, newest_attempt(store) + 1)
     if not dry_run:
-        with claimed(store) as ours:
-            look = CatalogListing(store)  # from here on no other process writes
-            plan = _plan(look, to, ranges, reason, ours.attempt)
-            _write(ours.store, plan.rewind)
-        look = CatalogListing(store)
+        with claimed(store) as leased:
+            listing = CatalogListing(store)  # from here on no other process writes
+            plan = _plan(listing, to, ranges, reason, leased.attempt)
+            _write(leased.store, plan.rewind)
+        listing = CatalogListing(store)
     if as_json:
-        _print_branches(look, plan, as_json=True, dry_run=dry_run)
+        _print_branches(listing, plan, as_json=True, dry_run=dry_run)
     else:
-        _say(store.url, plan, dry_run=dry_run)
+        _print_result(store.url, plan, dry_run=dry_run)
 
 
 def _busy_message(store: Store, who: str) -> str:
@@ -133,13 +133,13 @@ def _busy_message(store: Store, who: str) -> str:
     )
 
 
-def _ranges(given: Sequence[str]) -> tuple[StepRange, ...]:
+def _parse_ranges(given: Sequence[str]) -> tuple[StepRange, ...]:
     found = []
-    for said in given:
-        match = _RANGE.fullmatch(said)
+    for range_text in given:
+        match = _RANGE.fullmatch(range_text)
         if match is None or int(match[1]) > int(match[2]):
             raise ConfigError(
-                f"--skip-batches {said}: expected two steps N..M, such as 10150..10200, N not above M"
+                f"--skip-batches {range_text}: expected two steps N..M, such as 10150..10200, N not above M"
             )
         found.append(StepRange(int(match[1]), int(match[2])))
     found.sort()
@@ -152,10 +152,10 @@ def _ranges(given: Sequence[str]) -> tuple[StepRange, ...]:
 
 
 def _plan(
-    look: CatalogListing, to: str, ranges: tuple[StepRange, ...], reason: str, attempt: int
+    listing: CatalogListing, to: str, ranges: tuple[StepRange, ...], reason: str, attempt: int
 ) -> _RewindPlan:
-    branches = look.branches or Branches()
-    fork = _fork(look, branches, to)
+    branches = listing.branches or Branches()
+    fork = _fork(listing, branches, to)
     if ranges and ranges[0].first <= fork.step:
         raise ConfigError(
             f"--skip-batches {ranges[0]}: training continues with step {fork.step + 1}; the batches up to step "
@@ -166,7 +166,7 @@ def _plan(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
         to=fork,
-        newest=max([fork, *(one.order for one in look.current[:1])]),
+        newest=max([fork, *(one.order for one in listing.current[:1])]),
         skips=ranges,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         reason=reason,
@@ -174,34 +174,34 @@ def _plan(
     return _RewindPlan(rewind, branches, known.skipped if known is not None else ())
 
 
-def _fork(look: CatalogListing, branches: Branches, to: str) -> CheckpointId:
+def _fork(listing: CatalogListing, branches: Branches, to: str) -> CheckpointId:
     """Find the checkpoint of `--to`. Raises `ConfigError`, `StoreMissing`; `DamageError`: restore would not use it."""
     try:
         wanted = None if _STEP.fullmatch(to) else CheckpointId.from_label(to)
     except ValueError:
         raise ConfigError(f"--to {to}: expected a step such as 10000, or 10000-a3 of attempt 3") from None
     step = int(to) if wanted is None else wanted.step
-    listed = [one for one in look.names if one.order.step == step]
+    listed = [one for one in listing.names if one.order.step == step]
     if wanted is not None:
         listed = [one for one in listed if one.order == wanted]
     current = [one for one in listed if branches.is_current(one.order)] if wanted is None else listed
-    items = list(look.items(current))
+    items = list(listing.items(current))
     good = next((item for item in items if item.is_good and not item.caveat), None)
     if good is not None:
         return good.order
-    near = _near(look, step)
+    near = _describe_nearest(listing, step)
     if items:
         why = items[0].fault or items[0].caveat
-        raise DamageError(f"{look.url}: restore would not continue from {items[0].order}: {why}; {near}")
+        raise DamageError(f"{listing.url}: restore would not continue from {items[0].order}: {why}; {near}")
     if listed:
         labels = ", ".join(one.order.label for one in listed)
-        raise StoreMissing(f"{look.url}: step {step} is on an older branch only; name it {labels}; {near}")
-    raise StoreMissing(f"{look.url}: no checkpoint {to}; {near}")
+        raise StoreMissing(f"{listing.url}: step {step} is on an older branch only; name it {labels}; {near}")
+    raise StoreMissing(f"{listing.url}: no checkpoint {to}; {near}")
 
 
-def _near(look: CatalogListing, step: int) -> str:
-    names = sorted(look.current, key=lambda one: (abs(one.order.step - step), one.order))
-    usable = (item.order for item in look.items(names) if item.is_good and not item.caveat)
+def _describe_nearest(listing: CatalogListing, step: int) -> str:
+    names = sorted(listing.current, key=lambda one: (abs(one.order.step - step), one.order))
+    usable = (item.order for item in listing.items(names) if item.is_good and not item.caveat)
     found = sorted(itertools.islice(usable, _NEAR_STEPS))
     return f"good ones near it: {', '.join(map(str, found))}" if found else "there is no good one"
 
@@ -216,30 +216,30 @@ def _write(store: Store, rewind: Rewind) -> None:
 # -- output ------------------------------------------------------------------------------------------------------
 
 
-def _say(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
+def _print_result(url: str, plan: _RewindPlan, *, dry_run: bool) -> None:
     made = plan.rewind
     would = "would be" if dry_run else "was"
-    show(f"{url}: the run {would} rewound from {made.left} to {made.fork}; branch {plan.number} begins there")
-    show(f"the next job continues with step {made.fork.step + 1}")
+    print_line(f"{url}: the run {would} rewound from {made.left} to {made.fork}; branch {plan.number} begins there")
+    print_line(f"the next job continues with step {made.fork.step + 1}")
     for first, last in made.skips:
-        show(
+        print_line(
             f"the batches of steps {first} to {last} are left out: step {first} gets that of step {last + 1}"
         )
     if plan.left_out_before:
-        show(
-            f"the older branch left out steps {told(plan.left_out_before)} after this step; the new one "
+        print_line(
+            f"the older branch left out steps {format_ranges(plan.left_out_before)} after this step; the new one "
             "leaves out only what --skip-batches names"
         )
     if not dry_run:
-        show(f"to undo it: holdfast rewind {url} --to {made.left.label}")
+        print_line(f"to undo it: holdfast rewind {url} --to {made.left.label}")
 
 
-def _print_branches(look: CatalogListing, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
-    branches = look.branches or Branches()
-    rows = _rows(branches, list(look.items()))
+def _print_branches(listing: CatalogListing, plan: _RewindPlan | None, *, as_json: bool, dry_run: bool) -> None:
+    branches = listing.branches or Branches()
+    rows = _rows(branches, list(listing.items()))
     if as_json:
         print_json(
-            {"url": look.url, "rewound": plan and _rewound(plan), "dry_run": dry_run, "branches": rows}
+            {"url": listing.url, "rewound": plan and _rewound(plan), "dry_run": dry_run, "branches": rows}
         )
         return
     shown = table(
@@ -249,32 +249,32 @@ def _print_branches(look: CatalogListing, plan: _RewindPlan | None, *, as_json: 
         name = f"{row['branch']}, current" if row["current"] else str(row["branch"])
         origin = "-" if row["from_step"] is None else f"{row['from_step']}-a{row['from_attempt']}"
         newest = "-" if row["newest_step"] is None else f"{row['newest_step']}-a{row['newest_attempt']}"
-        skipped = told(StepRange(*pair) for pair in row["skipped"]) or "-"
+        skipped = format_ranges(StepRange(*pair) for pair in row["skipped"]) or "-"
         made_at, reason = row["made_at"] or "-", row["reason"] or "-"
         cells = (name, origin, str(row["checkpoints"]), newest, skipped, made_at, reason)
-        shown.add_row(*map(plain, cells))
+        shown.add_row(*map(escape_controls, cells))
     console().print(shown)
 
 
 def _rows(branches: Branches, items: Sequence[CatalogItem]) -> list[dict[str, Any]]:
     made: list[Rewind | None] = [None, *branches.rewinds]
     rows = []
-    for number, begun in enumerate(made, 1):
-        mine = [item for item in items if branches.number(item.attempt) == number]
-        newest = mine[0].order if mine else None
+    for number, origin in enumerate(made, 1):
+        of_branch = [item for item in items if branches.number(item.attempt) == number]
+        newest = of_branch[0].order if of_branch else None
         rows.append(
             {
                 "branch": number,
                 "current": number == len(made),
-                "from_step": None if begun is None else begun.fork.step,
-                "from_attempt": None if begun is None else begun.fork.attempt,
-                "checkpoints": len(mine),
+                "from_step": None if origin is None else origin.fork.step,
+                "from_attempt": None if origin is None else origin.fork.attempt,
+                "checkpoints": len(of_branch),
                 "newest_step": None if newest is None else newest.step,
                 "newest_attempt": None if newest is None else newest.attempt,
-                "files": [item.name for item in mine if not branches.is_current(item.order)],
-                "skipped": [] if begun is None else [list(pair) for pair in begun.skips],
-                "made_at": "" if begun is None else begun.made_at,
-                "reason": "" if begun is None else begun.reason,
+                "files": [item.name for item in of_branch if not branches.is_current(item.order)],
+                "skipped": [] if origin is None else [list(pair) for pair in origin.skips],
+                "made_at": "" if origin is None else origin.made_at,
+                "reason": "" if origin is None else origin.reason,
             }
         )
     return rows

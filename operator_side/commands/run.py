@@ -198,7 +198,7 @@ def _make_supervisor(
     from operator_side.supervise.core import Core
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits
-    from operator_side.supervise.supervisor import FleetWatch, Supervisor, environment_of_job, next_attempt
+    from operator_side.supervise.supervisor import FleetWatch, Supervisor, job_environment, next_attempt
     from operator_side.supervise.verdict import Cause
 
     events = config.events or logs / EVENTS_NAME
@@ -221,22 +221,22 @@ def _make_supervisor(
     shares = range(options["stagers"])
     rings = tuple(runtime_directory(config.store, config.runtime_dir, share=share) for share in shares)
     files = RunFiles(rings, logs, events)
-    job = JobProcesses(line, environment_of_job(), files, _relay)
+    job = JobProcesses(line, job_environment(), files, _relay)
     watch = FleetWatch(fleet, options["poll_seconds"])
     return Supervisor(core, job, watch, files, last_look=last_look, tell=notifier.tell), job
 
 
 def _exit_code(verdict: Verdict, job: JobProcesses, logs: Path) -> int:
     """Return the exit code of this command; print why it is not 0."""
-    from holdfast.command.output import say
-    from operator_side.supervise.verdict import Cause, class_of
+    from holdfast.command.output import print_stderr
+    from operator_side.supervise.verdict import Cause, error_class
 
-    error = class_of(verdict.exception)
+    error = error_class(verdict.exception)
     if verdict.exit_code:
         stopped = verdict.cause is Cause.STOPPED
         _print_failure(verdict.message, [] if stopped else job.last_words(verdict), logs)
         if not stopped:
-            say(f"help: {help_for(getattr(error, 'code', 'run'))}")
+            print_stderr(f"help: {help_for(getattr(error, 'code', 'run'))}")
     # Python exits with 1 after any exception; holdfast's own classes have their own exit codes.
     return int(getattr(error, "exit_code", verdict.exit_code))
 
@@ -245,9 +245,9 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
     from holdfast.ring.directory import runtime_directory
     from holdfast.telemetry.event_files import EVENTS_NAME
     from operator_side.commands.run_with_torchrun import check_options, print_multi_machine_commands, torchrun_job
-    from operator_side.supervise.exit_codes import AGAIN
+    from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
     from operator_side.supervise.kept_stager import KeptStager
-    from operator_side.supervise.supervisor import environment_of_job
+    from operator_side.supervise.supervisor import job_environment
     from operator_side.supervise.verdict import INTERRUPTED, Cause, Verdict
 
     check_options(option.parse_settings(options["settings"]))
@@ -258,7 +258,7 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
         print_multi_machine_commands(command, config.store, options)
         ring = runtime_directory(config.store, config.runtime_dir)
         stager = KeptStager(
-            _stager_arguments(config, events, options), environment_of_job(), ring, _pause_seconds
+            _stager_arguments(config, events, options), job_environment(), ring, _pause_seconds
         )
         newest_step = _newest_step(config.store)
         job = torchrun_job(
@@ -269,7 +269,7 @@ def _run_torchrun(command: Sequence[str], options: dict[str, Any]) -> int:
             done = Verdict(Cause.DONE, "the job is done", "done", exit_code=0)
             verdict = _check_durable(done, job.newest_step, config.store)
             code, message = verdict.exit_code, verdict.message
-        cause = {0: Cause.DONE, AGAIN: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(code, Cause.CRASHED)
+        cause = {0: Cause.DONE, RETRY_EXIT_CODE: Cause.STOPPED, INTERRUPTED: Cause.STOPPED}.get(code, Cause.CRASHED)
         over = {"role": "supervisor", "event": "over", "cause": cause.value}
         notifier.tell({**over, "message": message or f"the job ended with exit code {code}"})
     if code and message:
@@ -286,15 +286,15 @@ def _notifier(options: dict[str, Any], store: str) -> Notifier:
 
 
 def _print_failure(message: str, words: Sequence[str], logs: Path) -> None:
-    from holdfast.command.output import say
+    from holdfast.command.output import print_stderr
 
     for word in words:
-        say(word)
-    say(f"holdfast run: {message}; logs: {logs}")
+        print_stderr(word)
+    print_stderr(f"holdfast run: {message}; logs: {logs}")
 
 
 def _fleet(options: dict[str, Any]) -> Fleet:
-    from operator_side.supervise.hosts import Here, HostFile, Slurm
+    from operator_side.supervise.hosts import LocalFleet, HostFile, Slurm
 
     chosen = [name for name in ("hosts", "slurm", "cluster") if options[name]]
     if len(chosen) > 1:
@@ -310,7 +310,7 @@ def _fleet(options: dict[str, Any]) -> Fleet:
         from operator_side.cluster.fleet import load_fleet
 
         return load_fleet(options["cluster"])
-    return Here()
+    return LocalFleet()
 
 
 def _logs(given: Path | None, store: str) -> Path:
@@ -388,9 +388,9 @@ def _mpirun(
     from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
     from operator_side.supervise.rank import STAGER, TRAINER
 
-    keeper = [sys.executable, "-P", "-m", "operator_side.supervise.rank"]
+    wrapper = [sys.executable, "-P", "-m", "operator_side.supervise.rank"]
     arguments = _stager_arguments(config, events, options)
-    stager = [*keeper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *arguments]
+    stager = [*wrapper, STAGER, sys.executable, "-P", "-m", "holdfast", "stager", *arguments]
     more = ["--output", "tag", *shlex.split(options["mpirun_options"])]
     if options["agent"]:
         more += ["--prtemca", "plm_ssh_agent", options["agent"]]
@@ -404,7 +404,7 @@ def _mpirun(
             more += ["-x", name]
     return mpirun_command(
         launch.ranks,
-        [*keeper, TRAINER, *command],
+        [*wrapper, TRAINER, *command],
         stager=stager,
         stagers=Stagers(options["stagers"], options["stager_host"] or socket.gethostname()),
         ulfm=options["ulfm"],

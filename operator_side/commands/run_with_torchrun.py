@@ -11,13 +11,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from holdfast.command.output import say
+from holdfast.command.output import print_stderr
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
 from operator_side.script_lines import lines_for_several_machines
 from operator_side.supervise.kept_stager import KeptStager
-from operator_side.supervise.supervisor import environment_of_job
+from operator_side.supervise.supervisor import job_environment
 from operator_side.supervise.torchrun_job import TorchrunJob, torchrun_arguments, torchrun_line
 
 RESTARTS_MAX = 3  # torchrun counts all restarts, not only those in a row without progress
@@ -75,21 +75,21 @@ def torchrun_job(
     *,
     events: Path,
     newest_step: int,
-    tell: Callable[[Mapping[str, Any]], None],
+    on_event: Callable[[Mapping[str, Any]], None],
 ) -> TorchrunJob:
     """Make the job that starts torchrun once the stager listens."""
     restarts_max, grace_seconds = max_restarts(options), options["grace_seconds"]
-    told_seconds = min(TrainerConfig.from_sources().watch_grace_seconds, max(1.0, grace_seconds))
+    notice_seconds = min(TrainerConfig.from_sources().watch_grace_seconds, max(1.0, grace_seconds))
     return TorchrunJob(
         stager,
         torchrun_line(
             command, ranks=options["ranks"], restarts_max=restarts_max, grace_seconds=grace_seconds
         ),
-        {**environment_of_job(), "HOLDFAST_WATCH_GRACE_SECONDS": f"{told_seconds:g}"},
+        {**job_environment(), "HOLDFAST_WATCH_GRACE_SECONDS": f"{notice_seconds:g}"},
         events=events,
         newest_step=newest_step,
         grace_seconds=grace_seconds,
-        tell=tell,
+        tell=on_event,
     )
 
 
@@ -108,6 +108,6 @@ def print_multi_machine_commands(command: Sequence[str], store: str, options: di
         store=store,
         host=socket.gethostname(),
     )
-    say("holdfast run: all ranks are on this machine; on several machines, run in place of this command")
+    print_stderr("holdfast run: all ranks are on this machine; on several machines, run in place of this command")
     for place, line in lines:
-        say(f"  {place}:\n    {line}")
+        print_stderr(f"  {place}:\n    {line}")

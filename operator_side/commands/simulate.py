@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, show
+from holdfast.command.output import json_option, print_json, print_line
 from holdfast.errors import ConfigError
 from operator_side.commands import options as option
 
@@ -124,13 +124,13 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
     if as_json:
         print_json(document(plan, replayed, totals, pictures))
         return
-    show(f"profile: {plan.profile.source}")
+    print_line(f"profile: {plan.profile.source}")
     for one in replayed:
         show_replayed(plan, one)
     if totals:
         show_totals(plan, totals)
     for path in pictures:
-        show(f"picture: {path}")
+        print_line(f"picture: {path}")
 
 
 def _profile(path: Path | None, options: dict[str, Any]) -> TrainingProfile:
@@ -141,8 +141,8 @@ def _profile(path: Path | None, options: dict[str, Any]) -> TrainingProfile:
         name: options[name] for name in ("iteration_seconds", "restart_seconds") if options[name] is not None
     }
     if given:
-        said = ", ".join(f"{name} {value:g} as given" for name, value in given.items())
-        profile = profile.model_copy(update={**given, "source": f"{profile.source}; {said}"})
+        changes = ", ".join(f"{name} {value:g} as given" for name, value in given.items())
+        profile = profile.model_copy(update={**given, "source": f"{profile.source}; {changes}"})
     return profile
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.command.output import console, plain, show, table
+from holdfast.command.output import console, escape_controls, print_line, table
 from holdfast.errors import ConfigError
 from holdfast.policy.advice import Advice
 from operator_side.simulate.strategy import HOUR_US
@@ -20,7 +20,7 @@ _PER_DOLLAR_CELL = 1000  # iterations; the price of a single one is too small to
 def show_replayed(plan: StudyPlan, one: TraceResult) -> None:
     """Print the results of one trace: goodput by interval, each strategy at its best interval, advice."""
     trace = one.trace
-    show(
+    print_line(
         f"\n{trace.name}: {trace.end_us / HOUR_US:.1f} h, {trace.losses} losses "
         f"({trace.losses_per_hour:.2f} per hour), up to {trace.count_max} machines; a job on {one.job.nodes_min} to "
         f"{one.job.nodes} machines, {plan.offsets} windows of {one.window_hours:.1f} h, seed {plan.seed}"
@@ -28,23 +28,23 @@ def show_replayed(plan: StudyPlan, one: TraceResult) -> None:
     _show_by_interval(plan, one)
     _show_best_intervals(one)
     bound = f"{plan.overhead_max:.1%}"
-    show(f"\nAdvised intervals for the losses of this trace, with an overhead of at most {bound}")
+    print_line(f"\nAdvised intervals for the losses of this trace, with an overhead of at most {bound}")
     for name, advice in one.advice:
-        show(f"  {name}: {_line(advice)}")
+        print_line(f"  {name}: {_line(advice)}")
 
 
 def _show_by_interval(plan: StudyPlan, one: TraceResult) -> None:
-    show("\nGoodput in % of the ideal, by interval in iterations")
+    print_line("\nGoodput in % of the ideal, by interval in iterations")
     intervals = [str(every) for every in plan.intervals]
     rows = table("STRATEGY", *intervals, right=tuple(intervals))
     for strategy in plan.strategies[:-1]:  # the ideal has no interval
         shares = [row.share.median for row in one.rows if row.strategy == strategy]
-        rows.add_row(plain(strategy.name), *(f"{100 * share:.1f}" for share in shares))
+        rows.add_row(escape_controls(strategy.name), *(f"{100 * share:.1f}" for share in shares))
     console().print(rows)
 
 
 def _show_best_intervals(one: TraceResult) -> None:
-    show("\nEach strategy at its best interval: median (smallest–largest)")
+    print_line("\nEach strategy at its best interval: median (smallest–largest)")
     heads = ["EVERY", "GOODPUT %", "PER HOUR", "REDONE", "RUNNING %"]
     if one.on_demand_dollars is not None:
         heads.append(f"$ PER {_PER_DOLLAR_CELL}")
@@ -59,16 +59,16 @@ def _show_best_intervals(one: TraceResult) -> None:
         ]
         if one.on_demand_dollars is not None:
             cells.append("-" if row.dollars is None else _spread(row.dollars, _PER_DOLLAR_CELL, 3))
-        rows.add_row(plain(row.strategy.name), *cells)
+        rows.add_row(escape_controls(row.strategy.name), *cells)
     console().print(rows)
     if one.on_demand_dollars is not None:
         dollars = _PER_DOLLAR_CELL * one.on_demand_dollars
-        show(f"on demand, without losses and checkpoints: ${dollars:.3f} per {_PER_DOLLAR_CELL} iterations")
+        print_line(f"on demand, without losses and checkpoints: ${dollars:.3f} per {_PER_DOLLAR_CELL} iterations")
 
 
 def show_totals(plan: StudyPlan, totals: Sequence[Total]) -> None:
     """Print the total time by mean time between losses, each strategy at its best interval."""
-    show(
+    print_line(
         f"\nHours until {plan.iterations} iterations are done, by mean hours between losses, each strategy at its best "
         "interval: median (smallest–largest)"
     )
@@ -76,7 +76,7 @@ def show_totals(plan: StudyPlan, totals: Sequence[Total]) -> None:
     rows = table("STRATEGY", *heads, right=tuple(heads))
     for name in dict.fromkeys(total.strategy.name for total in totals):
         theirs = [total.hours for total in totals if total.strategy.name == name]
-        rows.add_row(plain(name), *("never" if hours is None else _spread(hours, 1, 2) for hours in theirs))
+        rows.add_row(escape_controls(name), *("never" if hours is None else _spread(hours, 1, 2) for hours in theirs))
     console().print(rows)
 
 
@@ -86,7 +86,7 @@ def _spread(spread: Spread, times: float, digits: int = 1) -> str:
 
 
 def _line(advice: Advice | ConfigError) -> str:
-    return plain(str(advice)) if isinstance(advice, ConfigError) else advice.line()
+    return escape_controls(str(advice)) if isinstance(advice, ConfigError) else advice.line()
 
 
 def document(
@@ -123,10 +123,10 @@ def _trace(plan: StudyPlan, one: TraceResult) -> dict[str, Any]:
         "event_steps": one.event_steps,
         "on_demand_dollars": one.on_demand_dollars,
         "goodput": [{**asdict(row), "strategy": row.strategy.name} for row in one.rows],
-        "advice": [_advised(name, advice) for name, advice in one.advice],
+        "advice": [_advice_document(name, advice) for name, advice in one.advice],
     }
 
 
-def _advised(name: str, advice: Advice | ConfigError) -> dict[str, Any]:
+def _advice_document(name: str, advice: Advice | ConfigError) -> dict[str, Any]:
     figures = {} if isinstance(advice, ConfigError) else asdict(advice)
     return {"strategy": name, **figures, "line": _line(advice)}

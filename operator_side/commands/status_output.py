@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.command.output import plain, seconds, size, table
+from holdfast.command.output import escape_controls, format_seconds, format_size, table
 from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.page.words import dollars, plural
 from operator_side.status.ring_files import RingCheckpoint
@@ -41,11 +41,11 @@ def render(status: RunStatus, *, ascii_only: bool = False, height: int | None = 
     """Render the status for `rich`. `height`: lines of the terminal; lists are shortened to fit, if possible."""
     shown = (_RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN)
     parts = _parts(status, ascii_only, shown)
-    if height is not None and _lines(parts) > height:
+    if height is not None and _count_lines(parts) > height:
         shown = (_RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST)
         parts = _parts(status, ascii_only, shown)
         for count in range(1, len(_DROPPED) + 1):
-            if _lines(parts) <= height:
+            if _count_lines(parts) <= height:
                 break
             parts = _parts(status, ascii_only, shown, without=_DROPPED[:count])
     if height is not None:  # a wrapped line would push the end out of sight
@@ -68,16 +68,16 @@ def _parts(
         "timings": _timings(status, ascii_only),
         "ranks": _ranks(status, ranks),
         "declined": _declined(status),
-        "notices": _said("notices", status.notices, status.now_unix, lines),
-        "troubles": _said("troubles", status.problems, status.now_unix, lines),
-        "notes": [Text(f"note: {plain(note)}", style="yellow") for note in status.notes],
+        "notices": _event_lines("notices", status.notices, status.now_unix, lines),
+        "troubles": _event_lines("troubles", status.problems, status.now_unix, lines),
+        "notes": [Text(f"note: {escape_controls(note)}", style="yellow") for note in status.notes],
     }
     for name, parts in rest.items():
         found += [] if name in without else parts
     return found
 
 
-def _lines(parts: Iterable[RenderableType]) -> int:
+def _count_lines(parts: Iterable[RenderableType]) -> int:
     """Estimate how many lines the parts take: a table has two more than rows."""
     return sum(part.row_count + 2 if isinstance(part, Table) else 1 for part in parts)
 
@@ -87,11 +87,11 @@ def _lines(parts: Iterable[RenderableType]) -> int:
 
 def _head(status: RunStatus) -> list[RenderableType]:
     lines: list[RenderableType] = [
-        Text(plain(status.run), style="bold"),
-        *(Text(plain(line)) for line in head_lines(status)),
+        Text(escape_controls(status.run), style="bold"),
+        *(Text(escape_controls(line)) for line in head_lines(status)),
     ]
     if status.resume_text:
-        lines.append(Text(plain(status.resume_text), style=_RESUME_STYLE.get(status.resume, "")))
+        lines.append(Text(escape_controls(status.resume_text), style=_RESUME_STYLE.get(status.resume, "")))
     return lines
 
 
@@ -116,7 +116,7 @@ def _loss(status: RunStatus) -> Table:
         ("of all trainers", status.loss_trainers),
         ("and of the stager's node", status.loss_node),
     ):
-        rows.add_row(what, lost_steps(lost), seconds(lost.seconds), dollars(lost.dollars), resumes_from(lost))
+        rows.add_row(what, lost_steps(lost), format_seconds(lost.seconds), dollars(lost.dollars), resumes_from(lost))
     return rows
 
 
@@ -129,7 +129,7 @@ def _ring(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
         return [Text("this machine has no ring of the run", style="dim")]
     full, filling = ring.chunks.get("full", 0), ring.chunks.get("filling", 0)
     used = bar((full + filling) / ring.ring_chunks, ascii_only)
-    whole = f"{full + filling} of {ring.ring_chunks} chunks ({size(ring.chunk_bytes * ring.ring_chunks)})"
+    whole = f"{full + filling} of {ring.ring_chunks} chunks ({format_size(ring.chunk_bytes * ring.ring_chunks)})"
     return [Text(f"ring    {used} {whole}: {full} full, {filling} filling")]
 
 
@@ -139,24 +139,24 @@ def _flights(status: RunStatus, ascii_only: bool, shown: int) -> list[Renderable
     rows = table("STEP", "STATE", "IN THE RING", "WRITTEN", "", right=("STEP", "IN THE RING"))
     for flight in status.flights[-shown:]:
         state = "held" if flight.held else flight.state
-        rows.add_row(str(flight.step), state, size(flight.ring_bytes), *_written(flight, ascii_only))
+        rows.add_row(str(flight.step), state, format_size(flight.ring_bytes), *_written(flight, ascii_only))
     found: list[RenderableType] = [Text(), rows]
     if len(status.flights) > shown:
         found.append(Text(f"and {len(status.flights) - shown} older checkpoints in flight"))
     if status.shares:
         each = ", ".join(f"{share.share} {share.state}" for share in status.shares)
-        found.append(Text(f"shares of step {status.shares[0].step}: {plain(each)}"))
+        found.append(Text(f"shares of step {status.shares[0].step}: {escape_controls(each)}"))
     held = next((flight for flight in status.flights if flight.held), None)
     if held is not None:
-        found.append(Text(f"the store fails: {plain(held.held)}", style="yellow"))
+        found.append(Text(f"the store fails: {escape_controls(held.held)}", style="yellow"))
     return found
 
 
 def _written(flight: RingCheckpoint, ascii_only: bool) -> tuple[str, str]:
     if flight.written_bytes is None or not flight.image_bytes:
-        return "", f"of {size(flight.image_bytes)}" if flight.image_bytes else "-"
+        return "", f"of {format_size(flight.image_bytes)}" if flight.image_bytes else "-"
     fraction = flight.written_bytes / flight.image_bytes
-    done = f"{size(flight.written_bytes)} of {size(flight.image_bytes)}, {fraction:.0%}"
+    done = f"{format_size(flight.written_bytes)} of {format_size(flight.image_bytes)}, {fraction:.0%}"
     return bar(fraction, ascii_only), done
 
 
@@ -173,13 +173,13 @@ def _timings(status: RunStatus, ascii_only: bool) -> list[RenderableType]:
         for name, timings in known:
             rows.add_row(name, _short(timings.last), _short(timings.median), _sparks(timings, ascii_only))
         found = [Text(), rows]
-    return [*found, *(Text(plain(line)) for line in interval_lines(status))]
+    return [*found, *(Text(escape_controls(line)) for line in interval_lines(status))]
 
 
 def _short(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{1000 * value:.1f} ms" if value < 0.1 else seconds(value)
+    return f"{1000 * value:.1f} ms" if value < 0.1 else format_seconds(value)
 
 
 def _sparks(timings: Timings, ascii_only: bool) -> str:
@@ -207,9 +207,9 @@ def _ranks(status: RunStatus, shown: int) -> list[RenderableType]:
 
 
 def _rank(rank: RankStatus) -> tuple[str, ...]:
-    quiet = "-" if rank.quiet_seconds is None else f"{seconds(rank.quiet_seconds)} ago"
+    quiet = "-" if rank.quiet_seconds is None else f"{format_seconds(rank.quiet_seconds)} ago"
     step = "-" if rank.step is None else str(rank.step)
-    host = plain(rank.host)[:_HOST_CHARACTERS_MAX]
+    host = escape_controls(rank.host)[:_HOST_CHARACTERS_MAX]
     return str(rank.rank), host, rank.state, step, quiet, _short(rank.stall_seconds)
 
 
@@ -217,25 +217,25 @@ def _declined(status: RunStatus) -> list[RenderableType]:
     if not status.not_taken:
         return []
     causes = sorted(status.not_taken.items(), key=lambda cause: -cause[1])
-    counted = ", ".join(f"{count} {plain(cause)}" for cause, count in causes)
+    counted = ", ".join(f"{count} {escape_controls(cause)}" for cause, count in causes)
     found: list[RenderableType] = [
         Text(),
         Text(f"checkpoints not taken: {sum(status.not_taken.values())} ({counted})"),
     ]
     if status.declined:
         last = status.declined[-1]
-        found.append(Text(f"  last: {plain(line_text(last, status.now_unix))}"))
+        found.append(Text(f"  last: {escape_controls(line_text(last, status.now_unix))}"))
     return found
 
 
-def _said(title: str, lines: Sequence[StatusLine], now_unix: float, shown: int) -> list[RenderableType]:
+def _event_lines(title: str, lines: Sequence[StatusLine], now_unix: float, shown: int) -> list[RenderableType]:
     if not lines:
         return []
     more = f", {len(lines) - shown} earlier ones not shown" if len(lines) > shown else ""
     return [
         Text(),
         Text(f"{title}{more}"),
-        *(Text(f"  {plain(line_text(line, now_unix))}") for line in lines[-shown:]),
+        *(Text(f"  {escape_controls(line_text(line, now_unix))}") for line in lines[-shown:]),
     ]
 
 

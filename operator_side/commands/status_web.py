@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import click
 
-from holdfast.command.output import plain
+from holdfast.command.output import escape_controls
 from holdfast.telemetry.event_files import log_directory
 from operator_side.live.live_page import live_page
 from operator_side.live.page_server import ADDRESS, PageServer, Response
@@ -42,7 +42,7 @@ def serve_web(site: StatusWeb, port: int) -> None:
 def _host() -> str:
     """Return the name by which other machines reach this one: the address that ssh connected to, or the host name."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
-    return plain(parts[_SSH_SERVER]) if len(parts) > _SSH_SERVER else socket.gethostname()
+    return escape_controls(parts[_SSH_SERVER]) if len(parts) > _SSH_SERVER else socket.gethostname()
 
 
 @dataclass
@@ -55,7 +55,7 @@ class StatusWeb:
     dollars_per_hour: float | None
     _logs: dict[str, RunLog] = field(default_factory=dict, init=False)
 
-    def served(self, name: str, run: str) -> Response | None:
+    def respond(self, name: str, run: str) -> Response | None:
         if name not in {"", "main", "status.json"}:
             return None
         found = self.watches.look()

@@ -33,12 +33,12 @@ class Target(NamedTuple):
         _check_reachable(store)
         return Catalog(store)
 
-    def look(self) -> CatalogListing:
+    def read_listing(self) -> CatalogListing:
         """List the run. Raises `StoreMissing`: its URL has no content."""
-        look = self.catalog().look()
-        if look.is_empty:
-            raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
-        return look
+        listing = self.catalog().look()
+        if listing.is_empty:
+            raise StoreMissing(f"{listing.url}: there is nothing at this URL; check the URL")
+        return listing
 
     def find(self) -> tuple[Catalog, Manifest]:
         """Return the catalog, and the manifest of the step. Raises `StoreMissing`, which names the nearest steps."""

@@ -17,9 +17,9 @@ from operator_side.commands.options import (
     STAGER_PRICE,
     count,
     file,
-    forced,
+    force_flag,
     number,
-    size_of,
+    parse_size_argument,
     text,
 )
 
@@ -68,7 +68,7 @@ _GBPS_BYTES = 1e9 / 8
 @number("--store-gbps", "Write speed of the store in Gbit/s. Default: as measured.", above=0, most=1e6)
 @text("--store", "URL of the run, to write into the file.")
 @file("--output", "File to write. Default: stdout.")
-@forced("the file of --output")
+@force_flag("the file of --output")
 def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -> None:
     """Write a holdfast.toml that says how often to take checkpoints, how many may be in flight, and how large the ring
     should be, with the reasons as comments.
@@ -78,7 +78,7 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
     """
     # Keep numpy and the replay out of --help.
     from operator_side.simulate.profiles import load_profile, measured_profile
-    from operator_side.simulate.scale import machine
+    from operator_side.simulate.scale import find_machine
     from operator_side.simulate.traces import read_trace
     from operator_side.simulate.tuning import TuningRequest
     from operator_side.simulate.tuning import tune as answer
@@ -104,12 +104,12 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
         stager_dollars=options["stager_price"],
         cluster_dollars=_price(options["cluster"]),
         image_bytes=_size("--image-size", options["image_size"]),
-        stager=None if options["stager_type"] is None else machine(options["stager_type"]),
+        stager=None if options["stager_type"] is None else find_machine(options["stager_type"]),
         stager_memory_bytes=_size("--stager-memory", options["stager_memory"]),
         store_rate=None if gbps is None else gbps * _GBPS_BYTES,
         store=_store(options["store"]),
         mtbf_hours=options["mtbf_hours"],
-        seen=_seen(options["run"]),
+        seen=_read_failures(options["run"]),
         strategy=options["strategy"],
         nodes=options["nodes"],
         overhead_max=options["overhead_max"],
@@ -145,7 +145,7 @@ def _price(cluster: Path | None) -> float | None:
     return float(dollars)
 
 
-def _seen(run: str | None) -> FailureCount | None:
+def _read_failures(run: str | None) -> FailureCount | None:
     from holdfast.checkpoints.lease import read_failure_count
     from operator_side.commands.target import Target
 
@@ -159,7 +159,7 @@ def _seen(run: str | None) -> FailureCount | None:
 def _size(option: str, given: str | None) -> int | None:
     if given is None:
         return None
-    found = size_of(option, given)
+    found = parse_size_argument(option, given)
     if not 0 < found < 1 << 60:
         raise ConfigError(f"{option} {given}: expected more than 0 bytes and less than an exabyte")
     return found

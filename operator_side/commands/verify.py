@@ -12,7 +12,7 @@ import click
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.verification import VerifyReport, verify_file
 from holdfast.command.examples import examples
-from holdfast.command.output import json_option, print_json, progress_bar, show
+from holdfast.command.output import json_option, print_json, progress_bar, print_line
 from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
 from operator_side.commands.options import count, exit_codes, flag
@@ -52,8 +52,8 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
         raise ConfigError(f"--all checks every step, and @{target.step} names one; leave one of the two out")
     catalog = target.catalog()
     documents, faults = [], []
-    for manifest, name, fault in _chosen(catalog, target, check_all=check_all):
-        report = _checked(catalog, manifest, threads, quiet=as_json) if manifest else None
+    for manifest, name, fault in _choose(catalog, target, check_all=check_all):
+        report = _verify(catalog, manifest, threads, quiet=as_json) if manifest else None
         documents.append(_document(name, manifest, report, fault))
         if report is not None and not report.ok:
             faults.append(report.summary())
@@ -69,7 +69,7 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) 
         raise DamageError("\n".join(faults))
 
 
-def _chosen(
+def _choose(
     catalog: Catalog, target: Target, *, check_all: bool
 ) -> Iterator[tuple[Manifest | None, str, str]]:
     """Yield the checkpoints to check: manifest (None if unreadable), name, and why it is unreadable."""
@@ -86,7 +86,7 @@ def _chosen(
         catalog.get()  # raises: the run is missing, or has no checkpoint
 
 
-def _checked(catalog: Catalog, manifest: Manifest, threads: int | None, *, quiet: bool) -> VerifyReport:
+def _verify(catalog: Catalog, manifest: Manifest, threads: int | None, *, quiet: bool) -> VerifyReport:
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         return verify_file(catalog.store, manifest, threads=threads, progress=advance)
 
@@ -96,16 +96,16 @@ def _print(name: str, report: VerifyReport | None, manifest: Manifest | None) ->
         caveat = manifest.caveat if manifest is not None else ""
         kind = "drifted" if manifest is not None and manifest.drift else "doubtful"
         good = f"whole, but {kind}" if caveat else "good"
-        show(f"{name}: {good}, {report.checked_bytes} bytes checked")
+        print_line(f"{name}: {good}, {report.checked_bytes} bytes checked")
         if caveat:
-            show(f"  {caveat}", "yellow")
+            print_line(f"  {caveat}", "yellow")
         return
-    show(f"{name}: damaged", "red")
+    print_line(f"{name}: damaged", "red")
     damages = report.damage if report is not None else ()
     for damage in damages[:_FAULTS_SHOWN]:
-        show(f"  {damage}")
+        print_line(f"  {damage}")
     if len(damages) > _FAULTS_SHOWN:
-        show(f"  and {len(damages) - _FAULTS_SHOWN} more faults (--json shows all of them)")
+        print_line(f"  and {len(damages) - _FAULTS_SHOWN} more faults (--json shows all of them)")
 
 
 def _document(

@@ -19,7 +19,7 @@ from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
 from holdfast.extras import install_line
 from holdfast.mpirun import find_mpirun
-from operator_side.supervise.hosts import SSH, HostFile, is_here
+from operator_side.supervise.hosts import SSH, HostFile, is_local_host
 
 _SECONDS_MAX = 30.0
 _CONNECT_SECONDS_MAX = 5
@@ -46,7 +46,7 @@ def examine_hosts(plan: CheckPlan, agent: Sequence[str] = SSH) -> Iterator[Findi
     """Check each host of the plan's hostfile, several in parallel; no hostfile, no checks."""
     if plan.hostfile is None:
         return
-    others = [host.name for host in HostFile(plan.hostfile).read() if not is_here(host.name)]
+    others = [host.name for host in HostFile(plan.hostfile).read() if not is_local_host(host.name)]
     if not others:
         return
     with socket.create_server(("", 0), backlog=128) as listening:
@@ -74,14 +74,14 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         found = json.loads(done.stdout.strip().splitlines()[-1])
         skew_seconds = _skew_seconds(float(found["unix"]), began, time.time())
     except subprocess.TimeoutExpired:
-        yield _closed(check, f"no answer within {_SECONDS_MAX:g} s")
+        yield _unreachable(check, f"no answer within {_SECONDS_MAX:g} s")
         return
     except OSError as error:
-        yield _closed(check, str(error))
+        yield _unreachable(check, str(error))
         return
     except (ValueError, LookupError, TypeError):
         said = " ".join((done.stderr or done.stdout).split())[-_OUTPUT_CHARACTERS:]
-        yield _closed(check, f"exit code {done.returncode}: {said or 'no output'}")
+        yield _unreachable(check, f"exit code {done.returncode}: {said or 'no output'}")
         return
     yield Finding.judged(
         check,
@@ -115,7 +115,7 @@ def _daemon() -> str:
         return "prted"
 
 
-def _closed(check: str, why: str) -> Finding:
+def _unreachable(check: str, why: str) -> Finding:
     return Finding(
         check,
         CheckState.FAIL,
@@ -134,9 +134,9 @@ def _addresses(host: str) -> list[str]:
     found = []
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as way:
-                way.connect(address)  # sends nothing, and only looks up the route
-                found.append(str(way.getsockname()[0]))
+            with socket.socket(family, kind) as sock:
+                sock.connect(address)  # sends nothing, and only looks up the route
+                found.append(str(sock.getsockname()[0]))
     except OSError:
         pass
     return [*dict.fromkeys(found), socket.gethostname()]

@@ -36,17 +36,17 @@ _OTHER = (
 
 
 def explain_different_batches(
-    findings: Sequence[KillFinding], struck: Sequence[ExecutedKill], reference: Lines, drilled: Lines
+    findings: Sequence[KillFinding], executed: Sequence[ExecutedKill], reference: Lines, drilled: Lines
 ) -> None:
     """Add to the `wrong` of a kill if training continued with another batch from an equal state. Later kills cannot be
-    judged, because the state then differs. `findings`, `struck`: the kills, in the same order. `reference`, `drilled`:
+    judged, because the state then differs. `findings`, `executed`: the kills, in the same order. `reference`, `drilled`:
     the diaries.
     """
     want = _batches(reference)
-    for number, (finding, one) in enumerate(zip(findings, struck, strict=True)):
+    for number, (finding, one) in enumerate(zip(findings, executed, strict=True)):
         if finding.resumed_from is None:
             continue
-        until = struck[number + 1].at if number + 1 < len(struck) else float("inf")
+        until = executed[number + 1].at if number + 1 < len(executed) else float("inf")
         step = finding.resumed_from + 1
         got = _batches([line for line in drilled if one.at <= line["time"] < until])
         differ = [

@@ -14,7 +14,7 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord
 from holdfast.store.base import Store
 from operator_side.drill.measured_times import is_measured
-from operator_side.drill.values import inside, values_of
+from operator_side.drill.values import read_per_rank_values, read_values
 
 _PICKLE = "data.pkl"
 _SHOWN_CHARACTERS = 60
@@ -92,8 +92,8 @@ def differences(first: Store, want: Manifest, second: Store, got: Manifest) -> I
             yield from _tensor_differences(path, first, want, one, second, got, other)
     pickles = _pickle(want), _pickle(got)
     if pickles[0].crc32 != pickles[1].crc32:
-        before = values_of(_read(first, want, pickles[0]), source=want.file)
-        yield from _value_differences("", before, values_of(_read(second, got, pickles[1]), source=got.file))
+        before = read_values(_read(first, want, pickles[0]), source=want.file)
+        yield from _value_differences("", before, read_values(_read(second, got, pickles[1]), source=got.file))
 
 
 def _tensor_differences(
@@ -106,8 +106,8 @@ def _tensor_differences(
     other: TensorRecord,
 ) -> Iterator[Difference]:
     if "uint8" in one.dtype and len(one.shape) == 1:  # perhaps a `PerRank` value
-        was = inside(_read(first, want, want.entries[one.entry]))
-        became = inside(_read(second, got, got.entries[other.entry]))
+        was = read_per_rank_values(_read(first, want, want.entries[one.entry]))
+        became = read_per_rank_values(_read(second, got, got.entries[other.entry]))
         if was is not None and became is not None:
             yield from _value_differences(f"{path}/", was, became)  # equal values in different bytes are the same state
             return

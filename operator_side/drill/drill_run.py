@@ -27,8 +27,8 @@ from holdfast.supervised import DIARY_VARIABLE
 from holdfast.telemetry.event_follower import Follower
 from operator_side.drill.kill_plan import Kill, KillTarget
 from operator_side.supervise.attempt import processes_of_session
-from operator_side.supervise.supervisor import environment_of_job
-from operator_side.supervise.tied import tied
+from operator_side.supervise.supervisor import job_environment
+from operator_side.supervise.tied import tied_command
 
 _END_SECONDS = 60.0
 _TORCHRUN_FAILS = re.compile(r"^[EW]\d{4} [\d:.]+ \d+ \S*torch/distributed/elastic", re.MULTILINE)
@@ -46,7 +46,7 @@ _LEFT_OUT = (
 
 
 @dataclass(frozen=True)
-class Setup:
+class DrillSetup:
     command: Sequence[str]
     ranks: int
     settings: Sequence[str]
@@ -61,13 +61,13 @@ class DrillRun:
     `kills`: number of planned kills; 0: the first failure ends the run.
     """
 
-    def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
+    def __init__(self, setup: DrillSetup, folder: Path, *, kills: int) -> None:
         self.folder, self._setup, self._kills = folder, setup, kills
         self.store, self.logs = folder / "store", folder / "logs"
         self.logs.mkdir(parents=True)
         self._output: IO[bytes] = (folder / "output.log").open("wb")
-        self._follow = {name: Follower(self.logs / f"{name}.jsonl") for name in ("diary", "events", "status")}
-        self.said: dict[str, list[dict[str, Any]]] = {name: [] for name in self._follow}
+        self._followers = {name: Follower(self.logs / f"{name}.jsonl") for name in ("diary", "events", "status")}
+        self.lines: dict[str, list[dict[str, Any]]] = {name: [] for name in self._followers}
         own = {
             "HOLDFAST_EVENTS": str(self.logs / "events.jsonl"),
             DIARY_VARIABLE: str(self.logs / "diary.jsonl"),
@@ -75,7 +75,7 @@ class DrillRun:
         if setup.gives_notice:
             own["HOLDFAST_WATCH"] = "sigterm"
             own["HOLDFAST_WATCH_GRACE_SECONDS"] = str(setup.notice_seconds)
-        kept = {name: value for name, value in environment_of_job().items() if name not in _LEFT_OUT}
+        kept = {name: value for name, value in job_environment().items() if name not in _LEFT_OUT}
         self._env = {**kept, **own}
         self._process = self._start_run()
 
@@ -84,10 +84,10 @@ class DrillRun:
         line += ["-n", str(self._setup.ranks), "--store", str(self.store), "--logs", str(self.logs)]
         line += ["--set", "keep_last=0"]
         line += [word for setting in self._setup.settings for word in ("--set", setting)]
-        line += [*self._limits(), *self._setup.options, "--", *self._setup.command]
+        line += [*self._restart_options(), *self._setup.options, "--", *self._setup.command]
         return self._start(line, {**self._env, "HOLDFAST_STORE": str(self.store)})
 
-    def _limits(self) -> Sequence[str]:
+    def _restart_options(self) -> Sequence[str]:
         """Options that limit how often the job is restarted."""
         return () if self._kills else ("--crashes-max", "1", "--set-aside-max", "0")
 
@@ -95,25 +95,25 @@ class DrillRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _end(self._process)
+        _terminate(self._process)
         self._output.close()
-        for follower in self._follow.values():
+        for follower in self._followers.values():
             follower.close()
 
-    def look(self) -> tuple[bool, Mapping[str, list[dict[str, Any]]]]:
+    def poll(self) -> tuple[bool, Mapping[str, list[dict[str, Any]]]]:
         """Return whether the run has ended, and the new lines of `diary`, `events` and `status`."""
         ended = self.exit_code is not None  # check before reading, so that no last line is missed
         new: dict[str, list[dict[str, Any]]] = {}
-        for name, follower in self._follow.items():
+        for name, follower in self._followers.items():
             new[name] = []
             while more := list(follower.read()):
                 new[name] += more
-        new["status"] += self._heard(new)
+        new["status"] += self._derive_status(new)
         for name, lines in new.items():
-            self.said[name] += lines
+            self.lines[name] += lines
         return ended, new
 
-    def _heard(self, new: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    def _derive_status(self, new: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Derive lines of status from new lines, if no process writes status.jsonl. May add fields to the lines."""
         del new
         return []
@@ -123,26 +123,26 @@ class DrillRun:
         """Exit code of the job; None while it runs."""
         return self._process.poll()
 
-    def strike(self, kill: Kill) -> bool:
+    def kill(self, kill: Kill) -> bool:
         """Send SIGKILL. Return whether there was a process to kill."""
         match kill.target:
             case KillTarget.RANK:
-                return self._signal(self._rank(kill.rank), signal.SIGKILL)
+                return self._signal(self._rank_pids(kill.rank), signal.SIGKILL)
             case KillTarget.RANKS:
-                return self._signal(self._ranks(), signal.SIGKILL)
+                return self._signal(self._all_rank_pids(), signal.SIGKILL)
             case KillTarget.STAGER:
-                return self._signal([*self._stager(), *self._ranks()], signal.SIGKILL)
+                return self._signal([*self._stager_pids(), *self._all_rank_pids()], signal.SIGKILL)
             case KillTarget.LAUNCHER:
-                return self._signal(self._launcher(), signal.SIGKILL)
+                return self._signal(self._launcher_pids(), signal.SIGKILL)
             case KillTarget.WRAPPER:
-                parents = [parent for pid in self._rank(kill.rank) if (parent := parent_of(pid)) > 1]
+                parents = [parent for pid in self._rank_pids(kill.rank) if (parent := parent_of(pid)) > 1]
                 return self._signal(parents, signal.SIGKILL)
 
-    def tell(self, kill: Kill) -> bool:
+    def send_notice(self, kill: Kill) -> bool:
         """Send SIGTERM to the rank of the kill. Return whether the rank was running."""
-        return self._signal(self._rank(kill.rank), signal.SIGTERM)
+        return self._signal(self._rank_pids(kill.rank), signal.SIGTERM)
 
-    def last_words(self, lines: int = 25) -> str:
+    def output_tail(self, lines: int = 25) -> str:
         """Return the last lines of the run's output."""
         text = (self.folder / "output.log").read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
@@ -157,21 +157,21 @@ class DrillRun:
     def _start(self, line: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # Tied to this process: a killed drill leaves no process behind.
         return subprocess.Popen(
-            tied(line), stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
+            tied_command(line), stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env=env
         )
 
-    def _rank(self, rank: int) -> list[int]:
-        begun = [line for line in self.said["diary"] if "begins" in line and line.get("rank") == rank]
+    def _rank_pids(self, rank: int) -> list[int]:
+        begun = [line for line in self.lines["diary"] if "begins" in line and line.get("rank") == rank]
         return [int(begun[-1]["pid"])] if begun else []
 
-    def _ranks(self) -> list[int]:
-        return [pid for rank in range(self._setup.ranks) for pid in self._rank(rank)]
+    def _all_rank_pids(self) -> list[int]:
+        return [pid for rank in range(self._setup.ranks) for pid in self._rank_pids(rank)]
 
-    def _launcher(self) -> list[int]:
+    def _launcher_pids(self) -> list[int]:
         return [pid for pid in running_processes() if parent_of(pid) == self._process.pid]
 
-    def _stager(self) -> list[int]:
-        launchers = self._launcher()
+    def _stager_pids(self) -> list[int]:
+        launchers = self._launcher_pids()
         session = [pid for launcher in launchers for pid in processes_of_session(launcher)]
         return [pid for pid in session if pid not in launchers and is_stager(pid)]
 
@@ -185,7 +185,7 @@ class DrillRun:
         return sent
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     """Terminate the process, with SIGKILL if it takes too long; its own children are tied to it."""
     if process.poll() is None:
         process.terminate()
@@ -204,7 +204,7 @@ def is_stager(pid: int) -> bool:
     return False
 
 
-def wait_until(deadline: float) -> None:
+def sleep_briefly(deadline: float) -> None:
     """Sleep for a moment. Raises `PeerLost` after the deadline."""
     if time.monotonic() > deadline:
         raise PeerLost("the drill took longer than --seconds-max; raise it, or give the script fewer steps")

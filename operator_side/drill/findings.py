@@ -23,8 +23,8 @@ class ExecutedKill(NamedTuple):
     """A kill that was carried out: when its notice and when its SIGKILL was sent."""
 
     kill: Kill
-    told_at: float | None
-    at: float
+    notice_at: float | None
+    killed_at: float
 
 
 @dataclass
@@ -60,26 +60,26 @@ class Samples(NamedTuple):
     repeated: int  # samples that the drilled run trained on more often than the reference
 
 
-def examine(
-    struck: Sequence[ExecutedKill], *, diary: Lines, events: Lines, status: Lines, files: Iterable[FileComparison]
+def examine_kills(
+    executed: Sequence[ExecutedKill], *, diary: Lines, events: Lines, status: Lines, files: Iterable[FileComparison]
 ) -> list[KillFinding]:
     findings = []
-    for index, one in enumerate(struck):
-        following = struck[index + 1].at if index + 1 < len(struck) else float("inf")
+    for index, one in enumerate(executed):
+        following = executed[index + 1].at if index + 1 < len(executed) else float("inf")
         finding = KillFinding(one.kill)
         before = [line for line in diary if "step" in line and line["time"] <= one.at]
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
         staged = [line for line in events if _is_event(line, "staged", "stager") and line["time"] < one.at]
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
-        _recovery(finding, one, [line for line in status if one.at <= line["time"] < following])
+        _add_recovery(finding, one, [line for line in status if one.at <= line["time"] < following])
         if finding.resumed_from is None:
             finding.wrong.append("training did not resume after the kill")
         else:
-            _lost(finding, one, before)
+            _add_losses(finding, one, before)
         if one.told_at is not None:
-            _notice(finding, [line for line in events if one.told_at <= line["time"] <= following])
+            _add_notice(finding, [line for line in events if one.told_at <= line["time"] <= following])
         findings.append(finding)
-    _place(findings, files)
+    _assign_files(findings, files)
     return findings
 
 
@@ -92,13 +92,13 @@ def _is_event(line: Mapping[str, Any], event: str, role: str) -> bool:
     return line.get("event") == event and line.get("role") == role
 
 
-def _recovery(finding: KillFinding, struck: ExecutedKill, status: Lines) -> None:
+def _add_recovery(finding: KillFinding, executed: ExecutedKill, status: Lines) -> None:
     resumption = Resumption()
-    resumption.lost(struck.at)
+    resumption.lost(executed.at)
     for line in status:
         event = line.get("event")
         if event == "lost":
-            finding.phases.setdefault("seen_seconds", round(line["time"] - struck.at, 3))
+            finding.phases.setdefault("seen_seconds", round(line["time"] - executed.at, 3))
         elif event == "restored":
             finding.resumed_from = int(line["step"])
         if event == "training":
@@ -109,40 +109,40 @@ def _recovery(finding: KillFinding, struck: ExecutedKill, status: Lines) -> None
     finding.resumed_from = None
 
 
-def _lost(finding: KillFinding, struck: ExecutedKill, before: Lines) -> None:
+def _add_losses(finding: KillFinding, executed: ExecutedKill, before: Lines) -> None:
     resumed = finding.resumed_from
     assert resumed is not None
     finding.lost_steps = max(0, finding.last_step - resumed)
     if finding.lost_steps:
         lines = _newest_attempt(before)
         done = [line["time"] for line in lines if line["step"] >= resumed]
-        finding.lost_seconds = round(max(0.0, struck.at - min(done, default=struck.at)), 3)
+        finding.lost_seconds = round(max(0.0, executed.at - min(done, default=executed.at)), 3)
     if resumed < finding.staged_step:
         finding.wrong.append(
             f"step {finding.staged_step} was staged before the kill, but training resumed from step {resumed}"
         )
 
 
-def _notice(finding: KillFinding, events: Lines) -> None:
-    said = {line["event"]: line for line in reversed(events) if line.get("role") == "stager"}
-    if "notice" not in said:
+def _add_notice(finding: KillFinding, events: Lines) -> None:
+    by_event = {line["event"]: line for line in reversed(events) if line.get("role") == "stager"}
+    if "notice" not in by_event:
         finding.notice = "it did not reach holdfast"
         finding.wrong.append(
             "the notice did not reach holdfast: `watch` is set without sigterm, or another handler takes SIGTERM"
         )
-    elif "emergency_staged" in said:
-        finding.notice = f"step {said['emergency_staged'].get('saved_step')} was saved because of it"
+    elif "emergency_staged" in by_event:
+        finding.notice = f"step {by_event['emergency_staged'].get('saved_step')} was saved because of it"
     else:
         reason = next(
-            (str(said[name].get("reason")) for name in ("emergency_failed", "emergency") if name in said),
+            (str(by_event[name].get("reason")) for name in ("emergency_failed", "emergency") if name in by_event),
             "holdfast gave no answer",
         )
         finding.notice = f"nothing was saved: {reason}"
-        if said.get("emergency", {}).get("choice") != "finish":
+        if by_event.get("emergency", {}).get("choice") != "finish":
             finding.wrong.append(f"the notice led to no checkpoint: {reason}")
 
 
-def _place(findings: Sequence[KillFinding], files: Iterable[FileComparison]) -> None:
+def _assign_files(findings: Sequence[KillFinding], files: Iterable[FileComparison]) -> None:
     """Assign each file to the last kill before it."""
     for one in files:
         after = [
@@ -172,16 +172,16 @@ def shortened(names: Sequence[Difference]) -> str:
     return ", ".join(str(name) for name in names[:_NAMED_MAX]) + more
 
 
-def samples(reference: Lines, drilled: Lines) -> Samples | None:
+def compare_samples(reference: Lines, drilled: Lines) -> Samples | None:
     """Compare the samples of the runs; a step that a resume did again counts once. None: no samples were recorded."""
-    want, got = (_each(Counter(_counted_spans(diary))) for diary in (reference, drilled))
+    want, got = (_count_samples(Counter(_counted_spans(diary))) for diary in (reference, drilled))
     if not want and not got:
         return None
     more = {one: times - max(1, want[one]) for one, times in got.items()}
     return Samples(want.total(), (want - got).total(), sum(times for times in more.values() if times > 0))
 
 
-def counters(reference: Lines, drilled: Lines) -> list[str]:
+def compare_counters(reference: Lines, drilled: Lines) -> list[str]:
     """Describe numbers on modules, which no checkpoint has, that differ between the runs at the same last step."""
     (last, want), (drilled_last, got) = _counters(reference), _counters(drilled)
     if last != drilled_last:
@@ -224,7 +224,7 @@ def _counted_spans(diary: Lines) -> list[_Span]:
     return found
 
 
-def _each(spans: Counter[_Span]) -> Counter[tuple[int, int]]:
+def _count_samples(spans: Counter[_Span]) -> Counter[tuple[int, int]]:
     """Count each sample, by its epoch and its position in the epoch's order."""
     found: Counter[tuple[int, int]] = Counter()
     for (epoch, place, count, length), times in spans.items():

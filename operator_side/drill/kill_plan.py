@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Collection
-from collections.abc import Sequence as Listed
+from collections.abc import KillSequence as Listed
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -38,10 +38,10 @@ class Kill:
     notice: bool  # whether the rank first gets a notice; SIGKILL follows the answer, or the end of `notice_seconds`
     rank: int  # the rank that is killed, or whose wrapper is killed
     after_step: int
-    part: float  # delay after that step, as a share of a step's time, below 1
+    delay_fraction: float  # delay after that step, as a share of a step's time, below 1
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         match self.target:
             case KillTarget.RANK:
                 who = f"rank {self.rank}"
@@ -52,7 +52,7 @@ class Kill:
         return f"notice, then {who}" if self.notice else who
 
 
-def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
+def plan_kills(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
     """Draw the kills. Equal arguments give equal kills. Raises `ConfigError`: the run has too few checkpoints."""
     random_ = random.Random(seed)  # noqa: S311 - must be repeatable
     gaps = list(itertools.pairwise(sorted(set(checkpoints))))
@@ -64,14 +64,14 @@ def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[in
         )
     chosen = sorted(random_.sample(range(len(gaps)), kills))
     turn = random_.randrange(2)
-    bare: list[KillTarget] = []
+    targets_left: list[KillTarget] = []
     found = []
     for number, gap in enumerate(chosen, 1):
         notice = ways == "notice" or (ways == "both" and (number + turn) % 2 == 0)
-        if not notice and not bare:
+        if not notice and not targets_left:
             targets = [KillTarget.WRAPPER] if ways == "wrapper" else _WITHOUT_NOTICE
-            bare = random_.sample(targets, len(targets))  # each target once before one repeats
-        target = KillTarget.RANK if notice else bare.pop()
+            targets_left = random_.sample(targets, len(targets))  # each target once before one repeats
+        target = KillTarget.RANK if notice else targets_left.pop()
         first, following = gaps[gap]
         step = random_.randrange(first, max(first + 1, following - 1))
         found.append(Kill(number, target, notice, random_.randrange(ranks), step, random_.random()))
@@ -90,7 +90,7 @@ class SendKill(NamedTuple):
     kill: Kill
 
 
-class Sequence:
+class KillSequence:
     """Says when each kill is due. The caller passes the time.
 
     A kill that comes later than planned, as in a script of short steps, delays the next one, so that a comparable
@@ -102,63 +102,63 @@ class Sequence:
     """
 
     def __init__(self, kills: Listed[Kill], *, notice_seconds: float, comparable: Collection[int]) -> None:
-        self._left = list(kills)
+        self._remaining = list(kills)
         self._notice_seconds = notice_seconds
         self._comparable = frozenset(comparable)
         self._has_staged = False  # before, a kill would only show that the script starts from scratch
         self._staged_step = -1  # newest comparable one since the last kill
         self._attempt, self._first_step = 0, -1  # the attempt that trains, and its first step
         self._killed_attempt: int | None = None
-        self._trains = False  # every rank has done its first step since the last kill
+        self._is_training = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
         self._step_seconds = 0.0
         self._notice_at: float | None = None
-        self._answered = False
+        self._has_answer = False
 
-    def trains(self) -> None:
+    def record_training(self) -> None:
         """Record that every rank of an attempt has done its first step."""
-        self._trains = True
+        self._is_training = True
 
-    def staged(self, step: int) -> None:
+    def record_staged(self, step: int) -> None:
         """Record that a checkpoint of this run was staged."""
         self._has_staged = True
         if step in self._comparable:
             self._staged_step = max(self._staged_step, step)
 
-    def stepped(self, step: int, at: float, attempt: int) -> None:
+    def record_step(self, step: int, at: float, attempt: int) -> None:
         if attempt > self._attempt:
             self._attempt, self._first_step = attempt, step
         if step == self._step + 1:
             self._step_seconds = max(0.0, at - self._stepped_at)
         self._step, self._stepped_at = step, at
 
-    def answered(self) -> None:
+    def record_answer(self) -> None:
         """Record that holdfast has answered the notice."""
-        self._answered = self._notice_at is not None
+        self._has_answer = self._notice_at is not None
 
     def tick(self, now: float) -> GiveNotice | SendKill | None:
         """Return the action that is due now, or None."""
-        if not self._left or not self._trains or not self._has_staged:
+        if not self._remaining or not self._is_training or not self._has_staged:
             return None
         if self._killed_attempt is not None and (
             self._attempt <= self._killed_attempt or self._staged_step < self._first_step
         ):
             return None
-        kill = self._left[0]
+        kill = self._remaining[0]
         if self._notice_at is not None:
-            if not self._answered and now < self._notice_at + self._notice_seconds:
+            if not self._has_answer and now < self._notice_at + self._notice_seconds:
                 return None
-            return self._struck(kill)
+            return self._send_kill(kill)
         if self._step < kill.after_step or now < self._stepped_at + kill.part * self._step_seconds:
             return None
         if kill.notice:
             self._notice_at = now
             return GiveNotice(kill)
-        return self._struck(kill)
+        return self._send_kill(kill)
 
-    def _struck(self, kill: Kill) -> SendKill:
-        self._left.pop(0)
-        self._trains = self._answered = False
+    def _send_kill(self, kill: Kill) -> SendKill:
+        self._remaining.pop(0)
+        self._is_training = self._has_answer = False
         self._notice_at = None
         self._killed_attempt, self._staged_step = self._attempt, -1
         return SendKill(kill)

@@ -26,7 +26,7 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _OF_THE_PROCESS = {"train_loss": "train_runtime", "loss": "grad_norm"}
 
 
-def is_measured(path: str, beside: Collection[str]) -> bool:
+def is_measured(path: str, siblings: Collection[str]) -> bool:
     """Whether the value is in a log, and is a time, a speed or a mean since the process began."""
     place, _, name = path.rpartition("/")
     if name == "elapsed" or "time_elapsed" in path.split("/"):  # Lightning's Timer
@@ -34,7 +34,7 @@ def is_measured(path: str, beside: Collection[str]) -> bool:
     if not _any_word(place, _LOGS):
         return False
     if name in _OF_THE_PROCESS:
-        return f"{place}/{_OF_THE_PROCESS[name]}" in beside
+        return f"{place}/{_OF_THE_PROCESS[name]}" in siblings
     return _any_word(name, _TIMES) and not _COUNTED.search(name.lower())
 
 

@@ -16,14 +16,14 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.store import open_store
 from operator_side.drill.batches import explain_different_batches
 from operator_side.drill.compare import FileComparison, compare, constants
-from operator_side.drill.drill_run import DrillRun, Setup, wait_until
-from operator_side.drill.findings import KillFinding, Samples, ExecutedKill, counters, examine, samples, shortened
-from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, SendKill, plan
+from operator_side.drill.drill_run import DrillRun, DrillSetup, sleep_briefly
+from operator_side.drill.findings import KillFinding, Samples, ExecutedKill, compare_counters, examine_kills, compare_samples, shortened
+from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, KillSequence, SendKill, plan_kills
 from operator_side.drill.seeding import advice_on_seeding
 from operator_side.drill.torchrun_run import TorchrunRun
 
 PROGRESS_SECONDS = 10.0  # between two lines of progress
-_ANSWERS = {"emergency_staged", "emergency_failed"}
+_NOTICE_ANSWERS = {"emergency_staged", "emergency_failed"}
 _RUNS: Mapping[str, type[DrillRun]] = {"mpirun": DrillRun, "torchrun": TorchrunRun}
 
 
@@ -36,9 +36,9 @@ class DrillOutcome:
     before: list[FileComparison] = field(default_factory=list)
     # names of values that differ between the runs, but never change within a run
     constant: set[str] = field(default_factory=set)
-    samples: Samples | None = None  # None: the script's samples were not recorded
+    compare_samples: Samples | None = None  # None: the script's samples were not recorded
     # Numbers on modules that are in no checkpoint, and that a resume did not bring back.
-    counters: list[str] = field(default_factory=list)
+    compare_counters: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     # Names of values that were not compared, because a clock measured them.
     measured: set[str] = field(default_factory=set)
@@ -63,29 +63,29 @@ def check_folder(folder: Path) -> None:
 
 
 def run_drill(
-    setup: Setup,
+    setup: DrillSetup,
     folder: Path,
     *,
     kills: int,
     ways: str,
     seed: int,
     seconds_max: float,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> DrillOutcome:
     """Run a drill in a new or empty `folder`. `ways`: `notice`, `none`, `both` or `wrapper`. `seconds_max`: for the
-    whole drill. `say`: called with a line for each event. Raises `ConfigError`: the script fails by itself, or saves
+    whole drill. `report`: called with a line for each event. Raises `ConfigError`: the script fails by itself, or saves
     too seldom; `PeerLost`: the drill took too long, or the job did not answer.
     """
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
-    say("running the script undisturbed, as the reference")
+    report("running the script undisturbed, as the reference")
     with _RUNS[setup.launcher](setup, folder / "reference", kills=0) as reference:
-        progress = RunProgress("the undisturbed run", say, time.monotonic())
+        progress = RunProgress("the undisturbed run", report, time.monotonic())
         ended = False
         while not ended:
             ended, new = reference.look()
             progress.look(new["diary"], time.monotonic())
-            wait_until(deadline)
+            sleep_briefly(deadline)
         _check_succeeded(reference)
     steps = [line["step"] for line in reference.said["diary"] if "step" in line]
     if not steps:
@@ -94,20 +94,20 @@ def run_drill(
             "each step (docs/drill.md)"
         )
     saved = [item.step for item in Catalog(open_store(str(reference.store))).list() if not item.fault]
-    outcome = DrillOutcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
+    outcome = DrillOutcome(plan_kills(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
     count = number_of_steps(steps)
-    say(f"the reference did {count} steps and saved {len(saved)} checkpoints; now {kills} kills")
+    report(f"the reference did {count} steps and saved {len(saved)} checkpoints; now {kills} kills")
     with _RUNS[setup.launcher](setup, folder / "drilled", kills=kills) as drilled:
-        struck = run_with_kills(
-            drilled, outcome.planned, setup.notice_seconds, deadline, say, steps=count, comparable=saved
+        executed = run_with_kills(
+            drilled, outcome.planned, setup.notice_seconds, deadline, report, steps=count, comparable=saved
         )
-    say("both runs have ended; comparing their checkpoints")
+    report("both runs have ended; comparing their checkpoints")
     if drilled.exit_code != 0:
         outcome.wrong.append(
             f"the run with kills ended with exit code {drilled.exit_code}: {drilled.last_words(3)}"
         )
     outcome.files = compare(open_store(str(reference.store)), open_store(str(drilled.store)))
-    _judge(outcome, struck, reference, drilled)
+    _judge(outcome, executed, reference, drilled)
     return outcome
 
 
@@ -124,7 +124,7 @@ def run_with_kills(
     kills: list[Kill],
     notice_seconds: float,
     deadline: float,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     *,
     steps: int,
     comparable: Collection[int],
@@ -137,47 +137,47 @@ def run_with_kills(
     Raises:
         PeerLost: The drill took too long, or there was no process to kill.
     """
-    sequence = Sequence(kills, notice_seconds=notice_seconds, comparable=comparable)
-    progress = RunProgress("the run with kills", say, time.monotonic(), steps=steps)
-    struck: list[ExecutedKill] = []
-    told_at: float | None = None
+    sequence = KillSequence(kills, notice_seconds=notice_seconds, comparable=comparable)
+    progress = RunProgress("the run with kills", report, time.monotonic(), steps=steps)
+    executed: list[ExecutedKill] = []
+    notice_at: float | None = None
     while True:
         ended, new = run.look()
         progress.look(new["diary"], time.monotonic())
-        _tell(sequence, new)
+        _update_sequence(sequence, new)
         for line in new["status"]:
             if line.get("event") == "training":
                 sequence.trains()
-                if struck:
-                    say(str(line.get("message")))
+                if executed:
+                    report(str(line.get("message")))
         if ended:
-            return struck
+            return executed
         match sequence.tick(time.time()):
             case GiveNotice(kill):
-                told_at = time.time()
-                say(f"kill {kill.number}: notice (SIGTERM) to rank {kill.rank}")
+                notice_at = time.time()
+                report(f"kill {kill.number}: notice (SIGTERM) to rank {kill.rank}")
                 run.tell(kill)
             case SendKill(kill):
                 at = time.time()
-                say(f"kill {kill.number}: SIGKILL to {_describe_target(kill)}")
-                if not run.strike(kill) and told_at is None:
+                report(f"kill {kill.number}: SIGKILL to {_describe_target(kill)}")
+                if not run.strike(kill) and notice_at is None:
                     raise PeerLost(f"kill {kill.number}: no process of {kill.what} was found on this machine")
-                struck.append(ExecutedKill(kill, told_at, at))
-                told_at = None
-        wait_until(deadline)
+                executed.append(ExecutedKill(kill, notice_at, at))
+                notice_at = None
+        sleep_briefly(deadline)
 
 
-def _tell(sequence: Sequence, new: Mapping[str, list[dict[str, Any]]]) -> None:
+def _update_sequence(sequence: KillSequence, new: Mapping[str, list[dict[str, Any]]]) -> None:
     for line in new["diary"]:
         if "step" in line:
             sequence.stepped(int(line["step"]), line["time"], line["attempt"])
-    for line in filter(_staged, new["events"]):
+    for line in filter(_is_staged, new["events"]):
         sequence.staged(int(line["step"]))
-    if any(map(_answers, new["events"])):
+    if any(map(_is_notice_answer, new["events"])):
         sequence.answered()
 
 
-def _staged(line: Mapping[str, Any]) -> bool:
+def _is_staged(line: Mapping[str, Any]) -> bool:
     return (line.get("event"), line.get("role")) == ("staged", "stager")
 
 
@@ -187,15 +187,15 @@ def _describe_target(kill: Kill) -> str:
     return kill.what if kill.target is KillTarget.WRAPPER else kill.target.value
 
 
-def _answers(line: Mapping[str, Any]) -> bool:
+def _is_notice_answer(line: Mapping[str, Any]) -> bool:
     if line.get("role") != "stager":
         return False
     skipped = line.get("event") == "emergency" and line.get("choice") == "skip"
-    return skipped or line.get("event") in _ANSWERS
+    return skipped or line.get("event") in _NOTICE_ANSWERS
 
 
-def _judge(outcome: DrillOutcome, struck: list[ExecutedKill], reference: DrillRun, drilled: DrillRun) -> None:
-    first = struck[0].kill.after_step if struck else -1
+def _judge(outcome: DrillOutcome, executed: list[ExecutedKill], reference: DrillRun, drilled: DrillRun) -> None:
+    first = executed[0].kill.after_step if executed else -1
     outcome.constant = constants(outcome.files, first)
     outcome.files = [
         one._replace(differs=tuple(each for each in one.differs if each.path not in outcome.constant))
@@ -203,8 +203,8 @@ def _judge(outcome: DrillOutcome, struck: list[ExecutedKill], reference: DrillRu
     ]
     outcome.measured = {name for one in outcome.files for name in one.measured}
     outcome.before = [one for one in outcome.files if one.step <= first and one.differs]
-    outcome.findings = examine(
-        struck,
+    outcome.findings = examine_kills(
+        executed,
         diary=drilled.said["diary"],
         events=drilled.said["events"],
         status=drilled.said["status"],
@@ -212,13 +212,13 @@ def _judge(outcome: DrillOutcome, struck: list[ExecutedKill], reference: DrillRu
     )
     why = (
         "the run had already ended"
-        if any(map(_staged, drilled.said["events"]))
+        if any(map(_is_staged, drilled.said["events"]))
         else "no checkpoint was staged before the end of the run; give the script more steps"
     )
-    for kill in outcome.planned[len(struck) :]:
+    for kill in outcome.planned[len(executed) :]:
         outcome.wrong.append(f"kill {kill.number} ({kill.what}) never came: {why}")
     if not outcome.before:
-        explain_different_batches(outcome.findings, struck, reference.said["diary"], drilled.said["diary"])
+        explain_different_batches(outcome.findings, executed, reference.said["diary"], drilled.said["diary"])
     for finding in outcome.findings:
         if finding.exact is None:
             finding.wrong.append(
@@ -232,8 +232,8 @@ def _judge(outcome: DrillOutcome, struck: list[ExecutedKill], reference: DrillRu
             "script is not deterministic, so the drill cannot tell whether it resumes exactly. "
             f"{advice_on_seeding(reference.said['diary'], drilled.said['diary'])}"
         )
-    outcome.samples = samples(reference.said["diary"], drilled.said["diary"])
-    outcome.counters = counters(reference.said["diary"], drilled.said["diary"])
+    outcome.samples = compare_samples(reference.said["diary"], drilled.said["diary"])
+    outcome.counters = compare_counters(reference.said["diary"], drilled.said["diary"])
     if outcome.samples is not None and (outcome.samples.skipped or outcome.samples.repeated):
         outcome.wrong.append(
             f"samples: {outcome.samples.skipped} skipped, {outcome.samples.repeated} repeated"
@@ -254,12 +254,12 @@ def number_of_steps(steps: Collection[int]) -> int:
 class RunProgress:
     """Progress of one run. `now`: seconds of a monotonic clock. `steps`: of the whole run; 0: unknown."""
 
-    def __init__(self, run: str, say: Callable[[str], None], now: float, *, steps: int = 0) -> None:
-        self._run, self._say, self._steps = run, say, steps
+    def __init__(self, run: str, report: Callable[[str], None], now: float, *, steps: int = 0) -> None:
+        self._run, self._report, self._steps = run, report, steps
         self._started_at = self._reported_at = now
         self._step = self._reported_step = -1
 
-    def look(self, diary: Iterable[Mapping[str, Any]], now: float) -> None:
+    def update(self, diary: Iterable[Mapping[str, Any]], now: float) -> None:
         """Process new lines of the diary; report the first step at once, then progress every ten seconds."""
         for line in diary:
             if "step" in line:
@@ -270,4 +270,4 @@ class RunProgress:
         self._reported_at, self._reported_step = now, self._step
         of = f" of {self._steps}" if self._steps else ""
         where = f"step {self._step}{of} is done" if self._step >= 0 else "no step is done yet"
-        self._say(f"{self._run}: {where}, {now - self._started_at:.0f} s after its start")
+        self._report(f"{self._run}: {where}, {now - self._started_at:.0f} s after its start")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.process import parent_of
-from operator_side.drill.drill_run import DrillRun, Setup, is_stager
+from operator_side.drill.drill_run import DrillRun, DrillSetup, is_stager
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 # torchrun sends SIGTERM to the surviving workers when one has died. If SIGTERM is a notice, they wait for a step that
@@ -28,20 +28,20 @@ class StartTracker:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._started: dict[int, list[int]] = {}  # rank → its processes so far
+        self._pids: dict[int, list[int]] = {}  # rank → its processes so far
         self._trained: set[int] = set()
         self._is_training = False
 
-    def number(self, line: dict[str, Any]) -> None:
+    def add_attempt(self, line: dict[str, Any]) -> None:
         """Add the number of the process's start to a line of the diary."""
-        pids = self._started.setdefault(int(line["rank"]), [])
+        pids = self._pids.setdefault(int(line["rank"]), [])
         if line["pid"] not in pids:
             pids.append(line["pid"])
             if self._is_training:
                 self._is_training, self._trained = False, set()
         line["attempt"] = 1 + pids.index(line["pid"])
 
-    def hear(
+    def derive_status(
         self, diary: Iterable[dict[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the lines of status that follow from new lines of the diary and of the events."""
@@ -53,8 +53,8 @@ class StartTracker:
         }
         said += restored.values()
         for line in diary:
-            self.number(line)
-            newest = self._started[line["rank"]][-1]
+            self.add_attempt(line)
+            newest = self._pids[line["rank"]][-1]
             if "step" not in line or line["pid"] != newest or self._is_training:
                 continue
             self._trained.add(line["rank"])
@@ -68,8 +68,8 @@ class StartTracker:
 class TorchrunRun(DrillRun):
     """A running `holdfast run --launcher torchrun`; as `DrillRun`."""
 
-    def __init__(self, setup: Setup, folder: Path, *, kills: int) -> None:
-        self._starts = StartTracker(setup.ranks)
+    def __init__(self, setup: DrillSetup, folder: Path, *, kills: int) -> None:
+        self._start_tracker = StartTracker(setup.ranks)
         self._may_restart = False
         super().__init__(setup, folder, kills=kills)
 
@@ -88,7 +88,7 @@ class TorchrunRun(DrillRun):
         return code
 
     def _heard(self, new: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        return self._starts.hear(new["diary"], new["events"])
+        return self._start_tracker.hear(new["diary"], new["events"])
 
     def strike(self, kill: Kill) -> bool:
         match kill.target:

@@ -24,12 +24,12 @@ _LEAF_BYTES = 200
 _TUPLES_MAX = 1000
 
 
-class Made:
+class InertObject:
     """Stands for an object in a pickle: the name of its class, and its arguments."""
 
     name = ""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Made:
+    def __new__(cls, *arguments: Any, **named: Any) -> InertObject:
         made = super().__new__(cls)
         made.__dict__ = {"arguments": (*arguments, *named.items()), "state": [], "items": []}
         return made
@@ -37,9 +37,9 @@ class Made:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __call__(self, *arguments: Any) -> Made:
+    def __call__(self, *arguments: Any) -> InertObject:
         # A pickle may call the result of another call.
-        return Made(self, *arguments)
+        return InertObject(self, *arguments)
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__["state"].append(state)
@@ -56,13 +56,13 @@ class Made:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return type("Made", (Made,), {"name": f"{module}.{name}"})
+        return type("Made", (InertObject,), {"name": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> Any:
         return ("storage", *(getattr(part, "name", part) for part in pid[1:]))
 
 
-def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
+def read_values(pickled: bytes, *, source: str) -> dict[str, str]:
     """Return the values of a data.pkl by path; tensors without their bytes. Raises `DamageError`: it is no pickle."""
     try:
         return _collect_limited(_leaves("", _tree(pickled)), len(pickled))
@@ -70,7 +70,7 @@ def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
         raise DamageError(f"{source}: data.pkl cannot be read: {type(error).__name__}: {error}") from error
 
 
-def inside(blob: bytes) -> dict[str, str] | None:
+def read_per_rank_values(blob: bytes) -> dict[str, str] | None:
     """Return the values in a `PerRank` value, which a checkpoint keeps as a tensor of bytes; None if it is not one."""
     size = int.from_bytes(blob[:_LENGTH_BYTES], "little")
     body = blob[_LENGTH_BYTES : _LENGTH_BYTES + size]
@@ -129,7 +129,7 @@ def _leaves(path: str, value: Any, storages: dict[str, str] | None = None) -> It
         parts = [(str(key), one) for key, one in value.items()]
     elif isinstance(value, list | tuple):
         parts = [(str(index), one) for index, one in enumerate(value)]
-    elif isinstance(value, Made):
+    elif isinstance(value, InertObject):
         yield f"{path}()", value.name
         kept = value.__dict__
         if value.name.startswith("torch._utils._rebuild"):  # a tensor: one line for all its arguments
@@ -141,7 +141,7 @@ def _leaves(path: str, value: Any, storages: dict[str, str] | None = None) -> It
         parts += [(f".{index}", one) for index, one in enumerate(kept["state"])]
         parts += [(str(item[0]), item[1]) for item in items] if pairs else list(enumerate(items))  # type: ignore[arg-type]
     else:
-        yield path, value.name if isinstance(value, type) and issubclass(value, Made) else repr(value)
+        yield path, value.name if isinstance(value, type) and issubclass(value, InertObject) else repr(value)
         return
     if not parts:
         yield path, f"empty {type(value).__name__}"

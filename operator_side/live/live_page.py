@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from holdfast.command.output import seconds
-from holdfast.telemetry.event_text import cut
+from holdfast.command.output import format_seconds
+from holdfast.telemetry.event_text import truncate
 from holdfast.telemetry.rows import CheckpointRow
 from holdfast.telemetry.status_document import CheckpointStatus, RankStatus
 from operator_side.page.chart import Chart, Colour, Series
@@ -18,7 +18,7 @@ from operator_side.report.attempts import ReportedAttempt
 from operator_side.report.facts import RunFacts
 from operator_side.report.run_charts import durations_chart, losses_chart, timeline_chart
 from operator_side.report.run_tiles import Tile, run_tiles
-from operator_side.status.loss import Lost
+from operator_side.status.loss import Loss
 from operator_side.status.run_status import RunStatus
 from operator_side.status.status_text import (
     age,
@@ -52,12 +52,12 @@ def live_page(
     *,
     every_seconds: float,
     others: Sequence[str] = (),
-    is_whole: bool = True,
+    is_full_page: bool = True,
     link: str = "",
 ) -> bytes:
     """Render the page of a run; `facts`: from its logs, if there are logs.
 
-    The page fetches its main part every `every_seconds`. `is_whole`: false renders only the main part. `others`: runs
+    The page fetches its main part every `every_seconds`. `is_full_page`: false renders only the main part. `others`: runs
     of this machine to link to. `link`: the query that names this run.
     """
     ranks = sorted(status.ranks, key=lambda rank: rank.rank) if status.ranks_total >= _STRIP_MIN else []
@@ -70,14 +70,14 @@ def live_page(
         charts = [
             ("losses", "Loss", losses_chart(_thinned(facts.losses))),
             *charts,
-            ("timeline", "Attempts and interruptions", timeline_chart(_until(facts, status))),
+            ("timeline", "Attempts and interruptions", timeline_chart(_attempts_until_now(facts, status))),
         ]
     return render_page(
         "live/live.html",
-        is_whole=is_whole,
+        is_whole=is_full_page,
         every=every_seconds,
         fragment=f"main{link}",
-        run=cut(status.run, _URL_CHARACTERS_MAX),
+        run=truncate(status.run, _URL_CHARACTERS_MAX),
         status=status,
         others=others,
         head=[*head_lines(status), *filter(None, [status.resume_text])],
@@ -153,15 +153,15 @@ def _level(title: str, name: Colour, status: RunStatus) -> Tile:
     return Tile(title, str(level.step), note, name)
 
 
-def _loss(name: str, lost: Lost) -> Tile:
+def _loss(name: str, lost: Loss) -> Tile:
     """Make the tile of a kill's loss. No red: nothing is lost yet."""
     price = "" if lost.dollars is None else f", {dollars(lost.dollars)}"
     steps = lost_steps(lost)
-    note = f"{seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}"
+    note = f"{format_seconds(lost.seconds)}{price}; resumes from {resumes_from(lost)}"
     return Tile(name, f"{steps} {'step' if steps == '1' else 'steps'}", note)
 
 
-def _until(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
+def _attempts_until_now(facts: RunFacts, status: RunStatus) -> list[ReportedAttempt]:
     """Return the attempts; one that runs or starts reaches to now."""
     shown = facts.attempts[-_ATTEMPTS_SHOWN:]
     if shown and not shown[-1].cause and (status.is_running or shown[-1].training_at_unix is None):

@@ -36,7 +36,7 @@ class Response(NamedTuple):
     """Body and type of an answer."""
 
     body: bytes
-    kind: str
+    content_type: str
 
 
 Pages = Callable[[str, str], Response | None]
@@ -50,7 +50,7 @@ class PageServer:
 
     def __init__(self, port: int, pages: Pages) -> None:
         self._key, self._pages = secrets.token_urlsafe(16), pages
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         try:
             self._server = _LoopbackServer((ADDRESS, port), self._handler())
         except OSError as error:
@@ -68,23 +68,23 @@ class PageServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def answer(self, host: str, target: str) -> tuple[HTTPStatus, Response]:
+    def respond(self, host: str, target: str) -> tuple[HTTPStatus, Response]:
         """Answer a request for `target` with the Host header `host`."""
         if not _is_loopback(host):
-            return _said(HTTPStatus.FORBIDDEN, f"this page is served for {ADDRESS} and localhost only")
+            return _text_response(HTTPStatus.FORBIDDEN, f"this page is served for {ADDRESS} and localhost only")
         path, _, query = target.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
         if not hmac.compare_digest(key.encode(errors="replace"), self._key.encode()):
-            return _said(
+            return _text_response(
                 HTTPStatus.FORBIDDEN, "open the URL that `holdfast status --web` has printed: it has a key"
             )
         try:
-            with self._turn:
+            with self._lock:
                 found = self._pages(name, parse_qs(query).get("run", [""])[0])
         except HoldfastError as error:
-            return _said(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            return _text_response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         return (
-            _said(HTTPStatus.NOT_FOUND, "there is no such page") if found is None else (HTTPStatus.OK, found)
+            _text_response(HTTPStatus.NOT_FOUND, "there is no such page") if found is None else (HTTPStatus.OK, found)
         )
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -128,5 +128,5 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _said(status: HTTPStatus, text: str) -> tuple[HTTPStatus, Response]:
+def _text_response(status: HTTPStatus, text: str) -> tuple[HTTPStatus, Response]:
     return status, Response(text.encode(), "text/plain")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.telemetry.event_files import numbered
+from holdfast.telemetry.event_files import numbered_files
 from holdfast.telemetry.event_reading import read_logs
-from operator_side.report.facts import RunFacts, gather
+from operator_side.report.facts import RunFacts, gather_facts
 
 _PAUSE_FACTOR = 10  # a long run has a long log: spend a tenth of the time on reading it at most
 _NAMES = ("status.jsonl", "events.jsonl")
@@ -29,21 +29,21 @@ class RunLog:
     ) -> None:
         self._run, self._paths, self._clock = run, paths, clock
         self._dollars_per_hour = dollars_per_hour
-        self._seen: list[tuple[str, int, int]] = []
-        self._again_at = 0.0
+        self._read_stat: list[tuple[str, int, int]] = []
+        self._next_read_at = 0.0
         self._facts: RunFacts | None = None
 
-    def look(self) -> RunFacts | None:
+    def read(self) -> RunFacts | None:
         """Return the facts from the logs now; None without logs."""
         began = self._clock()
-        if began >= self._again_at and (seen := self._stat()) != self._seen:
+        if began >= self._next_read_at and (stat := self._stat()) != self._read_stat:
             with contextlib.suppress(ConfigError):  # the log was rotated away at this moment
                 log = read_logs(path for path in self._paths if self._files(path))
                 self._facts = (
-                    gather(self._run, log, dollars_per_hour=self._dollars_per_hour) if log.events else None
+                    gather_facts(self._run, log, dollars_per_hour=self._dollars_per_hour) if log.events else None
                 )
-                self._seen = seen
-            self._again_at = self._clock() + _PAUSE_FACTOR * (self._clock() - began)
+                self._read_stat = stat
+            self._next_read_at = self._clock() + _PAUSE_FACTOR * (self._clock() - began)
         return self._facts
 
     def _stat(self) -> list[tuple[str, int, int]]:
@@ -59,4 +59,4 @@ class RunLog:
     def _files(path: Path) -> list[Path]:
         if not path.is_dir():
             return [path] if path.exists() else []
-        return [path / name for name in _NAMES if (path / name).exists() or numbered(path / name)]
+        return [path / name for name in _NAMES if (path / name).exists() or numbered_files(path / name)]

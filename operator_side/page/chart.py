@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.command.output import plain
+from holdfast.command.output import escape_controls
 
 Unit = Literal["time", "seconds", "step", "number"]
 # Each colour has one meaning, on every page and in every part of a page.
@@ -66,7 +66,7 @@ class Chart:
 
 def _series(one: Series) -> dict[str, object]:
     data: list[dict[str, object]] = [
-        {"x": [round(span.begin, 3), round(span.end, 3)], "y": span.lane, "text": plain(span.text)}
+        {"x": [round(span.begin, 3), round(span.end, 3)], "y": span.lane, "text": escape_controls(span.text)}
         for span in one.spans
     ]
     data += [{"x": x, "y": y} for x, y in one.points]

@@ -16,8 +16,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from holdfast import __version__
-from holdfast.command.output import plain, size
-from holdfast.telemetry.event_text import cut
+from holdfast.command.output import escape_controls, format_size
+from holdfast.telemetry.event_text import truncate
 from operator_side.page import words
 
 _CELL_CHARACTERS_MAX = 300
@@ -39,7 +39,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for one in (words.moment, words.brief, words.dollars, words.rate, size):
+    for one in (words.moment, words.brief, words.dollars, words.rate, format_size):
         environment.filters[one.__name__] = one
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     style, scripts = _file("page.css"), [_file("vendor/chart.umd.min.js"), _file("page.js")]
@@ -61,21 +61,21 @@ def _file(name: str) -> Markup:
 
 
 def _printable(value: object) -> object:
-    return value if isinstance(value, Markup) else "-" if value is None else plain(str(value))
+    return value if isinstance(value, Markup) else "-" if value is None else escape_controls(str(value))
 
 
 def _code(text: str) -> Markup:
     """Mark up a text whose `commands` are in backticks."""
-    parts = plain(text).split("`")
+    parts = escape_controls(text).split("`")
     if not len(parts) % 2:
-        parts = [plain(text)]
+        parts = [escape_controls(text)]
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts)
     )
 
 
 def _cell(value: object) -> object:
-    return cut(value, _CELL_CHARACTERS_MAX) if isinstance(value, str) else value
+    return truncate(value, _CELL_CHARACTERS_MAX) if isinstance(value, str) else value
 
 
 def _policy(style: str, scripts: Sequence[str], every: float | None) -> Markup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from holdfast.command.output import seconds, size
+from holdfast.command.output import format_seconds, format_size
 
 
 def moment(at_unix: float | None) -> str:
@@ -21,7 +21,7 @@ def brief(value: float | None) -> str:
     """Seconds in the unit that fits: `36.0 ms`, `3.40 s`, `4 min`; `-` if unknown."""
     if value is None:
         return "-"
-    return f"{1000 * value:.1f} ms" if 0 < value < 0.1 else seconds(value)
+    return f"{1000 * value:.1f} ms" if 0 < value < 0.1 else format_seconds(value)
 
 
 def share(part: float, whole: float) -> str:
@@ -37,7 +37,7 @@ def dollars(value: float | None) -> str:
 
 def rate(bytes_per_second: float | None) -> str:
     """`1.4 GiB/s`."""
-    return "-" if bytes_per_second is None else f"{size(int(bytes_per_second))}/s"
+    return "-" if bytes_per_second is None else f"{format_size(int(bytes_per_second))}/s"
 
 
 def plural(count: int, one: str) -> str:

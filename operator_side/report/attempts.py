@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
+from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, as_number, as_text, as_int
 from holdfast.wire.step_proof import ResumeProof
 from operator_side.supervise.resumption import MARKS
 from operator_side.supervise.verdict import Cause
@@ -38,8 +38,8 @@ class ReportedAttempt:
         phases: Seconds from the launch to training, by a phase's end.
     """
 
-    number: int
-    is_told: bool
+    as_number: int
+    is_supervised: bool
     began_at_unix: float
     last_seen_at_unix: float
     ranks: int | None = None
@@ -50,7 +50,7 @@ class ReportedAttempt:
     proof: ResumeProof | None = None
     lost_at_unix: float | None = None
     ended_at_unix: float | None = None
-    sign: str = ""
+    loss_reason: str = ""
     cause: str = ""
     message: str = ""
     phases: dict[str, float] = field(default_factory=dict)
@@ -91,53 +91,53 @@ def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
 def _from_supervisor(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.role != "supervisor":
         if attempts and event.event == "restore":
-            attempts[-1].restored_attempt = whole(event.fields.get("attempt"))
+            attempts[-1].restored_attempt = as_int(event.fields.get("attempt"))
         if attempts and not attempts[-1].cause:
             attempts[-1].last_seen_at_unix = event.time
             if event.event == "rank_lost" and attempts[-1].lost_at_unix is None:
                 attempts[-1].lost_at_unix = event.time
         return
     if event.event == "launched":
-        attempts.append(_begun(event, attempts, is_told=True))
+        attempts.append(_new_attempt(event, attempts, is_told=True))
         hosts = event.fields.get("hosts")
         if isinstance(hosts, list):
-            attempts[-1].hosts = [text(host) for host in hosts]
+            attempts[-1].hosts = [as_text(host) for host in hosts]
     elif attempts:
-        _mark(event, attempts[-1])
+        _apply_supervisor_event(event, attempts[-1])
 
 
-def _begun(event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_told: bool) -> ReportedAttempt:
-    number, ranks = whole(event.fields.get("attempt")), whole(event.fields.get("ranks"))
-    return ReportedAttempt(number or len(before) + 1, is_told, event.time, event.time, ranks)
+def _new_attempt(event: LoggedEvent, before: Sequence[ReportedAttempt], *, is_told: bool) -> ReportedAttempt:
+    as_number, ranks = as_int(event.fields.get("attempt")), as_int(event.fields.get("ranks"))
+    return ReportedAttempt(as_number or len(before) + 1, is_told, event.time, event.time, ranks)
 
 
-def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
+def _apply_supervisor_event(event: LoggedEvent, attempt: ReportedAttempt) -> None:
     """Apply a further event to the attempt that was launched last."""
     if not attempt.cause:
         attempt.last_seen_at_unix = event.time
     match event.event:
         case "restored":
-            attempt.restored_step = whole(event.fields.get("step"), least=-1)
-            attempt.restored_attempt = whole(event.fields.get("of_attempt")) or attempt.restored_attempt
+            attempt.restored_step = as_int(event.fields.get("step"), least=-1)
+            attempt.restored_attempt = as_int(event.fields.get("of_attempt")) or attempt.restored_attempt
         case "training":
             attempt.training_at_unix = event.time
-            said = {name: number(event.fields.get(name)) for name in _PHASES}
+            values = {name: as_number(event.fields.get(name)) for name in _PHASES}
             attempt.phases = {
-                name.removesuffix("_seconds"): value for name, value in said.items() if value is not None
+                name.removesuffix("_seconds"): value for name, value in values.items() if value is not None
             }
         case "lost" | "ending" if not attempt.sign:
-            attempt.sign = text(event.fields.get("message"))
+            attempt.sign = as_text(event.fields.get("message"))
             if attempt.lost_at_unix is None:
                 attempt.lost_at_unix = event.time
         case "ended":
             attempt.ended_at_unix = event.time
-            attempt.cause = text(event.fields.get("cause")) or "not known"
-            attempt.message = text(event.fields.get("message")).removeprefix(f"attempt {attempt.number}: ")
+            attempt.cause = as_text(event.fields.get("cause")) or "not known"
+            attempt.message = as_text(event.fields.get("message")).removeprefix(f"attempt {attempt.number}: ")
 
 
 def _from_stager(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.event == "stager_ready":
-        attempts.append(_begun(event, attempts, is_told=False))
+        attempts.append(_new_attempt(event, attempts, is_told=False))
         return
     if not attempts:
         return
@@ -147,18 +147,18 @@ def _from_stager(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     match event.event:
         case "restore" if event.role == "trainer":
             attempt.training_at_unix = event.time
-            attempt.restored_attempt, attempt.restored_step = whole(event.fields.get("attempt")), event.step
+            attempt.restored_attempt, attempt.restored_step = as_int(event.fields.get("attempt")), event.step
         case "save" if attempt.training_at_unix is None:
-            saved = number(event.fields.get("saved_at_unix"), TIME_MAX)
+            saved = as_number(event.fields.get("saved_at_unix"), TIME_MAX)
             attempt.training_at_unix = event.time if saved is None else saved
         case "staged" if event.role == "stager" and attempt.training_at_unix is None:
             # The ranks' logs are elsewhere, as under torchrun: the stager only knows the time of their first `save()`.
-            attempt.training_at_unix = event.time - (number(event.fields.get("pgt1_seconds")) or 0.0)
+            attempt.training_at_unix = event.time - (as_number(event.fields.get("pgt1_seconds")) or 0.0)
         case "resume_proof" if attempt.restored_step is None:
-            attempt.restored_attempt, attempt.restored_step = whole(event.fields.get("attempt")), event.step
+            attempt.restored_attempt, attempt.restored_step = as_int(event.fields.get("attempt")), event.step
         case "rank_lost" if not attempt.sign:
             attempt.lost_at_unix = event.time
-            attempt.sign = text(event.fields.get("reason")) or "a rank was lost"
+            attempt.sign = as_text(event.fields.get("reason")) or "a rank was lost"
         case "stager_ended" if not attempt.cause:
             attempt.cause, attempt.ended_at_unix = "lost" if attempt.sign else _LEFT, event.time
             attempt.message = attempt.sign or "the trainers have left the stager"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.telemetry.event_reading import Log, LoggedEvent, number, text
+from holdfast.telemetry.event_reading import Log, LoggedEvent, as_number, as_text
 from holdfast.telemetry.event_text import NOTICES, TROUBLES, event_text
 from holdfast.telemetry.rows import CheckpointRow, CheckpointRows, StoredCheckpoint, gather_checkpoints
 from operator_side.report.attempts import ReportedAttempt, gather_attempts
@@ -25,7 +25,7 @@ class Incident:
     at_unix: float
     event: str
     step: int | None
-    text: str
+    as_text: str
     is_notice: bool
     times: int = 1
 
@@ -48,11 +48,11 @@ class RunFacts:
     attempts: list[ReportedAttempt]
     interruptions: list[Interruption]
     goodput: Goodput | None
-    happened: list[Incident]
+    incidents: list[Incident]
     begin_unix: float | None  # the first known time; None if nothing is known of the run
     end_unix: float | None
     losses: list[tuple[int, float]] = field(default_factory=list)  # steps and training losses, in order
-    over: str = ""  # the supervisor's last message, if it ended
+    final_message: str = ""  # the supervisor's last message, if it ended
     unknown: list[str] = field(default_factory=list)  # sentences on what the sources cannot tell, and why
 
     @property
@@ -65,7 +65,7 @@ class RunFacts:
         return self.checkpoints.newest("verified") or self.checkpoints.newest("durable")
 
 
-def gather(
+def gather_facts(
     run: str,
     log: Log,
     stored: Sequence[StoredCheckpoint] = (),
@@ -93,7 +93,7 @@ def gather(
         begin,
         end,
         _losses(log.events, stored),
-        text(over[-1].fields.get("message")) if over and _is_last(over[-1], attempts) else "",
+        as_text(over[-1].fields.get("message")) if over and _is_last(over[-1], attempts) else "",
     )
     facts.unknown = [
         *notes,
@@ -123,15 +123,15 @@ def _worked_until(attempts: Sequence[ReportedAttempt], events: Sequence[LoggedEv
     last = attempts[-1]
     if not last.was_lost:
         return last.stopped_at_unix
-    said = [event.time for event in events if event.role == "supervisor" or not last.is_told]
-    return max([last.stopped_at_unix, *said[-1:]])
+    times = [event.time for event in events if event.role == "supervisor" or not last.is_told]
+    return max([last.stopped_at_unix, *times[-1:]])
 
 
 def _losses(events: Iterable[LoggedEvent], stored: Iterable[StoredCheckpoint]) -> list[tuple[int, float]]:
     """Return the loss of each step that reports one. A step that was done twice has the newest."""
-    said = [(one.step, one.record) for one in stored] + [(event.step, event.fields) for event in events]
+    records = [(one.step, one.record) for one in stored] + [(event.step, event.fields) for event in events]
     found = {
-        step: loss for step, fields in said if step is not None and (loss := _loss_in(fields)) is not None
+        step: loss for step, fields in records if step is not None and (loss := _loss_in(fields)) is not None
     }
     return sorted(found.items())
 
@@ -140,11 +140,11 @@ def _loss_in(fields: Any) -> float | None:
     """Return the loss in an event or in a checkpoint's record: its own, or one among the metrics of rank 0."""
     if not isinstance(fields, Mapping):
         return None
-    loss = number(fields.get("loss"), least=-_LOSS_MAX)
+    loss = as_number(fields.get("loss"), least=-_LOSS_MAX)
     metrics = fields.get("metrics")
     if loss is None and isinstance(metrics, Mapping):
         named = sorted((len(name), name) for name in metrics if isinstance(name, str) and "loss" in name)
-        loss = number(metrics[named[0][1]], least=-_LOSS_MAX) if named else None
+        loss = as_number(metrics[named[0][1]], least=-_LOSS_MAX) if named else None
     if loss is None and isinstance(ranks := fields.get("ranks"), Mapping):
         loss = _loss_in(ranks.get("0"))
     return _loss_in(fields.get("record")) if loss is None else loss

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.attempts import ReportedAttempt
-from operator_side.status.loss import LossInputs, Lost, SavedPoint, loss_with_trainers, price
-from operator_side.status.run_status import Interval, interval_of
+from operator_side.status.loss import LossInputs, Loss, SavedPoint, loss_with_trainers, price
+from operator_side.status.run_status import Interval, last_interval
 
 _SAME_SECONDS = 0.001
 _FIRST_STEP_SECONDS = 1.0  # the first save may begin before the last rank has reported its first step
@@ -36,9 +36,9 @@ class Interruption:
     """An attempt that ended badly, and the recovery from it."""
 
     attempt: ReportedAttempt
-    back: ReportedAttempt | None  # the attempt that trained again; None: unknown
+    recovery: ReportedAttempt | None  # the attempt that trained again; None: unknown
     down_seconds: float  # from the first sign of the loss until training continued, or to the last known time
-    lost: Lost | None  # work that had to be repeated; None: unknown
+    lost: Loss | None  # work that had to be repeated; None: unknown
     dollars_per_hour: float | None
 
     @property
@@ -98,15 +98,15 @@ def find_interruptions(
             if began is not None:
                 kept.append((began, stop))
             continue
-        back = next((one for one in attempts[index + 1 :] if one.training_at_unix is not None), None)
-        trained_at = end_unix if back is None or back.training_at_unix is None else back.training_at_unix
+        recovery = next((one for one in attempts[index + 1 :] if one.training_at_unix is not None), None)
+        trained_at = end_unix if recovery is None or recovery.training_at_unix is None else recovery.training_at_unix
         down_seconds = max(0.0, trained_at - stop)
         lost = None
         if began is None:
-            lost = Lost(0, False, 0.0, price(0.0, dollars_per_hour), None)
-        elif back is not None:
-            lost = _lost(attempt, back, saves, kept, dollars_per_hour)
-        found.append(Interruption(attempt, back, down_seconds, lost, dollars_per_hour))
+            lost = Loss(0, False, 0.0, price(0.0, dollars_per_hour), None)
+        elif recovery is not None:
+            lost = _compute_loss(attempt, recovery, saves, kept, dollars_per_hour)
+        found.append(Interruption(attempt, recovery, down_seconds, lost, dollars_per_hour))
     return found
 
 
@@ -115,20 +115,20 @@ def _is_recovery(attempt: ReportedAttempt, before: Interruption) -> bool:
     return before.back is None or attempt.began_at_unix < before.back.began_at_unix
 
 
-def _lost(
+def _compute_loss(
     attempt: ReportedAttempt,
-    back: ReportedAttempt,
+    recovery: ReportedAttempt,
     saves: Sequence[CheckpointRow],
     kept: list[tuple[float, float]],
     dollars_per_hour: float | None,
-) -> Lost | None:
+) -> Loss | None:
     assert attempt.training_at_unix is not None
     stop, began = attempt.stopped_at_unix, attempt.training_at_unix
-    if back.restored_step is None:
+    if recovery.restored_step is None:
         return None
     safe: SavedPoint | None = None
-    if back.restored_step >= 0:
-        safe = _point(back, saves)
+    if recovery.restored_step >= 0:
+        safe = _point(recovery, saves)
         if safe is None:
             return None
     own = [row for row in saves if began <= (row.saved_at_unix or 0.0) <= stop]
@@ -159,16 +159,16 @@ def _interval(saves: Sequence[CheckpointRow]) -> Interval | None:
     """Return the distance of the last two checkpoints that one job has saved in a row."""
     said = [(CheckpointId(row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
     pairs = (said[index - 1 : index + 1] for index in range(len(said) - 1, 0, -1))
-    return next((found for pair in pairs if (found := interval_of(pair)) is not None), None)
+    return next((found for pair in pairs if (found := last_interval(pair)) is not None), None)
 
 
-def _point(back: ReportedAttempt, saves: Sequence[CheckpointRow]) -> SavedPoint | None:
+def _point(recovery: ReportedAttempt, saves: Sequence[CheckpointRow]) -> SavedPoint | None:
     """Return the checkpoint that an attempt resumed from: the newest of its step that was saved before."""
     for row in reversed(saves):
         at = row.saved_at_unix
-        if row.step != back.restored_step or at is None or at > (back.training_at_unix or at):
+        if row.step != recovery.restored_step or at is None or at > (recovery.training_at_unix or at):
             continue
-        if back.restored_attempt in {None, row.attempt}:
+        if recovery.restored_attempt in {None, row.attempt}:
             return SavedPoint(row.attempt, row.step, at)
     return None
 
@@ -192,9 +192,9 @@ def compute_goodput(
             training += max(0.0, attempt.stopped_at_unix - attempt.training_at_unix)
     parts["getting back after losses"] = sum(one.down_seconds for one in interruptions)
     parts["starting"], parts["between runs"] = _idle(attempts, end_unix)
-    again = sum(one.lost.seconds for one in interruptions if one.lost is not None)
+    repeated = sum(one.lost.seconds for one in interruptions if one.lost is not None)
     stalls = _stall_seconds(checkpoints, attempts, interruptions)
-    parts["work done twice"] = min(again, training)
+    parts["work done twice"] = min(repeated, training)
     parts["stalls for checkpoints"] = min(stalls, training - parts["work done twice"])
     others = sum(value for name, value in parts.items() if name != "new work")
     parts["new work"] = max(0.0, total - others)

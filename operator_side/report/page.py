@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from holdfast.telemetry.event_text import cut
+from holdfast.telemetry.event_text import truncate
 from holdfast.telemetry.rows import CheckpointRow, SkippedStep, RankTimes
 from operator_side.page.render_page import render_page
 from operator_side.page.words import moment, plural
@@ -33,7 +33,7 @@ _SECONDS_MIN = 1e-6  # a shorter time means that nothing was copied
 _Item = TypeVar("_Item")
 
 
-def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
+def report_page(facts: RunFacts, *, made_at_unix: float) -> bytes:
     saved = [row for row in facts.rows if row.saved_at_unix is not None]
     timeline = timeline_chart(
         thinned(facts.attempts, _BARS_MAX),
@@ -43,7 +43,7 @@ def page(facts: RunFacts, *, made_at_unix: float) -> bytes:
     return render_page(
         "report/report.html",
         facts=facts,
-        run=cut(facts.run, _URL_CHARACTERS_MAX),
+        run=truncate(facts.run, _URL_CHARACTERS_MAX),
         made_at=moment(made_at_unix),
         sources=_sources(facts),
         tiles_of_run=run_tiles(facts, last_good_tile(facts)),

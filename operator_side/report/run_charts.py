@@ -115,8 +115,8 @@ def durations_chart(rows: Sequence[CheckpointRow | CheckpointStatus]) -> Chart:
     """Chart the seconds of checkpoints over their steps."""
     series = []
     for name, colour, field in DURATIONS:
-        said = [(row.step, getattr(row, field)) for row in rows]
-        points = [(step, value) for step, value in said if value is not None and value > 0]
+        values = [(row.step, getattr(row, field)) for row in rows]
+        points = [(step, value) for step, value in values if value is not None and value > 0]
         series.append(Series(name, colour, points=points))
     text = "How long each checkpoint stalled training, and took to become staged and durable."
     return Chart(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from holdfast.telemetry.event_text import cut
+from holdfast.telemetry.event_text import truncate
 from holdfast.wire.step_proof import ProofVerdict
 from operator_side.page.words import brief, dollars, moment, plural, share
 from operator_side.report.facts import RunFacts
@@ -60,14 +60,14 @@ def _course(facts: RunFacts) -> Iterator[str]:
         "left": "It ended when the trainers left in order.",
     }.get(last.cause)
     if last.was_lost:
-        how = f"It ended badly ({last.cause}): {cut(last.message, _REASON_CHARACTERS_MAX)}."
+        how = f"It ended badly ({last.cause}): {truncate(last.message, _REASON_CHARACTERS_MAX)}."
         if facts.over and facts.over not in last.message:
-            how += f" The supervisor's last message: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
+            how += f" The supervisor's last message: {truncate(facts.over, _REASON_CHARACTERS_MAX)}."
     yield f"The run went {span}, in {plural(len(facts.attempts), 'attempt')}."
     yield how or (
         f"Attempt {last.number} was still running when the logs end; later events are not known."
         if not facts.over
-        else f"The supervisor's last message: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
+        else f"The supervisor's last message: {truncate(facts.over, _REASON_CHARACTERS_MAX)}."
     )
 
 
@@ -76,11 +76,11 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
     if not facts.attempts:
         return
     if not found:
-        unsaid = "The logs show no interruption, and do not say why attempts ended."
-        yield "It was not interrupted." if facts.attempts[0].is_told else unsaid
+        unknown = "The logs show no interruption, and do not say why attempts ended."
+        yield "It was not interrupted." if facts.attempts[0].is_told else unknown
         return
     names = [
-        f"at {moment(one.stopped_at_unix)} ({one.cause}: {cut(one.message, _REASON_CHARACTERS_MAX)})"
+        f"at {moment(one.stopped_at_unix)} ({one.cause}: {truncate(one.message, _REASON_CHARACTERS_MAX)})"
         for one in (interruption.attempt for interruption in found[:_NAMED_MAX])
     ]
     more = f"; and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
@@ -102,12 +102,12 @@ def _resumes(facts: RunFacts) -> Iterator[str]:
     if not proofs:
         return
     counts = Counter(proof.verdict for proof in proofs)
-    told = {
+    wording = {
         ProofVerdict.VERIFIED: "continued as before, as the first step shows",
         ProofVerdict.DIFFERS: "differed",
         ProofVerdict.NOT_PROVEN: "not proven",
     }
-    named = [f"{counts[verdict]} {words}" for verdict, words in told.items() if counts[verdict]]
+    named = [f"{counts[verdict]} {words}" for verdict, words in wording.items() if counts[verdict]]
     yield f"{plural(len(proofs), 'resume')} compared with the attempt before: {'; '.join(named)}."
     for proof in [one for one in proofs if one.verdict is ProofVerdict.DIFFERS][:_NAMED_MAX]:
         yield f"{proof.text[:1].upper()}{proof.text[1:]}."
@@ -206,7 +206,7 @@ def _bad(facts: RunFacts) -> Iterator[Hint]:
     bad = [row for row in facts.rows if row.state == "bad"]
     if bad:
         worst = bad[-1]
-        note = f": {cut(worst.note, _REASON_CHARACTERS_MAX)}" if worst.note else ""
+        note = f": {truncate(worst.note, _REASON_CHARACTERS_MAX)}" if worst.note else ""
         yield Hint(
             f"Step {worst.step} (attempt {worst.attempt}) was read back and is bad{note}. `holdfast verify` names the "
             "damage; check the store and the machine that wrote it.",
@@ -252,7 +252,7 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
     if crashed:
         yield Hint(
             f"Attempt {crashed[-1].attempt.number} crashed by itself, not because of a preemption: "
-            f"{cut(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. Its ranks' output is in the log directory.",
+            f"{truncate(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. Its ranks' output is in the log directory.",
             "interruptions",
         )
 
@@ -273,7 +273,7 @@ def _store(facts: RunFacts) -> Iterator[Hint]:
     if held:
         yield Hint(
             f"The store failed {_times(sum(one.times for one in held))}, first at {moment(held[0].at_unix)}: "
-            f"{cut(held[0].text, _REASON_CHARACTERS_MAX)}",
+            f"{truncate(held[0].text, _REASON_CHARACTERS_MAX)}",
             "troubles",
         )
     seconds = [row.pgt2_seconds for row in facts.rows if row.pgt2_seconds is not None]

@@ -24,7 +24,7 @@ from operator_side.simulate.strategy import IDEAL, Strategy, microseconds
 # Next to the source; an installed wheel has no figures.
 MEASURED = Path(__file__).resolve().parents[2] / "docs/figures/data"
 _SECONDS_MAX = 1e6
-_LOOKED_SECONDS = 0.01  # longer than the check whether a training's last checkpoint is durable
+_CHECK_SECONDS = 0.01  # longer than the check whether a training's last checkpoint is durable
 _Seconds = Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(ge=1e-6, le=_SECONDS_MAX, allow_inf_nan=False)]
 
@@ -39,7 +39,7 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Measured(BaseModel):
+class MeasuredCosts(BaseModel):
     """Measured costs of one way to checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +54,7 @@ class Measured(BaseModel):
     notice: bool = False  # a preemption notice leads to a checkpoint
 
     @model_validator(mode="after")
-    def _levels(self) -> Measured:
+    def _levels(self) -> MeasuredCosts:
         if self.stager and self.staged_seconds is None:
             raise ValueError("with a stager, staged_seconds")
         if self.staged_seconds is not None and self.staged_seconds > self.durable_seconds:
@@ -86,7 +86,7 @@ class TrainingProfile(BaseModel):
     source: Annotated[str, Field(min_length=1, max_length=4096)]  # of the figures; shown with every result
     iteration_seconds: _Positive  # time of one iteration on all machines, without a checkpoint
     restart_seconds: _Seconds  # from a loss until the processes run again, before they restore
-    strategies: Annotated[dict[str, Measured], Field(min_length=1, max_length=64)]
+    strategies: Annotated[dict[str, MeasuredCosts], Field(min_length=1, max_length=64)]
 
     def lanes(self, leads_seconds: Sequence[float]) -> list[Strategy]:
         """Return all strategies, the ideal last. A strategy that uses notices appears once for each lead time."""
@@ -121,7 +121,7 @@ def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
     try:
         run = _json(folder / "makespan.json")
         strategies = {
-            name: Measured(
+            name: MeasuredCosts(
                 stall_seconds=_stall_seconds(run, name),
                 staged_seconds=_median(run, name, "staged_seconds") if "stager" in way else None,
                 durable_seconds=_durable_seconds(run, name, way.get("in_flight_max", 1)),
@@ -188,7 +188,7 @@ def _durable_seconds(run: Mapping[str, Any], peer: str, in_flight_max: int) -> f
         for of in runs
         if of["every"] == closest
         and of["saves"] > 1
-        and of["durable_seconds"] > of["makespan_seconds"] + _LOOKED_SECONDS
+        and of["durable_seconds"] > of["makespan_seconds"] + _CHECK_SECONDS
     ]
     return max(alone, in_flight_max * statistics.median(apart)) if apart else alone
 

@@ -116,7 +116,7 @@ STAGERS = (
 )
 
 
-def machine(name: str) -> Machine:
+def find_machine(name: str) -> Machine:
     """Look up a machine by name. Raises `ConfigError`: the table does not have it."""
     for one in STAGERS:
         if one.name == name:

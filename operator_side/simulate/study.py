@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from holdfast.errors import ConfigError
 from operator_side.simulate.replay import ReplayOutcome, StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, IDEAL, Strategy
-from operator_side.simulate.trace_windows import TraceWindows, poisson
+from operator_side.simulate.trace_windows import TraceWindows, poisson_windows
 
 _HORIZON_FIRST = 4  # times the ideal's own time
 _HORIZON_LAST = 256  # a strategy that needs more counts as unfinished
@@ -136,7 +136,7 @@ def total_times(
     alone_us = job.restart_us + job.target * job.iteration_us
     times = _HORIZON_FIRST
     while True:
-        windows = poisson(
+        windows = poisson_windows(
             nodes=job.nodes,
             mtbf_us=max(1, round(mtbf_hours * HOUR_US)),
             provision_us=provision_us,

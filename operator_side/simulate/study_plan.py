@@ -23,7 +23,7 @@ from operator_side.simulate.study import (
     on_demand_dollars,
     total_times,
 )
-from operator_side.simulate.trace_windows import cut
+from operator_side.simulate.trace_windows import cut_windows
 from operator_side.simulate.traces import Trace
 
 
@@ -78,7 +78,7 @@ class StudyPlan:
             raise ConfigError(f"{trace.name}: expected a trace with at least one machine, got none")
         job = self._job(nodes)
         length_us = trace.end_us // 2 if self.window_hours is None else round(self.window_hours * HOUR_US)
-        windows = cut(
+        windows = cut_windows(
             trace,
             length_us=length_us,
             offsets=self.offsets,

@@ -31,14 +31,14 @@ class Timeline:
         self._apart: Integers = self._work + stall_us
         self._group: Integers = np.maximum(places * self._apart, durable_us)
 
-    def begin(self, number: Integers) -> Integers:
+    def save_begin(self, number: Integers) -> Integers:
         """Return when save `number` begins, counted from 1; other numbers give no meaningful result."""
         groups = (number - 1) // self._places
         within = number - 1 - groups * self._places
         begin: Integers = self._work + groups * self._group + within * self._apart
         return begin
 
-    def begun(self, time: Integers) -> Integers:
+    def saves_begun(self, time: Integers) -> Integers:
         """Return how many saves have begun by `time`."""
         since = time - self._work
         groups = since // self._group
@@ -48,8 +48,8 @@ class Timeline:
 
     def iterations(self, time: Integers) -> Integers:
         """Return how many iterations have ended by `time`; 0 before the start."""
-        saves = self.begun(time)
-        after = time - np.where(saves > 0, self.begin(saves) + self._stall, 0)
+        saves = self.saves_begun(time)
+        after = time - np.where(saves > 0, self.save_begin(saves) + self._stall, 0)
         more = np.minimum(np.maximum(after // self._iteration, 0), self._every)
         iterations: Integers = saves * self._every + more
         return iterations
@@ -57,13 +57,13 @@ class Timeline:
     def iteration_end(self, iteration: Integers) -> Integers:
         """Return when `iteration`, counted from 1, ends."""
         saves = (iteration - 1) // self._every
-        begin = np.where(saves > 0, self.begin(saves) + self._stall, 0)
+        begin = np.where(saves > 0, self.save_begin(saves) + self._stall, 0)
         end: Integers = begin + (iteration - saves * self._every) * self._iteration
         return end
 
     def save_after(self, iteration: Integers) -> Integers:
         """Return when a save after `iteration`, counted from 1, can begin: fewer than N must be in flight."""
         oldest = (iteration - 1) // self._every + 1 - self._places
-        free = np.where(oldest > 0, self.begin(oldest) + self._durable, 0)
+        free = np.where(oldest > 0, self.save_begin(oldest) + self._durable, 0)
         after: Integers = np.maximum(self.iteration_end(iteration), free)
         return after

@@ -87,7 +87,7 @@ def stack(columns: list[Column], length_us: int) -> TraceWindows:
     )
 
 
-def cut(
+def cut_windows(
     trace: Trace, *, length_us: int, offsets: int, rng: np.random.Generator, stager_mtbf_us: int | None = None
 ) -> TraceWindows:
     """Cut windows from a trace at random offsets. Raises `ConfigError`: the trace is shorter than a window."""
@@ -108,11 +108,11 @@ def cut(
             trace.count[rows],
             np.zeros(last - first, dtype=np.int64),
         )
-        columns.append(column.with_stager_losses(_times(rng, stager_mtbf_us, length_us)))
+        columns.append(column.with_stager_losses(_draw_times(rng, stager_mtbf_us, length_us)))
     return stack(columns, length_us)
 
 
-def poisson(
+def poisson_windows(
     *,
     nodes: int,
     mtbf_us: int,
@@ -125,7 +125,7 @@ def poisson(
     """Make random traces: a machine is lost every `mtbf_us` on average, and replaced after `provision_us`."""
     columns = []
     for _ in range(samples):
-        losses = _times(rng, mtbf_us, length_us)
+        losses = _draw_times(rng, mtbf_us, length_us)
         gains = losses + provision_us
         gains = gains[gains <= length_us]
         times = np.concatenate((losses, gains))
@@ -138,11 +138,11 @@ def poisson(
         column = Column(
             nodes, times[order], (change[order] < 0).astype(np.int64), counts, np.zeros(len(times), np.int64)
         )
-        columns.append(column.with_stager_losses(_times(rng, stager_mtbf_us, length_us)))
+        columns.append(column.with_stager_losses(_draw_times(rng, stager_mtbf_us, length_us)))
     return stack(columns, length_us)
 
 
-def _times(rng: np.random.Generator, mtbf_us: int | None, length_us: int) -> Integers:
+def _draw_times(rng: np.random.Generator, mtbf_us: int | None, length_us: int) -> Integers:
     """Draw times of a Poisson process within `length_us`; no times if there is no mean."""
     if mtbf_us is None:
         return np.zeros(0, dtype=np.int64)

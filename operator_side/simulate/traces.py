@@ -176,12 +176,12 @@ def _trace(path: Path, head: _TraceRow, points: list[_Point]) -> Trace:
                 "sort the file, and see that rows of one moment do not contradict each other"
             )
         before = seconds
-        gone = max(0, counts[-1] - count) if lost is None else lost
-        if not gone and count == counts[-1] and row is not points[-1][0]:
+        lost_now = max(0, counts[-1] - count) if lost is None else lost
+        if not lost_now and count == counts[-1] and row is not points[-1][0]:
             continue  # no change
         times.append(microseconds(seconds - begin_seconds))
         counts.append(count)
-        losses.append(gone)
+        losses.append(lost_now)
     if not times[-1]:
         raise points[-1][0].error("a trace that lasts longer than no time at all")
     time_us, count_held, lost_then = (np.array(values, dtype=np.int64) for values in (times, counts, losses))

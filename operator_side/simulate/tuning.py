@@ -19,7 +19,7 @@ from holdfast.policy.advice import Advice, advise
 from holdfast.policy.cost import best_in_flight
 from holdfast.policy.hazard import Hazard
 from holdfast.wire.failure_count import FailureCount
-from operator_side.simulate.profiles import Measured, TrainingProfile
+from operator_side.simulate.profiles import MeasuredCosts, TrainingProfile
 from operator_side.simulate.scale import (
     STAGERS_SOURCE,
     Machine,
@@ -48,7 +48,7 @@ class TuningRequest:
     profile: TrainingProfile
     trace: Trace | None = None  # how often machines are lost: exactly one of trace, mtbf_hours, seen
     mtbf_hours: float | None = None
-    seen: FailureCount | None = None
+    failures: FailureCount | None = None
     strategy: str = "holdfast"
     nodes: int | None = None  # None: the largest number in the trace, or 1
     spot_dollars: float | None = None
@@ -95,66 +95,66 @@ class TuningResult:
         return "\n".join(lines) + "\n"
 
 
-def tune(question: TuningRequest) -> TuningResult:
+def tune(request: TuningRequest) -> TuningResult:
     """Choose the settings. Raises `ConfigError`: the strategy was not measured, the rate of losses is unknown, or the
     bound cannot be kept; the message then names the bound that can.
     """
-    name, measured, why_places = _chosen(question)
-    hazard, nodes = _hazard(question)
+    name, measured, why_places = _choose_strategy(request)
+    hazard, nodes = _hazard(request)
     strategy = measured.strategy(name)
-    cost = strategy.cost(microseconds(question.profile.iteration_seconds))
-    advice = advise(cost, hazard, overhead_max=question.overhead_max)
+    cost = strategy.cost(microseconds(request.profile.iteration_seconds))
+    advice = advise(cost, hazard, overhead_max=request.overhead_max)
     cycle_seconds = cost.cycle_seconds(advice.every)
-    trace = question.trace
-    whence = hazard.line if trace is None else f"{trace.losses} in {trace.name}"
+    trace = request.trace
+    source = hazard.line if trace is None else f"{trace.losses} in {trace.name}"
     notes = [
         f"Take a checkpoint every {advice.every} iterations: Checkpointer(state, every={advice.every}).",
         f"{advice.line()}.",
-        f"Overhead at most {question.overhead_max:.1%}; losses per hour: {hazard.per_hour:.3g} ({whence}).",
+        f"Overhead at most {request.overhead_max:.1%}; losses per hour: {hazard.per_hour:.3g} ({source}).",
     ]
     if hazard.dollars_per_hour is not None:
-        told = "as given" if question.cluster_dollars is None else "by `holdfast cluster status`"
-        notes.append(f"Price of all machines: ${hazard.dollars_per_hour:.2f} an hour, {told}.")
-    if question.trace is not None:
-        notes.append(_replay_note(question, name, measured, advice.every, nodes))
+        origin = "as given" if request.cluster_dollars is None else "by `holdfast cluster status`"
+        notes.append(f"Price of all machines: ${hazard.dollars_per_hour:.2f} an hour, {origin}.")
+    if request.trace is not None:
+        notes.append(_replay_note(request, name, measured, advice.every, nodes))
     settings = [Setting("trainer", "in_flight_max", measured.in_flight_max, why_places)]
     if cost.durable_seconds / cost.in_flight_max > advice.every * cost.iteration_seconds:
         why = (
             "A checkpoint takes longer than the interval: save() waits for a staging area, and skips no step."
         )
         settings.append(Setting("trainer", "on_full", "wait", why))
-    if question.lead_seconds:
-        settings.append(_watch(question, measured))
-    if question.store is not None:
-        settings.insert(0, Setting("", "store", question.store, "As given."))
-    if question.image_bytes is None:
+    if request.lead_seconds:
+        settings.append(_watch_setting(request, measured))
+    if request.store is not None:
+        settings.insert(0, Setting("", "store", request.store, "As given."))
+    if request.image_bytes is None:
         notes.append("ring_bytes is not set: give --image-size, and the stager's machine.")
     else:
-        sized, more = _sized(question, measured, cycle_seconds)
+        sized, more = _ring_settings(request, measured, cycle_seconds)
         settings += sized
         notes += more
     notes.append(
         "Local tiers are not set, since the profile has no figures of them (docs/tiers.md says when they help)."
     )
-    return TuningResult(question, advice.every, advice, settings, notes)
+    return TuningResult(request, advice.every, advice, settings, notes)
 
 
 # -- grounds ---------------------------------------------------------------------------------------------------------
 
 
-def _chosen(question: TuningRequest) -> tuple[str, Measured, str]:
+def _choose_strategy(request: TuningRequest) -> tuple[str, MeasuredCosts, str]:
     """Choose the strategy with the best number of checkpoints in flight."""
     found = {
         name: measured
-        for name, measured in question.profile.strategies.items()
-        if name.startswith(question.strategy)
+        for name, measured in request.profile.strategies.items()
+        if name.startswith(request.strategy)
     }
     if not found:
-        there = ", ".join(question.profile.strategies)
+        names = ", ".join(request.profile.strategies)
         raise ConfigError(
-            f"--strategy {question.strategy}: expected the beginning of a name in the profile: {there}"
+            f"--strategy {request.strategy}: expected the beginning of a name in the profile: {names}"
         )
-    by_places: dict[int, tuple[str, Measured]] = {}
+    by_places: dict[int, tuple[str, MeasuredCosts]] = {}
     for name, measured in found.items():
         if measured.in_flight_max in by_places:
             other = by_places[measured.in_flight_max][0]
@@ -171,33 +171,33 @@ def _chosen(question: TuningRequest) -> tuple[str, Measured, str]:
     return *by_places[places], why
 
 
-def _hazard(question: TuningRequest) -> tuple[Hazard, int]:
-    trace = question.trace
-    nodes = question.nodes or (trace.count_max if trace is not None else 1)
-    price = question.cluster_dollars
-    if question.spot_dollars is not None:
-        price = nodes * question.spot_dollars + question.stager_dollars
+def _hazard(request: TuningRequest) -> tuple[Hazard, int]:
+    trace = request.trace
+    nodes = request.nodes or (trace.count_max if trace is not None else 1)
+    price = request.cluster_dollars
+    if request.spot_dollars is not None:
+        price = nodes * request.spot_dollars + request.stager_dollars
     if trace is not None:
         return Hazard(trace.losses_per_hour, price), nodes
-    if question.seen is not None:
-        return Hazard.from_observed(question.seen, price), nodes
-    assert question.mtbf_hours is not None
-    return Hazard.from_mtbf(question.mtbf_hours, price), nodes
+    if request.seen is not None:
+        return Hazard.from_observed(request.seen, price), nodes
+    assert request.mtbf_hours is not None
+    return Hazard.from_mtbf(request.mtbf_hours, price), nodes
 
 
-def _replay_note(question: TuningRequest, name: str, measured: Measured, every: int, nodes: int) -> str:
-    assert question.trace is not None
+def _replay_note(request: TuningRequest, name: str, measured: MeasuredCosts, every: int, nodes: int) -> str:
+    assert request.trace is not None
     plan = StudyPlan(
-        question.profile.model_copy(update={"strategies": {name: measured}}),
-        leads_seconds=(question.lead_seconds,),
+        request.profile.model_copy(update={"strategies": {name: measured}}),
+        leads_seconds=(request.lead_seconds,),
         intervals=(every,),
         nodes=nodes,
         nodes_min=1,
         offsets=_OFFSETS,
         seed=_SEED,
-        overhead_max=question.overhead_max,
+        overhead_max=request.overhead_max,
     )
-    row = plan.replay(question.trace).rows[0]
+    row = plan.replay(request.trace).rows[0]
     share = row.share
     return (
         f"Replayed over {_OFFSETS} windows of that trace: {share.median:.1%} of the ideal's iterations "
@@ -205,12 +205,12 @@ def _replay_note(question: TuningRequest, name: str, measured: Measured, every: 
     )
 
 
-def _watch(question: TuningRequest, measured: Measured) -> Setting:
-    fits = measured.staged_seconds is not None and measured.staged_seconds <= question.lead_seconds
+def _watch_setting(request: TuningRequest, measured: MeasuredCosts) -> Setting:
+    fits = measured.staged_seconds is not None and measured.staged_seconds <= request.lead_seconds
     how = "fits into" if fits else "does not fit into"
     seconds = measured.durable_seconds if measured.staged_seconds is None else measured.staged_seconds
     why = (
-        f"A checkpoint is safe after {seconds:g} s, which {how} the {question.lead_seconds:g} s of a notice."
+        f"A checkpoint is safe after {seconds:g} s, which {how} the {request.lead_seconds:g} s of a notice."
     )
     return Setting("trainer", "watch", ["auto"], why)
 
@@ -218,15 +218,15 @@ def _watch(question: TuningRequest, measured: Measured) -> Setting:
 # -- ring and machine ------------------------------------------------------------------------------------------------
 
 
-def _sized(question: TuningRequest, measured: Measured, cycle_seconds: float) -> tuple[list[Setting], list[str]]:
-    image = question.image_bytes
+def _ring_settings(request: TuningRequest, measured: MeasuredCosts, cycle_seconds: float) -> tuple[list[Setting], list[str]]:
+    image = request.image_bytes
     assert image is not None
-    shape = Shape(question.ranks or 1, image)
+    shape = Shape(request.ranks or 1, image)
     taken = measured.staged_seconds if measured.staged_seconds is not None else measured.durable_seconds
     in_rate = image / max(taken, 1e-6)  # as measured, but limited by the machine's network
-    out_rate = question.store_rate or image / max(measured.durable_seconds, 1e-6)
+    out_rate = request.store_rate or image / max(measured.durable_seconds, 1e-6)
     notes: list[str] = []
-    machine = question.stager
+    machine = request.stager
     if machine is None:
         machine = smallest_machine(image, cycle_seconds, out_rate)
         notes.append(_machine_note(machine, image, cycle_seconds, out_rate))
@@ -234,7 +234,7 @@ def _sized(question: TuningRequest, measured: Measured, cycle_seconds: float) ->
         raise ConfigError(_too_slow(image, cycle_seconds, machine.name, min(machine.rate, out_rate)))
     if machine is not None:
         in_rate = min(in_rate, machine.rate)
-    memory = question.stager_memory_bytes or (machine.memory_bytes if machine is not None else None)
+    memory = request.stager_memory_bytes or (machine.memory_bytes if machine is not None else None)
     if memory is None:
         return [], [
             *notes,

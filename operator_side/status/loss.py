@@ -38,7 +38,7 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Loss:
     steps: int | None  # lost steps; None: unknown
     is_estimate: bool  # the steps since the newest save are estimated
     seconds: float
@@ -46,38 +46,38 @@ class Lost:
     since_step: int | None  # the step that training would resume from; None: the beginning
 
 
-def loss_with_trainers(known: LossInputs) -> Lost:
+def loss_with_trainers(known: LossInputs) -> Loss:
     """Compute the loss if all training ranks are killed, but not the stager's node."""
-    return _lost(known, known.staged, 0.0)
+    return _compute_loss(known, known.staged, 0.0)
 
 
-def loss_with_node(known: LossInputs) -> Lost:
+def loss_with_node(known: LossInputs) -> Loss:
     """Compute the loss if all training ranks and the stager's node are killed, and the ring with them."""
     staged, durable, since = known.staged, known.durable, known.running_since_unix
     earlier_seconds = 0.0
     # A checkpoint that an earlier job staged and this one resumed from exists only in the ring until it is durable.
     if staged is not None and _is_newer(staged, durable) and (since is None or staged.saved_at_unix <= since):
         earlier_seconds = 0.0 if durable is None else max(0.0, staged.saved_at_unix - durable.saved_at_unix)
-    return _lost(known, durable, earlier_seconds)
+    return _compute_loss(known, durable, earlier_seconds)
 
 
-def _lost(known: LossInputs, safe: SavedPoint | None, earlier_seconds: float) -> Lost:
+def _compute_loss(known: LossInputs, safe: SavedPoint | None, earlier_seconds: float) -> Loss:
     seconds = earlier_seconds
     if known.running_since_unix is not None:
         begun = (
             known.running_since_unix if safe is None else max(known.running_since_unix, safe.saved_at_unix)
         )
         seconds += max(0.0, known.now_unix - begun)
-    steps, is_estimate = _steps(known, safe)
+    steps, is_estimate = _lost_steps(known, safe)
     dollars = price(seconds, known.dollars_per_hour)
-    return Lost(steps, is_estimate, seconds, dollars, None if safe is None else safe.step)
+    return Loss(steps, is_estimate, seconds, dollars, None if safe is None else safe.step)
 
 
 def price(seconds: float, dollars_per_hour: float | None) -> float | None:
     return None if dollars_per_hour is None else seconds * dollars_per_hour / _HOUR_SECONDS
 
 
-def _steps(known: LossInputs, safe: SavedPoint | None) -> tuple[int | None, bool]:
+def _lost_steps(known: LossInputs, safe: SavedPoint | None) -> tuple[int | None, bool]:
     reached, safe_step = known.newest or known.staged, -1 if safe is None else safe.step
     if known.running_since_unix is None:
         reached = known.staged

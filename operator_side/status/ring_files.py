@@ -66,7 +66,7 @@ class RingFiles:
         self._directory = directory
         self._image_bytes: dict[str, int] = {}
 
-    def look(self) -> RingSnapshot | None:
+    def snapshot(self) -> RingSnapshot | None:
         """Return the state of the ring now; None if there is no ring.
 
         Raises:
@@ -112,10 +112,10 @@ class RingFiles:
     def _checkpoint(
         self, attempt: int, step: int, chunk_bytes: int, full: dict[int, int]
     ) -> RingCheckpoint | None:
-        said = read_checkpoint(self._directory, attempt, step)
-        if said is None:
+        record = read_checkpoint(self._directory, attempt, step)
+        if record is None:
             return None  # durable or given up since the directory was listed
-        image_bytes = self._size(said.layout_digest)
+        image_bytes = self._size(record.layout_digest)
         written_bytes, part_bytes, parts = self._written(attempt, step, image_bytes)
         # The ring still holds a chunk for a moment after its part was written.
         ring_bytes = sum(
@@ -123,7 +123,7 @@ class RingFiles:
             for chunk, nbytes in full.items()
             if not part_bytes or chunk * chunk_bytes // part_bytes not in parts
         )
-        return RingCheckpoint(attempt, step, said.state, image_bytes, ring_bytes, written_bytes, said.record)
+        return RingCheckpoint(attempt, step, record.state, image_bytes, ring_bytes, written_bytes, record.record)
 
     def _size(self, digest: str) -> int | None:
         if digest not in self._image_bytes:
@@ -138,7 +138,7 @@ class RingFiles:
             data = read_side_file(self._directory / f"flush-{attempt}-{step}")
         except FileNotFoundError:
             return None, 0, set()
-        lines = [line for line in data.split(b"\n")[:-1] if _is_whole(line)]
+        lines = [line for line in data.split(b"\n")[:-1] if _has_valid_crc(line)]
         head = _PART_BYTES.search(lines[0]) if lines else None
         if head is None or image_bytes is None or int(head[1]) == 0:
             return None, 0, set()
@@ -148,7 +148,7 @@ class RingFiles:
         return written, part_bytes, parts
 
 
-def _is_whole(line: bytes) -> bool:
+def _has_valid_crc(line: bytes) -> bool:
     stated, _, body = line.partition(b" ")
     return stated == b"%08x" % crc32(body)
 

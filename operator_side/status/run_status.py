@@ -26,7 +26,7 @@ from holdfast.telemetry.status_document import (
     checkpoint_status,
 )
 from holdfast.wire.failure_count import FailureCount
-from operator_side.status.loss import LossInputs, Lost, SavedPoint, loss_with_node, loss_with_trainers
+from operator_side.status.loss import LossInputs, Loss, SavedPoint, loss_with_node, loss_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingSnapshot
 from operator_side.status.share_progress import ShareSnapshot, ShareProgress, share_progress
 
@@ -104,8 +104,8 @@ class RunStatus:
     ranks: tuple[RankStatus, ...]
     ranks_total: int
     levels: Mapping[str, Level]
-    loss_trainers: Lost
-    loss_node: Lost
+    loss_trainers: Loss
+    loss_node: Loss
     ring: RingSnapshot | None
     flights: tuple[RingCheckpoint, ...]
     shares: tuple[ShareProgress, ...]
@@ -160,8 +160,8 @@ class RunEvidence:
 
     flusher: Peer
     stager: Peer
-    flusher_said: StatusDocument | None = None
-    stager_said: StatusDocument | None = None
+    flusher_document: StatusDocument | None = None
+    stager_document: StatusDocument | None = None
     ring: RingSnapshot | None = None
     others: Sequence[ShareSnapshot] = ()  # more stagers of the run on this machine
     stored: Iterable[StoredCheckpoint] = ()
@@ -175,17 +175,17 @@ def compose(
     flusher, stager, ring = found.flusher, found.stager, found.ring
     flusher_said, stager_said = found.flusher_said, found.stager_said
     rows = _rows(flusher_said, stager_said, ring, found.stored)
-    attempt = max((said.attempt for said in (flusher_said, stager_said) if said is not None), default=0)
+    attempt = max((document.attempt for document in (flusher_said, stager_said) if document is not None), default=0)
     attempt = attempt or max((key[0] for key in rows), default=0)
     ranks, ranks_total = _ranks(flusher_said, stager_said, ring)
-    there = [rank for rank in ranks if rank.state in {"coming", "here", "silent"}]
-    is_running = stager.state != "gone" and (stager_said is None or bool(there))
+    present = [rank for rank in ranks if rank.state in {"coming", "here", "silent"}]
+    is_running = stager.state != "gone" and (stager_said is None or bool(present))
     # Ranks that are still joining have done no work that a kill could lose.
-    may_work = is_running and (not there or any(rank.state != "coming" for rank in there))
+    may_work = is_running and (not present or any(rank.state != "coming" for rank in present))
     since = stager.since_unix if stager.since_unix is not None else flusher.since_unix
     levels = {name: level for name in LEVELS if (level := _newest(rows, name)) is not None}
     saved = [(key, row.saved_at_unix) for key, row in sorted(rows.items()) if row.saved_at_unix is not None]
-    interval = interval_of(saved)
+    interval = last_interval(saved)
     if interval is not None and stager_said is not None:
         interval = dataclasses.replace(interval, why=stager_said.interval_why)
     known = LossInputs(
@@ -197,7 +197,7 @@ def compose(
         step_seconds=interval.seconds / interval.steps if interval else None,
         dollars_per_hour=dollars_per_hour,
     )
-    said = stager_said or flusher_said
+    document = stager_said or flusher_said
     flights = tuple(_flights(ring, rows))
     newest = CheckpointId(flights[-1].attempt, flights[-1].step) if flights else CheckpointId(0, 0)
     return RunStatus(
@@ -225,8 +225,8 @@ def compose(
         interval=interval,
         failures=_failures(flusher_said, stager_said),
         checkpoints=tuple(row for _, row in sorted(rows.items()))[-CHECKPOINTS_MAX:],
-        not_taken=said.not_taken if said else {},
-        declined=said.declined if said else (),
+        not_taken=document.not_taken if document else {},
+        declined=document.declined if document else (),
         notices=_lines(stager_said, flusher_said, "notices"),
         problems=_lines(stager_said, flusher_said, "problems"),
         notes=tuple(found.notes),
@@ -246,8 +246,8 @@ def _rows(
     rows: dict[CheckpointId, CheckpointStatus] = {}
     for one in stored:
         _merge(rows, _row_of_stored(one))
-    for said in (flusher, stager):
-        for row in said.checkpoints if said else ():
+    for document in (flusher, stager):
+        for row in document.checkpoints if document else ():
             _merge(rows, row)
     for here in ring.checkpoints if ring else ():
         _merge(rows, _row_of_ring(here))
@@ -322,7 +322,7 @@ def _point(rows: Mapping[CheckpointId, CheckpointStatus], level: Level | None) -
     return SavedPoint(level.attempt, level.step, saved or 0.0)
 
 
-def interval_of(saved: Sequence[tuple[CheckpointId, float]]) -> Interval | None:
+def last_interval(saved: Sequence[tuple[CheckpointId, float]]) -> Interval | None:
     """Return the distance between the last two saves if one job made both. `saved`: in order."""
     if len(saved) < 2:
         return None
@@ -376,5 +376,5 @@ def _ranks(
 def _lines(
     stager: StatusDocument | None, flusher: StatusDocument | None, name: str
 ) -> tuple[StatusLine, ...]:
-    found = [line for said in (stager, flusher) if said for line in getattr(said, name)]
+    found = [line for document in (stager, flusher) if document for line in getattr(document, name)]
     return tuple(sorted(found, key=lambda line: line.at_unix))

@@ -21,7 +21,7 @@ from holdfast.ring.directory import runtime_directory, share_directories, share_
 from holdfast.ring.doorbell import SOCKET_NAME
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import StatusDocument
-from holdfast.telemetry.status_socket import ask, socket_path
+from holdfast.telemetry.status_socket import request_status, socket_path
 from operator_side.status.ring_files import RingFiles, RingSnapshot
 from operator_side.status.run_status import Peer, RunEvidence, RunStatus, compose
 from operator_side.status.share_progress import ShareSnapshot
@@ -74,7 +74,7 @@ class RunWatch:
         self._next_store_read_at = 0.0
         self._has_polled = self._has_writer = False
 
-    def look(self) -> RunStatus:
+    def poll(self) -> RunStatus:
         """Return the status of the run now.
 
         Raises:
@@ -87,9 +87,9 @@ class RunWatch:
         if stager.state == "gone" and flusher_said is not None and flusher_said.stager_attached:
             stager = Peer("silent", note="it is attached to the flusher, but does not answer")
         ring = self._read_ring(self._ring, notes)
-        said = flusher_said or stager_said
-        if said is not None and self._url is None:
-            self._url = said.run
+        document = flusher_said or stager_said
+        if document is not None and self._url is None:
+            self._url = document.run
         if flusher.state == "gone":
             nothing_here = ring is None and stager.state == "gone"
             self._poll_store(may_fail=nothing_here and not self._has_polled)
@@ -99,8 +99,8 @@ class RunWatch:
                 and ring is not None
                 and any(one.state == "staged" for one in ring.checkpoints)
             ):
-                by_hand = self._by_hand(share_of(self.directory), ring)
-                notes.append(f"the next job publishes the staged checkpoints in the ring; or run {by_hand}")
+                command = self._flusher_command(share_of(self.directory), ring)
+                notes.append(f"the next job publishes the staged checkpoints in the ring; or run {command}")
         self._has_polled = True
         others = self._read_other_shares(notes)
         found = RunEvidence(flusher, stager, flusher_said, stager_said, ring, others, self._stored, notes)
@@ -112,17 +112,17 @@ class RunWatch:
     ) -> tuple[Peer, StatusDocument | None]:
         directory = directory or self.directory
         try:
-            said = ask(socket_path(directory, role), seconds_max=_ANSWER_SECONDS_MAX)
+            document = request_status(socket_path(directory, role), seconds_max=_ANSWER_SECONDS_MAX)
         except PeerLost as error:
             return Peer("silent", note=str(error)), None
         except ProtocolError as error:
             notes.append(str(error))
             return Peer("silent", note="its answer does not fit this version of holdfast"), None
-        if said is not None:
-            return Peer("here", said.pid, said.since_unix), said
+        if document is not None:
+            return Peer("here", document.pid, document.since_unix), document
         # A socket file without a listener means that the process is dead; another process may have its pid by now.
-        never_had_one = not socket_path(directory, role).exists()
-        pid = self._flusher_pid(directory) if role == "flusher" and never_had_one else None
+        has_no_socket = not socket_path(directory, role).exists()
+        pid = self._flusher_pid(directory) if role == "flusher" and has_no_socket else None
         if pid is not None:
             return Peer(
                 "silent", pid, note="it has no socket for status; it may be of an older version"
@@ -145,14 +145,14 @@ class RunWatch:
         for index, directory in share_directories(self.directory).items():
             ring = self._read_ring(self._rings.setdefault(directory, RingFiles(directory)), notes)
             flusher, said = self._ask("flusher", notes, directory)
-            if ring is not None or said is not None:
-                found.append(ShareSnapshot(index, ring, said))
+            if ring is not None or document is not None:
+                found.append(ShareSnapshot(index, ring, document))
             if flusher.state == "gone" and ring is not None and ring.checkpoints:
-                by_hand = self._by_hand(index, ring)
-                notes.append(f"the ring of share {index + 1} has checkpoints and no flusher; run {by_hand}")
+                command = self._flusher_command(index, ring)
+                notes.append(f"the ring of share {index + 1} has checkpoints and no flusher; run {command}")
         return found
 
-    def _by_hand(self, index: int, ring: RingSnapshot) -> str:
+    def _flusher_command(self, index: int, ring: RingSnapshot) -> str:
         writers = max(index + 1, ring.writers)
         share = f" --share {index + 1}/{writers}" if writers > 1 else ""
         return f"`holdfast flusher --store {self._url or 'URL'}{share}`"
@@ -195,13 +195,13 @@ class RunWatch:
         from holdfast.checkpoints.catalog import Catalog
         from holdfast.checkpoints.lease import find_possibly_live_writer
 
-        look = Catalog(store).look()
-        if look.is_empty:
+        listing = Catalog(store).look()
+        if listing.is_empty:
             raise StoreMissing(
                 f"{store.url}: this machine has neither a flusher nor a ring of this run ({self.directory}), and there "
                 "is nothing at this URL; check the URL"
             )
-        newest = list(itertools.islice(look.items(look.current), _CHECKPOINTS_MAX))
+        newest = list(itertools.islice(listing.items(listing.current), _CHECKPOINTS_MAX))
         manifests = [item.manifest for item in newest if item.manifest is not None]
         self._stored = tuple(stored for one in manifests if (stored := StoredCheckpoint.of(one)) is not None)
         notes = [item.fault for item in newest if item.fault]
@@ -211,8 +211,8 @@ class RunWatch:
             notes.append(
                 f"{writer} has the claim on the run: it runs on another machine, is ending, or was killed"
             )
-        if look.branches is not None:
-            notes.append(look.branches.sentence())
+        if listing.branches is not None:
+            notes.append(listing.branches.sentence())
         self._store_notes = tuple(notes)
 
 
@@ -229,8 +229,8 @@ class RunWatches:
         self.keys: dict[str, str] = {}
         self._watches: dict[Path, RunWatch] = {}
 
-    def look(self) -> list[RunStatus]:
-        self._find()
+    def poll(self) -> list[RunStatus]:
+        self._find_runs()
         if not self._watches:
             raise StoreMissing(
                 f"{self._run or self._base}: there is no such run on this machine; name the URL of a run, or start the "
@@ -240,7 +240,7 @@ class RunWatches:
         self.keys = {one.run: directory.name for one, directory in zip(found, self._watches, strict=True)}
         return sorted(found, key=lambda one: one.newest_unix, reverse=True)
 
-    def _find(self) -> None:
+    def _find_runs(self) -> None:
         place = self._base if self._run is None else Path(self._run)
         for directory in find_runs(place.absolute()):
             if directory not in self._watches:

@@ -23,7 +23,7 @@ class ShareSnapshot:
 
     index: int
     ring: RingSnapshot | None
-    flusher_said: StatusDocument | None
+    flusher_document: StatusDocument | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class ShareProgress:
 
 
 def share_progress(
-    key: CheckpointId, ring: RingSnapshot | None, said: StatusDocument | None, others: Iterable[ShareSnapshot]
+    key: CheckpointId, ring: RingSnapshot | None, document: StatusDocument | None, others: Iterable[ShareSnapshot]
 ) -> tuple[ShareProgress, ...]:
-    """Return the shares of one checkpoint, in order; () with one stager. `ring`, `said`: of the run's directory, which
+    """Return the shares of one checkpoint, in order; () with one stager. `ring`, `document`: of the run's directory, which
     is the first share's, or that of the only share on this machine.
     """
     others = list(others)
-    rows = [row for one in (said, *(other.flusher_said for other in others)) for row in _rows(one, key)]
-    numbers = [number for row in rows if (number := _number(row.share)) is not None]
+    rows = [row for one in (document, *(other.flusher_said for other in others)) for row in _rows(one, key)]
+    numbers = [number for row in rows if (number := _parse_share(row.share)) is not None]
     if not numbers:
         return ()
-    own = next((number.index for row in _rows(said, key) if (number := _number(row.share))), 0)
+    own = next((number.index for row in _rows(document, key) if (number := _parse_share(row.share))), 0)
     rings = {own: ring} | {other.index: other.ring for other in others}
     sealed = {share for row in rows for share in row.sealed}
     shares = [str(ShareNumber(index, numbers[0].writers)) for index in range(numbers[0].writers)]
@@ -57,11 +57,11 @@ def share_progress(
     )
 
 
-def _rows(said: StatusDocument | None, key: CheckpointId) -> list[CheckpointStatus]:
-    return [row for row in said.checkpoints if (row.attempt, row.step) == key] if said else []
+def _rows(document: StatusDocument | None, key: CheckpointId) -> list[CheckpointStatus]:
+    return [row for row in document.checkpoints if (row.attempt, row.step) == key] if document else []
 
 
-def _number(share: str) -> ShareNumber | None:
+def _parse_share(share: str) -> ShareNumber | None:
     try:
         return ShareNumber.from_text(share)
     except ValueError:  # empty, or malformed

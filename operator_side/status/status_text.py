@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-from holdfast.command.output import seconds
+from holdfast.command.output import format_seconds
 from holdfast.telemetry.status_document import StatusLine
 from operator_side.page.words import clock, plural
-from operator_side.status.loss import Lost
+from operator_side.status.loss import Loss
 from operator_side.status.run_status import FAILURES, Peer, RunStatus
 
 _RANK_STATES = ("here", "coming", "silent", "left", "lost")
-_OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
+_TRANSPORT_TEXT = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 
 
 def head_lines(status: RunStatus) -> list[str]:
     """Describe attempt, time and ranks, then stager and flusher."""
     where = f"{f'attempt {status.attempt}, ' if status.attempt else ''}{clock(status.now_unix)}"
-    stager = f"{_peer('stager', status.stager, status)}{_OVER.get(status.transport or '', '')}"
+    stager = f"{_peer('stager', status.stager, status)}{_TRANSPORT_TEXT.get(status.transport or '', '')}"
     return [f"{where}; {ranks_text(status)}", f"{stager}; {_peer('flusher', status.flusher, status)}"]
 
 
@@ -48,12 +48,12 @@ def rank_counts(status: RunStatus) -> Counter[str]:
     return counts
 
 
-def lost_steps(lost: Lost) -> str:
+def lost_steps(lost: Loss) -> str:
     """Format as `4`; `~4` if estimated; `?` if unknown."""
     return "?" if lost.steps is None else f"{'~' if lost.is_estimate else ''}{lost.steps}"
 
 
-def resumes_from(lost: Lost) -> str:
+def resumes_from(lost: Loss) -> str:
     return "the beginning" if lost.since_step is None else f"step {lost.since_step}"
 
 
@@ -66,7 +66,7 @@ def interval_lines(status: RunStatus) -> list[str]:
     """Describe the last interval, its reason, and how often the run is interrupted, as far as known."""
     lines, interval = [], status.interval
     if interval is not None:
-        every = f"every {plural(interval.steps, 'step')} or {seconds(interval.seconds)}"
+        every = f"every {plural(interval.steps, 'step')} or {format_seconds(interval.seconds)}"
         lines.append(f"interval: {every}, from the last two saves")
         # `why` begins with the steps, shown in the first line, and ends with the failures, shown in the last line.
         why = interval.why.partition(FAILURES)[0].removeprefix(f"every {interval.steps} steps: ")
@@ -75,4 +75,4 @@ def interval_lines(status: RunStatus) -> list[str]:
 
 
 def age(now_unix: float, at_unix: float) -> str:
-    return seconds(max(0.0, now_unix - at_unix))
+    return format_seconds(max(0.0, now_unix - at_unix))

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from holdfast.process import process_stat, running_processes
-from operator_side.supervise.tied import tied
+from operator_side.supervise.tied import tied_command
 
 _SWEEP_SECONDS_MAX = 10.0
 _READ_BYTES = 1 << 16
@@ -27,7 +27,7 @@ class Attempt:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            tied(command),
+            tied_command(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -37,13 +37,13 @@ class Attempt:
         assert self._process.stdout is not None
         self.output: IO[bytes] = self._process.stdout
         os.set_blocking(self.output.fileno(), False)
-        self._end = os.pidfd_open(self._process.pid)
+        self._exit_fd = os.pidfd_open(self._process.pid)
         self._is_at_eof = False  # output has reached end of file
 
     @property
     def descriptors(self) -> list[int]:
         """Descriptors for poll: readable when mpirun has written output or has ended."""
-        return [self._end] if self._is_at_eof else [self._end, self.output.fileno()]
+        return [self._exit_fd] if self._is_at_eof else [self._exit_fd, self.output.fileno()]
 
     @property
     def pid(self) -> int:
@@ -84,7 +84,7 @@ class Attempt:
 
     def close(self) -> None:
         self.output.close()
-        os.close(self._end)
+        os.close(self._exit_fd)
 
 
 def processes_of_session(session: int) -> list[int]:

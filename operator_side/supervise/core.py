@@ -23,7 +23,7 @@ from typing import Any
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.shares import WHOLE
 from holdfast.wire.step_proof import ProofVerdict
-from operator_side.supervise.hosts import Host, place
+from operator_side.supervise.hosts import Host, place_ranks
 from operator_side.supervise.limits import Limits, RestartPolicy
 from operator_side.supervise.record import AttemptRecord
 from operator_side.supervise.resumption import Resumption
@@ -85,10 +85,10 @@ class Core:
         self.newest_step = newest_step
         self._next_attempt = first_attempt
         self._attempt: AttemptRecord | None = None
-        self._until = now + limits.hosts_seconds_max
-        self._asked = self._killed = False  # asked mpirun to end the job; killed mpirun
+        self._deadline = now + limits.hosts_seconds_max
+        self._has_terminated = self._has_killed = False  # asked mpirun to end the job; killed mpirun
         self._stopping = ""
-        self._patience, self._suspicion = RestartPolicy(limits), Suspicion(limits)
+        self._restart_policy, self._suspicion = RestartPolicy(limits), Suspicion(limits)
         self._has_logged_waiting = False
         self._resumption = Resumption()
 
@@ -99,21 +99,21 @@ class Core:
         match event:
             case StepStaged(step, share):
                 if self._attempt.staged(step, share) if self._attempt is not None else share == WHOLE:
-                    self._progress(step, now)
+                    self._record_progress(step, now)
             case StepDurable(step, of_attempt):
                 if not CheckpointId(of_attempt, step).is_set_aside(self._suspicion.set_aside):
-                    self._progress(step, now)
+                    self._record_progress(step, now)
             case Stop(reason):
-                return self._stop(reason, now)
+                return self._handle_stop(reason, now)
             case HostsSeen(hosts):
-                return self._hosts(hosts, now)
+                return self._handle_hosts(hosts, now)
             case MpirunExited(status):
                 return self._handle_exit(status, now)
             case ResumeCompared(_, step, proof):
                 is_loud = proof.verdict is ProofVerdict.DIFFERS
                 return [Note("resume_proof", proof.text, {"step": step, **proof.to_json()}, loud=is_loud)]
             case ClockTick():
-                return self._tick(now)
+                return self._handle_tick(now)
             case _:
                 return self._handle_attempt_event(event, now)
         return []
@@ -128,23 +128,23 @@ class Core:
             case ProcessStarted(rank, host):
                 attempt.began[rank] = host
             case AllJoined() if attempt.record_joined():
-                return self._reached("joined", "all ranks and stagers have joined", {}, now)
+                return self._record_mark("joined", "all ranks and stagers have joined", {}, now)
             case RankRestored(rank, step, of_attempt, before) if attempt.is_last(attempt.restored, rank):
-                told = {"step": step}
+                fields = {"step": step}
                 self.newest_step = max(self.newest_step, step)  # a step from a ring may not be durable
                 if step >= 0 and of_attempt > 0:
                     attempt.restored_from, attempt.before = CheckpointId(of_attempt, step), before
-                    told["of_attempt"] = of_attempt
+                    fields["of_attempt"] = of_attempt
                 how = (
                     f"every rank has restored step {step}"
                     if step >= 0
                     else "no checkpoint to restore, a new run begins"
                 )
-                return self._reached("restored", how, told, now)
+                return self._record_mark("restored", how, fields, now)
             case RankStepped(rank, step) if attempt.is_last(attempt.stepped, rank):
-                return self._trains(attempt, step, now)
+                return self._handle_training(attempt, step, now)
             case ProcessExited():
-                return self._died(attempt, event, now)
+                return self._handle_death(attempt, event, now)
             case RankSilence(rank, over):
                 if over:
                     attempt.silent_since.pop(rank, None)
@@ -157,12 +157,12 @@ class Core:
                 attempt.noticed.add(attempt.began.get(rank, f"of rank {rank}"))
         return []
 
-    def _died(self, attempt: AttemptRecord, event: ProcessExited, now: float) -> list[Action]:
+    def _handle_death(self, attempt: AttemptRecord, event: ProcessExited, now: float) -> list[Action]:
         by_supervisor = self.phase is SupervisorPhase.ENDING
         death = Death(event.rank, event.status, event.exception, by_supervisor, out_of_memory=event.out_of_memory)
         attempt.deaths.append(death)
-        left = event.rank >= attempt.ranks and attempt.stagers_ended()
-        if attempt.first_death_at is not None or not (event.status or left):
+        has_lost_stagers = event.rank >= attempt.ranks and attempt.stagers_ended()
+        if attempt.first_death_at is not None or not (event.status or has_lost_stagers):
             return []
         attempt.first_death_at = now
         if by_supervisor or not event.status:
@@ -174,52 +174,52 @@ class Core:
         fields = {"attempt": attempt.number, "rank": event.rank, "status": event.status}
         return [Note("lost", message, fields)]
 
-    def _reached(self, mark: str, message: str, fields: Mapping[str, Any], now: float) -> list[Action]:
+    def _record_mark(self, mark: str, message: str, fields: Mapping[str, Any], now: float) -> list[Action]:
         assert self._attempt is not None
         self._resumption.reached(mark, now)
         number = self._attempt.number
         return [Note(mark, f"attempt {number}: {message}", {"attempt": number, **fields})]
 
-    def _trains(self, attempt: AttemptRecord, step: int, now: float) -> list[Action]:
+    def _handle_training(self, attempt: AttemptRecord, step: int, now: float) -> list[Action]:
         phases = self._resumption.trained(now)
         message = (
             f"attempt {attempt.number}: training again after {phases['seconds']:.1f} s: step {step} is done"
         )
         return [Note("training", message, {"attempt": attempt.number, "step": step, **phases})]
 
-    def _progress(self, step: int, now: float) -> None:
+    def _record_progress(self, step: int, now: float) -> None:
         if step <= self.newest_step:
             return
         self.newest_step = step
         if self._attempt is not None:
             self._attempt.progressed, self._attempt.progress_at = True, now
 
-    def _tick(self, now: float) -> list[Action]:
+    def _handle_tick(self, now: float) -> list[Action]:
         attempt = self._attempt
         if self.phase is SupervisorPhase.RUNNING and attempt is not None:
             reason = attempt.reason_to_end(self._limits, now)
-            return self._end(reason, now) if reason else []
+            return self._end_attempt(reason, now) if reason else []
         if self.phase is SupervisorPhase.ENDING and attempt is not None:
             return self._escalate(attempt, now)
-        if now < self._until:
+        if now < self._deadline:
             return []
         match self.phase:
             case SupervisorPhase.JUDGING:
                 return self._judge(now)  # the fleet does not answer: judge without it
             case SupervisorPhase.PAUSING:
-                self.phase, self._until = SupervisorPhase.FINDING, now + self._limits.hosts_seconds_max
+                self.phase, self._deadline = SupervisorPhase.FINDING, now + self._limits.hosts_seconds_max
                 self._has_logged_waiting = False
                 return [PollFleet()]
             case SupervisorPhase.FINDING:
                 limits = self._limits
                 when = f"within {limits.hosts_seconds_max:g} s"
                 message = f"no hosts for {limits.ranks_min} ranks were found {when}"
-                return self._over(Verdict(Cause.LOST, message, "no hosts", exit_code=9))
+                return self._finish(Verdict(Cause.LOST, message, "no hosts", exit_code=9))
         return []
 
     # -- ending an attempt -----------------------------------------------------------------------------------------
 
-    def _end(self, reason: str, now: float) -> list[Action]:
+    def _end_attempt(self, reason: str, now: float) -> list[Action]:
         assert self._attempt is not None
         if not self._stopping:
             self._attempt.given_up = reason
@@ -228,21 +228,21 @@ class Core:
         self.phase = SupervisorPhase.ENDING
         # Ranks that have lost a peer cannot save again. Ranks told to stop still can, so ask them first.
         gently = bool(self._stopping)
-        self._until = now + (self._limits.grace_seconds if gently else self._limits.kill_seconds)
-        self._asked, self._killed = not gently, False
+        self._deadline = now + (self._limits.grace_seconds if gently else self._limits.kill_seconds)
+        self._has_terminated, self._has_killed = not gently, False
         return [Note("ending", reason, {"attempt": self._attempt.number}, loud=True), Terminate(gently)]
 
     def _escalate(self, attempt: AttemptRecord, now: float) -> list[Action]:
-        late = now >= self._until
-        if not self._asked:
-            return self._ask(now) if late else []
-        if not late and (self._killed or not attempt.waits_for_lost_hosts()):
+        late = now >= self._deadline
+        if not self._has_terminated:
+            return self._terminate_mpirun(now) if late else []
+        if not late and (self._has_killed or not attempt.waits_for_lost_hosts()):
             return []
-        self._killed, self._until = True, now + self._limits.kill_seconds
+        self._has_killed, self._deadline = True, now + self._limits.kill_seconds
         return [KillAttempt()]
 
-    def _ask(self, now: float) -> list[Action]:
-        self._asked, self._until = True, now + self._limits.kill_seconds
+    def _terminate_mpirun(self, now: float) -> list[Action]:
+        self._has_terminated, self._deadline = True, now + self._limits.kill_seconds
         return [Terminate(gently=False)]
 
     def _handle_exit(self, status: int, now: float) -> list[Action]:
@@ -250,16 +250,16 @@ class Core:
         self._attempt.mpirun_status = status
         if self._attempt.gone:  # this decides the verdict; asking the fleet again would only delay it
             return self._judge(now)
-        self.phase, self._until = SupervisorPhase.JUDGING, now + self._limits.fleet_seconds_max
+        self.phase, self._deadline = SupervisorPhase.JUDGING, now + self._limits.fleet_seconds_max
         return [PollFleet()]
 
     # -- hosts -----------------------------------------------------------------------------------------------------
 
-    def _hosts(self, hosts: tuple[Host, ...] | None, now: float) -> list[Action]:
+    def _handle_hosts(self, hosts: tuple[Host, ...] | None, now: float) -> list[Action]:
         attempt = self._attempt
         missed = attempt is not None and attempt.looked(hosts)
         if self.phase is SupervisorPhase.RUNNING and attempt is not None and attempt.gone:
-            return self._end(f"host {', '.join(sorted(attempt.gone))} is gone", now)
+            return self._end_attempt(f"host {', '.join(sorted(attempt.gone))} is gone", now)
         if missed:
             return [PollFleet()]  # look again now: a host missed twice in a row is gone
         if self.phase is SupervisorPhase.JUDGING:
@@ -273,7 +273,7 @@ class Core:
         placed: tuple[Host, ...] | None = None
         ranks = limits.ranks
         if hosts is not None:
-            placed = place(hosts, limits.ranks)
+            placed = place_ranks(hosts, limits.ranks)
             ranks = sum(host.slots for host in placed)
         if ranks < limits.ranks_min:
             if self._has_logged_waiting:
@@ -321,13 +321,13 @@ class Core:
             "ended", f"attempt {attempt.number}: {verdict.message}", fields, verdict.cause is not Cause.DONE
         )
         if verdict.cause in {Cause.DONE, Cause.STOPPED}:
-            return [note, *self._over(verdict)]
+            return [note, *self._finish(verdict)]
         found = self._suspicion.check_attempt(verdict, attempt)
-        final_verdict = self._patience.final_verdict(
+        final_verdict = self._restart_policy.final_verdict(
             verdict, progressed=attempt.progressed, may_go_back=self._suspicion.is_open
         )
         if final_verdict is not None:
-            return [note, *self._over(self._suspicion.told(final_verdict))]
+            return [note, *self._finish(self._suspicion.told(final_verdict))]
         return [note, *self._set_aside(attempt.number, found, verdict), *self._pause(now)]
 
     def _set_aside(self, number: int, found: SetAside | None, verdict: Verdict) -> list[Action]:
@@ -351,25 +351,25 @@ class Core:
         return [Note("set_aside", message, fields, loud=True), RetainCheckpoint(key)]
 
     def _pause(self, now: float) -> list[Action]:
-        pause_seconds = self._pause_seconds(self._patience.restarts)
-        self.phase, self._until = SupervisorPhase.PAUSING, now + pause_seconds
+        pause_seconds = self._pause_seconds(self._restart_policy.restarts)
+        self.phase, self._deadline = SupervisorPhase.PAUSING, now + pause_seconds
         fields = {"pause_seconds": round(pause_seconds, 3)}
         when = f"in {pause_seconds:.1f} s" if pause_seconds else "at once"
-        return [Note("relaunching", f"the job is restarted {when}", fields), *self._tick(now)]
+        return [Note("relaunching", f"the job is restarted {when}", fields), *self._handle_tick(now)]
 
-    def _stop(self, reason: str, now: float) -> list[Action]:
-        again, self._stopping = bool(self._stopping), reason
+    def _handle_stop(self, reason: str, now: float) -> list[Action]:
+        is_repeated, self._stopping = bool(self._stopping), reason
         if self.phase is SupervisorPhase.RUNNING:
-            return self._end(reason, now)
+            return self._end_attempt(reason, now)
         if self.phase is SupervisorPhase.ENDING:
             # A second signal: end without waiting for the ranks.
-            return self._ask(now) if again and not self._asked else []
+            return self._terminate_mpirun(now) if is_repeated and not self._has_terminated else []
         if self.phase in {SupervisorPhase.JUDGING, SupervisorPhase.OVER}:
             return []
-        return self._over(
+        return self._finish(
             Verdict(Cause.STOPPED, f"{reason} between two attempts", "stopped", exit_code=INTERRUPTED)
         )
 
-    def _over(self, verdict: Verdict) -> list[Action]:
+    def _finish(self, verdict: Verdict) -> list[Action]:
         self.phase = SupervisorPhase.OVER
         return [Finish(verdict)]

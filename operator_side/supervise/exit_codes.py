@@ -22,9 +22,9 @@ from holdfast.errors import PeerLost
 from holdfast.lost_peer import is_lost_connection, is_lost_peer
 from operator_side.supervise.job_output import find_exception
 from operator_side.supervise.limits import describe_no_progress
-from operator_side.supervise.verdict import Cause, Death, Evidence, Verdict, class_of, judge
+from operator_side.supervise.verdict import Cause, Death, Evidence, Verdict, error_class, judge
 
-AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
+RETRY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
 _RANKS_MAX = 1 << 30
 _SHELL_SIGNALED = 128
 # torchrun's summary of failed ranks, and its lines about ranks that it ended itself.
@@ -34,7 +34,7 @@ _ROOT_CAUSE = "Root Cause (first observed failure):"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CommandOutcome:
     """Everything that a wrapper knows when its command has ended."""
 
     command: str
@@ -42,7 +42,7 @@ class Seen:
     rank: int  # this rank, if the launcher names it; otherwise 0
     pid: int
     status: int  # its exit code, or minus the number of the signal
-    told: frozenset[int] = frozenset()  # signals that this wrapper received and forwarded
+    forwarded: frozenset[int] = frozenset()  # signals that this wrapper received and forwarded
     reports: Sequence[dict[str, Any]] = ()
     tail: str = ""  # the end of what the command wrote to stderr
     out_of_memory: bool = False  # the kernel killed a process of this cgroup to free memory
@@ -61,9 +61,9 @@ class ReportedRank:
 
     pid: int
     rank: int
-    joined: int | None = None
+    joined_attempt: int | None = None
     ranks: int = 1
-    restored: int = 0  # the attempt that saved the checkpoint
+    restored_attempt: int = 0  # the attempt that saved the checkpoint
     staged: bool = False
     noticed: bool = False
     exception: str = ""
@@ -93,53 +93,53 @@ class _Job:
         return max(0, attempt - max((rank.restored for rank in self.ranks.values()), default=0))
 
 
-def decide_exit_code(seen: Seen, *, restarts_max: int) -> ExitDecision:
+def decide_exit_code(outcome: CommandOutcome, *, restarts_max: int) -> ExitDecision:
     """Judge the end of the command. `restarts_max`: how many attempts without a newer checkpoint still end with 75."""
-    job = _job(seen.reports)
-    noticed = signal.SIGTERM in seen.told or any(rank.noticed for rank in job.ranks.values())
-    deaths = _deaths(seen, job)
-    if seen.status == 0 and not noticed:
+    job = _job(outcome.reports)
+    noticed = signal.SIGTERM in outcome.told or any(rank.noticed for rank in job.ranks.values())
+    deaths = _deaths(outcome, job)
+    if outcome.status == 0 and not noticed:
         return ExitDecision(0, "done")
-    if seen.status == 0:
+    if outcome.status == 0:
         # Only the next start can tell whether the script was done or left its loop because of the notice.
-        why = f"{seen.command} ended with 0 after a preemption notice"
+        why = f"{outcome.command} ended with 0 after a preemption notice"
         verdict = Verdict(Cause.PREEMPTED, why, "preempted", exit_code=PeerLost.exit_code)
     else:
-        verdict = judge(_evidence(seen, deaths, noticed=noticed))
+        verdict = judge(_evidence(outcome, deaths, noticed=noticed))
     if verdict.cause not in {Cause.PREEMPTED, Cause.KILLED, Cause.LOST}:
-        code = getattr(class_of(verdict.exception), "exit_code", verdict.exit_code)
+        code = getattr(error_class(verdict.exception), "exit_code", verdict.exit_code)
         return ExitDecision(code, verdict.message)
     if job.attempts_without_progress > restarts_max:
         return ExitDecision(verdict.exit_code, f"{describe_no_progress(verdict, job.attempts_without_progress)}: {verdict.message}")
     # 75 needs a preemption, which others report, or another wrapper's 75, or a job that has joined: a job that never
     # joins must not be restarted forever.
-    told = verdict.cause is Cause.PREEMPTED or any(death.status == AGAIN for death in deaths)
-    if told or job.joined:
-        return ExitDecision(AGAIN, verdict.message)
+    is_transient = verdict.cause is Cause.PREEMPTED or any(death.status == RETRY_EXIT_CODE for death in deaths)
+    if is_transient or job.joined:
+        return ExitDecision(RETRY_EXIT_CODE, verdict.message)
     return ExitDecision(verdict.exit_code, f"{verdict.message}, before it had joined the job")
 
 
-def _evidence(seen: Seen, deaths: tuple[Death, ...], *, noticed: bool) -> Evidence:
+def _evidence(outcome: CommandOutcome, deaths: tuple[Death, ...], *, noticed: bool) -> Evidence:
     return Evidence(
         _RANKS_MAX,  # larger than any rank: every end seen here is a rank's, never the stager's
-        0 if deaths else seen.status,
-        {death.rank: seen.host for death in deaths},
+        0 if deaths else outcome.status,
+        {death.rank: outcome.host for death in deaths},
         deaths,
-        noticed=(seen.host,) if noticed else (),
-        stopping=signal.SIGINT in seen.told,
-        launcher=seen.command,
+        noticed=(outcome.host,) if noticed else (),
+        stopping=signal.SIGINT in outcome.told,
+        launcher=outcome.command,
     )
 
 
-def _deaths(seen: Seen, job: _Job) -> tuple[Death, ...]:
-    if seen.status == 0:
+def _deaths(outcome: CommandOutcome, job: _Job) -> tuple[Death, ...]:
+    if outcome.status == 0:
         return ()
-    failures = list(_torchrun_failures(seen.tail))
+    failures = list(_torchrun_failures(outcome.tail))
     if failures:
-        return tuple(_death(one, job, seen) for one in failures)
-    status = seen.status
-    if seen.pid in job.ranks or not job.ranks:
-        return (_death(_Failure(seen.rank, status, seen.pid), job, seen),)
+        return tuple(_death(one, job, outcome) for one in failures)
+    status = outcome.status
+    if outcome.pid in job.ranks or not job.ranks:
+        return (_death(_Failure(outcome.rank, status, outcome.pid), job, outcome),)
     if status < 0:
         return ()  # the launcher itself was killed; the fate of the ranks is unknown
     if status > _SHELL_SIGNALED:
@@ -147,15 +147,15 @@ def _deaths(seen: Seen, job: _Job) -> tuple[Death, ...]:
         status = _SHELL_SIGNALED - status
     ended = [one for one in job.ranks.values() if one.exception]
     if not ended:
-        return (_death(_Failure(min(one.rank for one in job.ranks.values()), status, seen.pid), job, seen),)
-    return tuple(_death(_Failure(one.rank, max(status, 1), one.pid), job, seen) for one in ended)
+        return (_death(_Failure(min(one.rank for one in job.ranks.values()), status, outcome.pid), job, outcome),)
+    return tuple(_death(_Failure(one.rank, max(status, 1), one.pid), job, outcome) for one in ended)
 
 
 class _Failure(NamedTuple):
     rank: int
     status: int
     pid: int
-    closed: bool = False  # ended by torchrun after another rank had failed
+    ended_by_torchrun: bool = False  # ended by torchrun after another rank had failed
 
 
 def _torchrun_failures(tail: str) -> Iterator[_Failure]:
@@ -167,37 +167,37 @@ def _torchrun_failures(tail: str) -> Iterator[_Failure]:
             yield _Failure(int(rank), int(status), int(pid), int(pid) in closed and int(status) < 0)
 
 
-def _death(failure: _Failure, job: _Job, seen: Seen) -> Death:
+def _death(failure: _Failure, job: _Job, outcome: CommandOutcome) -> Death:
     known = job.ranks.get(failure.pid)
     exception, text = (known.exception, known.text) if known is not None else ("", "")
-    if not exception and failure.status > 0 and failure.pid == seen.pid:
-        exception, text = find_exception(seen.tail.splitlines()), seen.tail
+    if not exception and failure.status > 0 and failure.pid == outcome.pid:
+        exception, text = find_exception(outcome.tail.splitlines()), outcome.tail
     # NCCL's watchdog ends a rank whose peer is lost with SIGABRT.
     if failure.status == -signal.SIGABRT and job.size > 1:
-        lost_peer = is_lost_connection(seen.tail)
+        lost_peer = is_lost_connection(outcome.tail)
     else:
         lost_peer = is_lost_peer(exception.rpartition(".")[2], text)
-    lost_peer |= failure.status == AGAIN
-    return Death(failure.rank, failure.status, exception, failure.closed, lost_peer, seen.out_of_memory)
+    lost_peer |= failure.status == RETRY_EXIT_CODE
+    return Death(failure.rank, failure.status, exception, failure.closed, lost_peer, outcome.out_of_memory)
 
 
 def _job(reports: Sequence[dict[str, Any]]) -> _Job:
     job, newest = _Job(), 0
-    for said in reports:
-        pid, rank, number = said.get("pid"), said.get("rank"), said.get("round")
+    for report in reports:
+        pid, rank, number = report.get("pid"), report.get("rank"), report.get("round")
         if not (isinstance(pid, int) and isinstance(rank, int) and isinstance(number, int)):
             continue
         if number > newest:  # torchrun has restarted its ranks
             job, newest = _Job(), number
         if number == newest:
-            _note(job.ranks.setdefault(pid, ReportedRank(pid, rank)), said)
+            _apply_report(job.ranks.setdefault(pid, ReportedRank(pid, rank)), report)
     return job
 
 
-def _note(rank: ReportedRank, said: dict[str, Any]) -> None:
-    rank.staged |= "staged" in said
-    rank.noticed |= "noticed" in said
-    match said:
+def _apply_report(rank: ReportedRank, report: dict[str, Any]) -> None:
+    rank.staged |= "staged" in report
+    rank.noticed |= "noticed" in report
+    match report:
         case {"joined": {"attempt": int(attempt), "ranks": int(ranks)}}:
             rank.joined, rank.ranks = attempt, ranks
         case {"restored": {"attempt": int(attempt)}}:

@@ -13,7 +13,7 @@ from holdfast.process import process_stat
 from holdfast.ring.directory import make_private_directory
 from holdfast.ring.ring_keeper import RingKeeper
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class KeptFlusher:
@@ -24,7 +24,7 @@ class KeptFlusher:
         self._keeper = RingKeeper(directory)
         self._pid, self._started = 0, start_ticks(0)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let the flusher exit once it has written everything."""
         # Read the process id first: the flusher removes its pid file before it exits.
         self._pid = self._read_pid()
@@ -37,7 +37,7 @@ class KeptFlusher:
         while self._started and start_ticks(self._pid) == self._started:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return True
 
     @property
@@ -62,7 +62,7 @@ class SegmentFolder:
         self._stem = f"{ring.name}-mpi-"
         self._folder = ring.with_name(f"{self._stem}{os.getpid()}")
 
-    def make(self, environment: Mapping[str, str]) -> dict[str, str]:
+    def prepare(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Create the folder and add it to a job's environment, unless one is set; remove those of dead supervisors."""
         if _VARIABLE in environment:
             return dict(environment)

@@ -43,16 +43,16 @@ class Fleet(Protocol):
 
     name: str
 
-    def look(self) -> tuple[Host, ...] | None:
+    def list_hosts(self) -> tuple[Host, ...] | None:
         """Return the usable hosts; None: this machine. Raises `HoldfastError`: unknown now; the last answer counts."""
 
-    def replace(self, wanted: int) -> None:
+    def request_hosts(self, wanted: int) -> None:
         """Request hosts for this many more ranks. Called in the thread of `look`."""
         # Hostfiles and Slurm allocations do not grow: a hostfile is edited by a person.
         del wanted
 
 
-class Here(Fleet):
+class LocalFleet(Fleet):
     """Everything runs on this machine."""
 
     name = "this machine"
@@ -92,10 +92,10 @@ class HostFile(Fleet):
     def look(self) -> tuple[Host, ...]:
         hosts = self.read()
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="probe") as probes:
-            there = list(probes.map(lambda host: is_here(host.name) or self._answers(host.name), hosts))
-        return tuple(host for host, is_there in zip(hosts, there, strict=True) if is_there)
+            reachable = list(probes.map(lambda host: is_local_host(host.name) or self._is_reachable(host.name), hosts))
+        return tuple(host for host, is_reachable in zip(hosts, reachable, strict=True) if is_reachable)
 
-    def _answers(self, host: str) -> bool:
+    def _is_reachable(self, host: str) -> bool:
         try:
             done = subprocess.run(
                 [*self._agent, host, "true"],
@@ -142,10 +142,10 @@ class Slurm(Fleet):
     def look(self) -> tuple[Host, ...]:
         """Return the nodes of the job that Slurm does not report as down, failing or powered off."""
         # With --no-kill a failed node leaves the job; after its repair it may belong to another job.
-        ours = _NODES_OF_JOB.search(self._scontrol(["show", "job", self._job, "--oneliner"]))
-        if ours is None:
+        job_nodes = _NODES_OF_JOB.search(self._scontrol(["show", "job", self._job, "--oneliner"]))
+        if job_nodes is None:
             return ()
-        names = self._scontrol(["show", "hostnames", ours[1]]).split()
+        names = self._scontrol(["show", "hostnames", job_nodes[1]]).split()
         states = _states(self._scontrol(["show", "node", ",".join(names), "--oneliner"]))
         bad = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "*")
         return tuple(
@@ -186,7 +186,7 @@ def _tasks(text: str) -> list[int]:
     return found
 
 
-def is_here(name: str) -> bool:
+def is_local_host(name: str) -> bool:
     """Whether `name` is this machine, without a DNS look-up."""
     if name in {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}:
         return True
@@ -196,7 +196,7 @@ def is_here(name: str) -> bool:
         return False
 
 
-def place(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:
+def place_ranks(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:
     """Place `wanted` ranks, or as many as fit, on the hosts in order. In the result, `slots` is the number of ranks."""
     left, placed = wanted, []
     for host in hosts:

@@ -113,7 +113,7 @@ class Output:
             line = parse_line(raw.decode(errors="replace"))
             report = parse_report(line.text) if line.rank is not None else None
             if report is None:
-                self._keep(line)
+                self._write_line(line)
             elif report.rank == line.rank:  # a process may only report on itself
                 found.append(self._with_exception(report))
         return found
@@ -140,7 +140,7 @@ class Output:
             return report._replace(exception=find_exception(list(self._tails.get(report.rank, ()))))
         return report
 
-    def _keep(self, line: OutputLine) -> None:
+    def _write_line(self, line: OutputLine) -> None:
         if line.rank is not None and line.rank >= self._ranks + self._stagers:
             line = OutputLine(None, line.stream, line.text)
         tail = self._tails.setdefault(line.rank, deque(maxlen=_TAIL_LINES))
@@ -154,27 +154,27 @@ class Output:
         self._relay(line.stream, line.text)
 
 
-def _share(said: object) -> ShareNumber | None:
+def _parse_share(text: object) -> ShareNumber | None:
     """Parse the share of one of several stagers; None if unreadable."""
     try:
-        return WHOLE if said is None else ShareNumber.from_text(str(said))
+        return WHOLE if text is None else ShareNumber.from_text(str(text))
     except ValueError:
         return None
 
 
-def meaning(said: dict[str, Any]) -> messages.Told | None:
+def parse_event(said: dict[str, Any]) -> messages.LogEvent | None:
     """Translate one line of an event log into an event for the core; None if the core needs none."""
     step, role = said.get("step"), said.get("role")
     if type(step) is int:
         match said.get("event"), role:
             case "staged", "stager":
-                share = _share(said.get("share"))
+                share = _parse_share(said.get("share"))
                 return None if share is None else messages.StepStaged(step, share)
             case "durable" | "recovered", "flusher":
                 attempt = said.get("attempt")
                 return messages.StepDurable(step, attempt if type(attempt) is int else 0)
         return None
-    rank, told, lost = said.get("silent_rank"), said.get("told_rank"), said.get("lost_rank")
+    rank, noticed, lost = said.get("silent_rank"), said.get("told_rank"), said.get("lost_rank")
     match said.get("event"), role:
         case "rank_silent" | "rank_back" as event, "stager" if type(rank) is int:
             return messages.RankSilence(rank, over=event == "rank_back")
@@ -182,6 +182,6 @@ def meaning(said: dict[str, Any]) -> messages.Told | None:
             return messages.RankDead(lost)
         case "stager_ready", "stager":
             return messages.AllJoined()
-        case "notice", "stager" if type(told) is int and said.get("kind") == "terminate":
-            return messages.RankNoticed(told)  # after a rebalance recommendation most hosts stay alive
+        case "notice", "stager" if type(noticed) is int and said.get("kind") == "terminate":
+            return messages.RankNoticed(noticed)  # after a rebalance recommendation most hosts stay alive
     return None

@@ -58,11 +58,11 @@ class JobProcesses:
             environment = self._segments.make(environment)
         self._attempt = Attempt(self._command(launch), environment)
 
-    def wait(self, seconds: float, wakes: int) -> None:
-        """Wait for output, the end of mpirun, or the descriptor `wakes`, but at most this long."""
-        wait_readable([wakes, *(self._attempt.descriptors if self._attempt else [])], seconds)
+    def wait(self, seconds: float, wake_fd: int) -> None:
+        """Wait for output, the end of mpirun, or the descriptor `wake_fd`, but at most this long."""
+        wait_readable([wake_fd, *(self._attempt.descriptors if self._attempt else [])], seconds)
 
-    def hear(self) -> tuple[list[Report], int | None]:
+    def poll(self) -> tuple[list[Report], int | None]:
         """Return the processes' reports, and mpirun's exit status if it has just ended."""
         attempt, output = self._attempt, self._output
         if attempt is None or output is None:
@@ -84,9 +84,9 @@ class JobProcesses:
     def terminate(self, *, gently: bool) -> None:
         """Ask the trainers to end if `gently`; otherwise ask mpirun."""
         # rank.py turns SIGURG into SIGTERM for the trainer.
-        self.pass_on(signal.SIGURG if gently else signal.SIGTERM)
+        self.forward_signal(signal.SIGURG if gently else signal.SIGTERM)
 
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Send a signal to mpirun, which forwards SIGUSR1 to every rank. Ranks that do not watch for it ignore it."""
         if self._attempt is not None:
             self._attempt.send(number)
@@ -102,7 +102,7 @@ class JobProcesses:
             self._attempt.close()
         self._segments.remove()
 
-    def last_words(self, verdict: Verdict) -> list[str]:
+    def log_excerpt(self, verdict: Verdict) -> list[str]:
         """Return the end of the log that explains this verdict best, and the path of the whole log."""
         if self._output is None:
             return []

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError
 from holdfast.supervised import KEPT_VARIABLE
-from holdfast.telemetry.status_socket import ask, socket_path
+from holdfast.telemetry.status_socket import request_status, socket_path
 from operator_side.supervise.flusher import KeptFlusher
-from operator_side.supervise.tied import tied
+from operator_side.supervise.tied import tied_command
 
 RESTARTS_MAX = 4  # in a row without a newer checkpoint
 _ANY_PORT = "127.0.0.1:0"
@@ -46,46 +46,46 @@ class KeptStager:
         self._ring, self._pause_seconds = ring, pause_seconds
         self._flusher = KeptFlusher(ring)
         self.address, self.restarts = _ANY_PORT, 0
-        self._again_at: float | None = None
+        self._restart_at: float | None = None
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         line = [sys.executable, "-P", "-m", "holdfast", "stager", "--listen", self.address, *self._arguments]
         # A session of its own: Ctrl-C must only reach the ranks, whose last checkpoint the stager has to receive.
         return subprocess.Popen(
-            tied(line), stdin=subprocess.DEVNULL, env=self._environment, start_new_session=True
+            tied_command(line), stdin=subprocess.DEVNULL, env=self._environment, start_new_session=True
         )
 
-    def listens(self) -> bool:
+    def check_listening(self) -> bool:
         """Whether the first stager answers; from then on `address` is known."""
         with contextlib.suppress(HoldfastError):
-            said = ask(socket_path(self._ring, "stager"), seconds_max=_ASK_SECONDS_MAX)
-            if said is not None and said.pid == self._process.pid and said.waits_at:
-                self.address = said.waits_at
+            answer = request_status(socket_path(self._ring, "stager"), seconds_max=_ASK_SECONDS_MAX)
+            if answer is not None and answer.pid == self._process.pid and answer.waits_at:
+                self.address = answer.waits_at
                 return True
         return False
 
-    def ended(self) -> int | None:
+    def poll(self) -> int | None:
         """Exit code, or minus the number of the signal; None while the stager runs or a restart is pending."""
-        return self._process.poll() if self._again_at is None else None
+        return self._process.poll() if self._restart_at is None else None
 
-    def again(self) -> float | None:
+    def schedule_restart(self) -> float | None:
         """Schedule a restart after the stager's end. Return the pause in seconds; None if it has ended too often."""
         if self.restarts >= RESTARTS_MAX:
             return None
         self.restarts += 1
         pause_seconds = self._pause_seconds(self.restarts)
-        self._again_at = time.monotonic() + pause_seconds
+        self._restart_at = time.monotonic() + pause_seconds
         return pause_seconds
 
-    def tick(self) -> None:
+    def restart_if_due(self) -> None:
         """Start the stager if its pause is over."""
-        if self._again_at is not None and time.monotonic() >= self._again_at:
-            self._again_at, self._process = None, self._start()
+        if self._restart_at is not None and time.monotonic() >= self._restart_at:
+            self._restart_at, self._process = None, self._start()
 
     def stop(self) -> None:
         """Ask the stager to accept no further job and exit; the flusher exits once everything staged is stored."""
-        self._again_at = None
+        self._restart_at = None
         self._flusher.let_go()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)

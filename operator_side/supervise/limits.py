@@ -31,28 +31,28 @@ class RestartPolicy:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.restarts = self._same = 0
-        self._mark = ""
+        self.restarts = self._same_ends = 0
+        self._signature = ""
 
-    def final_verdict(self, verdict: Verdict, *, progressed: bool, may_go_back: bool = False) -> Verdict | None:
-        """Count an attempt; return the verdict that ends the run, or None to restart. `may_go_back`: the checkpoint may
+    def final_verdict(self, verdict: Verdict, *, progressed: bool, may_set_aside: bool = False) -> Verdict | None:
+        """Count an attempt; return the verdict that ends the run, or None to restart. `may_set_aside`: the checkpoint may
         be to blame, so an equal crash does not end the run yet.
         """
         if progressed:
-            self.restarts = self._same = 0
+            self.restarts = self._same_ends = 0
         self.restarts += 1
-        self._same = self._same + 1 if verdict.mark == self._mark and self._same else 1
-        self._mark = verdict.mark
-        why = self._why(verdict, progressed, may_go_back)
+        self._same_ends = self._same_ends + 1 if verdict.mark == self._signature and self._same_ends else 1
+        self._signature = verdict.mark
+        why = self._reason_to_stop(verdict, progressed, may_set_aside)
         return replace(verdict, message=f"{why}: {verdict.message}") if why else None
 
-    def _why(self, verdict: Verdict, progressed: bool, may_go_back: bool) -> str:
+    def _reason_to_stop(self, verdict: Verdict, progressed: bool, may_go_back: bool) -> str:
         if verdict.cause is Cause.CRASHED and verdict.hopeless and not progressed:
             return "a setting or the state is wrong, and a restart cannot help"
-        if verdict.cause is Cause.CRASHED and self._same >= self._limits.crashes_max and not may_go_back:
-            return f"the same crash {self._same} times in a row without a newer checkpoint: a bug, not a preemption"
-        if verdict.cause is Cause.UNLAUNCHED and self._same > self._limits.crashes_max:
-            return f"no process began {self._same} times in a row: mpirun's output above names the option or host"
+        if verdict.cause is Cause.CRASHED and self._same_ends >= self._limits.crashes_max and not may_go_back:
+            return f"the same crash {self._same_ends} times in a row without a newer checkpoint: a bug, not a preemption"
+        if verdict.cause is Cause.UNLAUNCHED and self._same_ends > self._limits.crashes_max:
+            return f"no process began {self._same_ends} times in a row: mpirun's output above names the option or host"
         return "" if self.restarts <= self._limits.restarts_max else describe_no_progress(verdict, self.restarts)
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.process import count_oom_kills, set_parent_death_signal
-from holdfast.supervised import own_rank, say
+from holdfast.supervised import own_rank, emit
 
 TRAINER, STAGER = "trainer", "stager"
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
@@ -54,7 +54,7 @@ def main() -> None:
     killed_before = count_oom_kills()
     started = _start(command)
     if isinstance(started, int):
-        say("ended", rank=rank, status=started)
+        emit("ended", rank=rank, status=started)
         sys.stderr.flush()
         os._exit(started)
 
@@ -66,10 +66,10 @@ def main() -> None:
     # mpirun sends these to the whole process group, so the command gets them as well.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
-    say("began", rank=rank, host=os.uname().nodename, pid=started.pid)
+    emit("began", rank=rank, host=os.uname().nodename, pid=started.pid)
     status = started.wait()
-    starved = {"out_of_memory": True} if status and count_oom_kills() > killed_before else {}
-    say("ended", rank=rank, status=status, **starved)
+    memory_fields = {"out_of_memory": True} if status and count_oom_kills() > killed_before else {}
+    emit("ended", rank=rank, status=status, **memory_fields)
     if status < 0:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
         os.kill(os.getpid(), -status)

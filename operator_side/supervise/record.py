@@ -23,11 +23,11 @@ class AttemptRecord:
     hosts: tuple[Host, ...] | None  # None: everything runs on this machine
     begun_at: float
     stagers: int = 1
-    began: dict[int, str] = field(default_factory=dict)
+    rank_hosts: dict[int, str] = field(default_factory=dict)
     ready: int = 0  # stagers that report that all processes have joined
     restored: set[int] = field(default_factory=set)
     restored_from: CheckpointId | None = None  # by every rank; None before that, and in a new run
-    before: CheckpointId | None = None  # what the ranks would restore if `restored_from` were set aside
+    fallback: CheckpointId | None = None  # what the ranks would restore if `restored_from` were set aside
     staged_step: int = -1  # the highest step that this attempt has staged; -1: none
     shares_staged: dict[int, set[int]] = field(default_factory=dict)  # step → shares that are staged
     stepped: set[int] = field(default_factory=set)
@@ -35,10 +35,10 @@ class AttemptRecord:
     # Ranks that the stager lost before any process had reported a failure of its own.
     lost_first: list[int] = field(default_factory=list)
     silent_since: dict[int, float] = field(default_factory=dict)  # rank → when the stager reported it
-    noticed: set[str] = field(default_factory=set)
-    missed: set[str] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)  # hosts that two looks in a row missed
-    given_up: str = ""  # why the supervisor ends the attempt; empty while it does not
+    noticed_hosts: set[str] = field(default_factory=set)
+    missed_hosts: set[str] = field(default_factory=set)
+    lost_hosts: set[str] = field(default_factory=set)  # hosts that two looks in a row missed
+    give_up_reason: str = ""  # why the supervisor ends the attempt; empty while it does not
     first_death_at: float | None = None  # when the first process was lost, or the stager ended
     progressed: bool = False  # the attempt has staged a step newer than any before
     progress_at: float = 0.0
@@ -48,7 +48,7 @@ class AttemptRecord:
         return process_name(rank, self.ranks, self.stagers)
 
     @property
-    def met(self) -> bool:
+    def all_joined(self) -> bool:
         """Whether all ranks and stagers have joined."""
         return self.ready >= self.stagers
 
@@ -57,39 +57,39 @@ class AttemptRecord:
         self.ready += 1
         return self.ready == self.stagers
 
-    def stagers_ended(self, *, well: bool = False) -> bool:
-        """Whether every stager has ended; `well`: on its own, with status 0."""
-        ended = {death.rank for death in self.deaths if death.status == 0 or not well}
+    def stagers_ended(self, *, cleanly: bool = False) -> bool:
+        """Whether every stager has ended; `cleanly`: on its own, with status 0."""
+        ended = {death.rank for death in self.deaths if death.status == 0 or not cleanly}
         return ended.issuperset(range(self.ranks, self.ranks + self.stagers))
 
-    def staged(self, step: int, share: ShareNumber) -> bool:
+    def record_staged(self, step: int, share: ShareNumber) -> bool:
         """Record that a share of a step is staged. Return whether the whole step is."""
         shares = self.shares_staged.setdefault(step, set())
         shares.add(share.index)
         if len(shares) < share.writers:
             return False
         self.staged_step = max(self.staged_step, step)
-        self.shares_staged = {other: them for other, them in self.shares_staged.items() if other > step}
+        self.shares_staged = {other: of_step for other, of_step in self.shares_staged.items() if other > step}
         return True
 
-    def is_last(self, reached: set[int], rank: int) -> bool:
+    def record_rank(self, reached: set[int], rank: int) -> bool:
         """Add a trainer to `reached`. Return whether it was the last one."""
         if rank in reached or not 0 <= rank < self.ranks:
             return False
         reached.add(rank)
         return len(reached) == self.ranks
 
-    def looked(self, hosts: tuple[Host, ...] | None) -> bool:
+    def record_hosts(self, hosts: tuple[Host, ...] | None) -> bool:
         """Record the fleet's answer. Return whether it lacks a host of this attempt that is not known to be gone."""
         if hosts is None or self.hosts is None:
             return False
-        ours = {host.name for host in self.hosts}
-        missed = ours - {host.name for host in hosts}
-        self.gone |= missed & self.missed
-        self.missed = missed
-        return not missed <= self.gone
+        host_names = {host.name for host in self.hosts}
+        missed = host_names - {host.name for host in hosts}
+        self.lost_hosts |= missed & self.missed_hosts
+        self.missed_hosts = missed
+        return not missed <= self.lost_hosts
 
-    def lost(self, rank: int, now: float) -> None:
+    def record_lost_rank(self, rank: int, now: float) -> None:
         """Record that MPI reports a rank dead; ignore it if it may have died of another process's own failure."""
         if any(death.is_own_fault for death in self.deaths):
             return
@@ -101,24 +101,24 @@ class AttemptRecord:
         """Whether mpirun, asked to end, is only waiting for hosts that do not answer."""
         # Stagers end last, and run on this machine. After them mpirun forwards nothing more from the surviving hosts.
         ended = {death.rank for death in self.deaths}
-        lost = {rank for rank, host in self.began.items() if rank in self.silent_since or host in self.gone}
+        lost = {rank for rank, host in self.rank_hosts.items() if rank in self.silent_since or host in self.lost_hosts}
         return self.stagers_ended() and not lost <= ended
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
         """Return why the attempt cannot continue, or "" if it can."""
         # If a rank was killed before all had joined, the others wait for it in MPI forever, and have nothing to save.
         # If the stagers have exited by themselves, all ranks have left or are lost: nothing more is saved.
-        hopeless = (self.stagers_ended(well=True) or not self.met) and any(
+        hopeless = (self.stagers_ended(well=True) or not self.all_joined) and any(
             death.is_killed_from_outside for death in self.deaths
         )
-        patience = 0.0 if hopeless else limits.lost_seconds_max
-        if self.first_death_at is not None and now >= self.first_death_at + patience:
+        grace_seconds = 0.0 if hopeless else limits.lost_seconds_max
+        if self.first_death_at is not None and now >= self.first_death_at + grace_seconds:
             ended = [d.rank for d in self.deaths if d.status or d.rank >= self.ranks]
             rank = (ended or self.lost_first)[0]
             return f"{self.name(rank)} has ended, and the other processes cannot continue without it: ending them"
         for rank, since in self.silent_since.items():
             if now >= since + limits.silent_seconds_max:
-                where = self.began.get(rank, "a host")
+                where = self.rank_hosts.get(rank, "a host")
                 return f"rank {rank} on {where} gives no sign of life: it is stopped, cut off, or gone"
         last = max(self.begun_at, self.progress_at)
         if limits.stall_seconds_max is not None and now >= last + limits.stall_seconds_max:
@@ -129,12 +129,12 @@ class AttemptRecord:
         return Evidence(
             self.ranks,
             self.mpirun_status,
-            self.began,
+            self.rank_hosts,
             tuple(self.deaths),
             tuple(self.lost_first),
-            self.gone,
-            self.noticed,
-            self.given_up,
+            self.lost_hosts,
+            self.noticed_hosts,
+            self.give_up_reason,
             stopping,
             stagers=self.stagers,
         )

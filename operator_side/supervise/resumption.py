@@ -22,18 +22,18 @@ class Resumption:
     def __init__(self) -> None:
         self._at: dict[str, float] = {}
 
-    def lost(self, now: float) -> None:
+    def record_loss(self, now: float) -> None:
         """Record the first sign of a loss. A further loss before training continues belongs to the same resumption."""
         self._at = {"lost": self._at.get("lost", now)}
 
-    def reached(self, mark: str, now: float) -> None:
+    def record_mark(self, mark: str, now: float) -> None:
         """Record a mark. A second attempt after the same loss reaches it again and clears later marks."""
         before = MARKS[: MARKS.index(mark)]
         self._at = {**{name: at for name, at in self._at.items() if name in before}, mark: now}
 
-    def trained(self, now: float) -> dict[str, float]:
+    def record_training(self, now: float) -> dict[str, float]:
         """Record that training continues. Return the seconds between marks, named by the later mark, and their sum."""
-        self.reached("training", now)
+        self.record_mark("training", now)
         seen = [mark for mark in MARKS if mark in self._at]
         phases = {
             f"{after}_seconds": round(self._at[after] - self._at[before], 3)

@@ -27,13 +27,13 @@ from operator_side.supervise import supervisor_messages as messages
 from operator_side.supervise.core import Core
 from operator_side.supervise.flusher import KeptFlusher
 from operator_side.supervise.hosts import Fleet, Host
-from operator_side.supervise.job_output import meaning
+from operator_side.supervise.job_output import parse_event
 from operator_side.supervise.job_processes import JobProcesses, RunFiles
 from operator_side.supervise.verdict import Verdict
 
 _log = logging.getLogger("holdfast.run")
 
-_TURN_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _DRAIN_SECONDS_MAX = 600.0  # to wait for the flusher at the end
 
 
@@ -43,43 +43,43 @@ class FleetWatch(threading.Thread):
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
         super().__init__(name="fleet", daemon=True)
         self._fleet, self._poll_seconds = fleet, poll_seconds
-        self._wake, self._over = threading.Event(), False
-        self.replace = 0  # slots to request at each look
-        self._seen: queue.SimpleQueue[tuple[Host, ...] | None] = queue.SimpleQueue()
-        self._answers = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake, self._is_stopped = threading.Event(), False
+        self.extra_slots = 0  # slots to request at each look
+        self._results: queue.SimpleQueue[tuple[Host, ...] | None] = queue.SimpleQueue()
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def ask(self, replace: int) -> None:
+    def poll_now(self, replace: int) -> None:
         """Look now; request this many more slots from the fleet, now and at each later look."""
-        self.replace = replace
+        self.extra_slots = replace
         self._wake.set()
 
     def fileno(self) -> int:
         """Readable when `take` has something to return."""
-        return self._answers
+        return self._eventfd
 
-    def take(self) -> Iterator[tuple[Host, ...] | None]:
+    def drain_results(self) -> Iterator[tuple[Host, ...] | None]:
         """Yield the answers since the last call."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._answers)
-        while not self._seen.empty():
-            yield self._seen.get()
+            os.eventfd_read(self._eventfd)
+        while not self._results.empty():
+            yield self._results.get()
 
     def stop(self) -> None:
         # Do not join: a look in progress may block for a long network timeout.
-        self._over = True
+        self._is_stopped = True
         self._wake.set()
 
     def run(self) -> None:
         while True:
             self._wake.wait(self._poll_seconds)
             self._wake.clear()
-            if self._over:
+            if self._is_stopped:
                 return
             try:
-                if self.replace:
-                    self._fleet.replace(self.replace)
-                self._seen.put(self._fleet.look())
-                os.eventfd_write(self._answers, 1)
+                if self.extra_slots:
+                    self._fleet.replace(self.extra_slots)
+                self._results.put(self._fleet.look())
+                os.eventfd_write(self._eventfd, 1)
             except HoldfastError as error:
                 _log.warning("%s: %s; the hosts of the last look still count", self._fleet.name, error)
             except Exception:  # noqa: BLE001 - any error: the job must keep running
@@ -99,13 +99,13 @@ class Supervisor:
         watch: FleetWatch,
         files: RunFiles,
         *,
-        last_look: Callable[[Verdict], Verdict],
-        tell: Callable[[Mapping[str, Any]], None],
+        final_check: Callable[[Verdict], Verdict],
+        on_event: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._core, self._job, self._watch = core, job, watch
         self._rings = files.rings
         self._follower = Follower(files.events)
-        self._last_look, self._tell = last_look, tell
+        self._final_check, self._on_event = final_check, on_event
         self._status = EventLog(files.logs / "status.jsonl", role="supervisor")
         self._signals: list[int] = []
         self._is_stopping = False  # a signal asked the run to end
@@ -115,15 +115,15 @@ class Supervisor:
         """Supervise until no process of the job is left. Raises `ConfigError`: the ring's folder is not safely ours."""
         flushers = [KeptFlusher(ring) for ring in self._rings]
         before = {
-            number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
+            number: signal.signal(number, self._on_signal) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
         }
         self._watch.start()
         try:
-            self._do(self._core.begin())
+            self._execute(self._core.begin())
             while self._verdict is None:
-                self._turn()
-            self._wait_for(flushers)
-            verdict = self._last_look(self._verdict)
+                self._poll_once()
+            self._wait_for_flushers(flushers)
+            verdict = self._final_check(self._verdict)
             fields = {"cause": verdict.cause.value, "exit_code": verdict.exit_code}
             self._note("over", verdict.message, fields, loud=verdict.exit_code != 0)
         finally:
@@ -139,39 +139,39 @@ class Supervisor:
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        self._job.wait(_TURN_SECONDS, self._watch.fileno())
+    def _poll_once(self) -> None:
+        self._job.wait(_POLL_SECONDS, self._watch.fileno())
         while self._signals:
             number = self._signals.pop(0)
             if number == signal.SIGUSR1:  # a notice, for the ranks that watch for it
                 self._job.pass_on(number)
                 continue
-            self._take(messages.Stop(f"this command received {signal.Signals(number).name}"))
+            self._handle(messages.Stop(f"this command received {signal.Signals(number).name}"))
         reports, status = self._job.hear()
         for report in reports:
-            self._take(report)
+            self._handle(report)
         # Before handling mpirun's end: steps that became durable until then count as progress of this attempt.
-        self._follow()
+        self._read_event_log()
         if status is not None:
-            self._take(messages.MpirunExited(status))
+            self._handle(messages.MpirunExited(status))
         for hosts in self._watch.take():
-            self._take(messages.HostsSeen(hosts))
-        self._take(messages.ClockTick())
+            self._handle(messages.HostsSeen(hosts))
+        self._handle(messages.ClockTick())
 
-    def _follow(self) -> None:
-        for said in self._follower.read():
-            self._tell(said)
-            event = meaning(said)
+    def _read_event_log(self) -> None:
+        for line in self._follower.read():
+            self._on_event(line)
+            event = parse_event(line)
             if event is not None:
-                self._take(event)
+                self._handle(event)
 
-    def _take(self, event: messages.Event) -> None:
+    def _handle(self, event: messages.Event) -> None:
         if self._verdict is None:
-            self._do(self._core.handle(event, time.monotonic()))
+            self._execute(self._core.handle(event, time.monotonic()))
 
     # -- actions ---------------------------------------------------------------------------------------------------
 
-    def _do(self, actions: list[messages.Action]) -> None:
+    def _execute(self, actions: list[messages.Action]) -> None:
         for action in actions:
             match action:
                 case messages.PollFleet(replace):
@@ -199,9 +199,9 @@ class Supervisor:
     def _note(self, event: str, message: str, fields: Mapping[str, Any], *, loud: bool) -> None:
         _log.log(logging.WARNING if loud else logging.INFO, "%s", message)
         self._status.emit(event, {"message": message, **fields})
-        self._tell({"event": event, "role": "supervisor", "message": message, **fields})
+        self._on_event({"event": event, "role": "supervisor", "message": message, **fields})
 
-    def _wait_for(self, flushers: Sequence[KeptFlusher]) -> None:
+    def _wait_for_flushers(self, flushers: Sequence[KeptFlusher]) -> None:
         """Wait until everything staged is durable and the rings are removed."""
         for flusher in flushers:  # release all of them first: they wait for each other
             flusher.let_go()
@@ -219,10 +219,10 @@ class Supervisor:
 
     def _wait_for_flusher(self, flusher: KeptFlusher, ring: Path, deadline: float) -> bool:
         """Wait for the flusher to exit; False at the deadline or at a signal."""
-        if not flusher.wait_for_exit(_TURN_SECONDS):
+        if not flusher.wait_for_exit(_POLL_SECONDS):
             message = "waiting until the flusher has made every staged checkpoint durable"
             self._note("draining", message, {}, loud=False)
-        while not flusher.wait_for_exit(_TURN_SECONDS):
+        while not flusher.wait_for_exit(_POLL_SECONDS):
             if self._signals or time.monotonic() > deadline:
                 message = (
                     f"the flusher is still writing, and continues without this command; its ring is {ring}"
@@ -231,7 +231,7 @@ class Supervisor:
                 return False
         return True
 
-    def _signalled(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         # A second signal ends the wait. SIGHUP does not count: the shell repeats the one that the kernel sends to all.
         if number == signal.SIGHUP and self._is_stopping:
             return
@@ -245,7 +245,7 @@ def next_attempt(logs: Path) -> int:
     return max(numbers, default=0) + 1
 
 
-def environment_of_job() -> dict[str, str]:
+def job_environment() -> dict[str, str]:
     """Return this process's environment without the variables of another MPI launcher, such as Slurm's PMI."""
     prefixes = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "PRTE_")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}

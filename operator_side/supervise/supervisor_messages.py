@@ -35,7 +35,7 @@ class RankRestored(NamedTuple):
     rank: int
     step: int  # -1: no checkpoint, a new run begins
     attempt: int = 0  # the attempt that wrote the checkpoint; 0: unknown
-    before: CheckpointId | None = None  # what would be restored if this one were set aside
+    fallback: CheckpointId | None = None  # what would be restored if this one were set aside
 
 
 class RankStepped(NamedTuple):
@@ -83,7 +83,7 @@ class RankSilence(NamedTuple):
     """The stager no longer hears from a rank; `over`: it does again."""
 
     rank: int
-    over: bool = False
+    is_over: bool = False
 
 
 class RankDead(NamedTuple):
@@ -98,14 +98,14 @@ class Stop(NamedTuple):
     reason: str
 
 
-Told = AllJoined | StepStaged | StepDurable | RankSilence | RankDead | RankNoticed  # in the event log
-Event = ClockTick | HostsSeen | MpirunExited | Stop | Report | Told
+LogEvent = AllJoined | StepStaged | StepDurable | RankSilence | RankDead | RankNoticed  # in the event log
+Event = ClockTick | HostsSeen | MpirunExited | Stop | Report | LogEvent
 
 
 class PollFleet(NamedTuple):
     """Ask the fleet now and at intervals. `replace`: number of slots to request each time."""
 
-    replace: int = 0
+    extra_slots: int = 0
 
 
 class Launch(NamedTuple):
@@ -139,7 +139,7 @@ class Note(NamedTuple):
     event: str
     message: str
     fields: Mapping[str, Any] = {}
-    loud: bool = False
+    is_warning: bool = False
 
 
 class Finish(NamedTuple):

@@ -25,7 +25,7 @@ class SetAside(NamedTuple):
     """A checkpoint to set aside; the next attempt restores `before`."""
 
     key: CheckpointId
-    before: CheckpointId
+    fallback: CheckpointId
     crashes: int
 
 
@@ -42,24 +42,24 @@ class Suspicion:
         self.is_open = False
         self._suspect: tuple[CheckpointId, str] | None = None  # and how the job crashed after its restore
         self._crashes = 0
-        self._row = 0  # set aside in a row since the run last passed them
-        self._beyond = -1  # the highest step set aside in this row
-        self._mark = ""  # how the job had crashed when the last one was set aside
+        self._in_a_row = 0  # set aside in a row since the run last passed them
+        self._highest_step = -1  # the highest step set aside in this row
+        self._signature = ""  # how the job had crashed when the last one was set aside
         self._has_caught_up = False  # a step as high was staged again since then
 
     def check_attempt(self, verdict: Verdict, attempt: AttemptRecord) -> SetAside | None:
         """Count an attempt that has ended. Return the checkpoint that is to blame, or None."""
         self.is_open = False
-        if self._row and attempt.staged_step > self._beyond:
-            self._row, self._beyond, self._has_caught_up = 0, -1, False
-        self._has_caught_up |= self._row > 0 and attempt.staged_step == self._beyond
+        if self._in_a_row and attempt.staged_step > self._highest_step:
+            self._in_a_row, self._highest_step, self._has_caught_up = 0, -1, False
+        self._has_caught_up |= self._in_a_row > 0 and attempt.staged_step == self._highest_step
         if verdict.cause is not Cause.CRASHED or verdict.mark == OUT_OF_MEMORY:
             return None
         key, before = attempt.restored_from, attempt.before
         if key is None or before is None or attempt.staged_step >= 0:
             self._suspect, self._crashes = None, 0
             return None
-        if self._row >= self._in_a_row_max or (self._has_caught_up and verdict.mark == self._mark):
+        if self._in_a_row >= self._in_a_row_max or (self._has_caught_up and verdict.mark == self._signature):
             return None
         suspect = (key, verdict.mark)
         self._crashes = self._crashes + 1 if suspect == self._suspect else 1
@@ -67,18 +67,18 @@ class Suspicion:
         self.is_open = True
         return SetAside(key, before, self._crashes) if self._crashes >= self._crashes_max else None
 
-    def take(self, found: SetAside, mark: str) -> None:
+    def record_set_aside(self, found: SetAside, signature: str) -> None:
         """Set the checkpoint aside, for crashes with this mark."""
         self.set_aside += (found.key,)
         self._suspect, self._crashes = None, 0
-        self._row += 1
-        self._beyond, self._mark, self._has_caught_up = max(self._beyond, found.key.step), mark, False
+        self._in_a_row += 1
+        self._highest_step, self._signature, self._has_caught_up = max(self._highest_step, found.key.step), signature, False
 
-    def told(self, final_verdict: Verdict) -> Verdict:
+    def explain(self, final_verdict: Verdict) -> Verdict:
         """Return the run's last verdict, with the checkpoints that were set aside without success."""
-        if not self._row:
+        if not self._in_a_row:
             return final_verdict
-        names = ", ".join(str(key) for key in self.set_aside[-self._row :])
+        names = ", ".join(str(key) for key in self.set_aside[-self._in_a_row :])
         return replace(
             final_verdict, message=f"{final_verdict.message}; set aside before, which did not help: {names}"
         )

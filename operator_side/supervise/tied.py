@@ -16,7 +16,7 @@ from holdfast.process import set_parent_death_signal
 _ANY = 0
 
 
-def tied(command: Sequence[str], *, by: signal.Signals = signal.SIGTERM) -> list[str]:
+def tied_command(command: Sequence[str], *, by: signal.Signals = signal.SIGTERM) -> list[str]:
     """Command line for this process's main thread to start. `by`: the signal that the command gets when we die."""
     return _line(command, by, os.getpid())
 

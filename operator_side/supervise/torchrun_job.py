@@ -28,15 +28,15 @@ from typing import Any, NamedTuple
 from holdfast.errors import PeerLost
 from holdfast.process import ENDING_SIGNALS, wait_readable
 from holdfast.telemetry.event_follower import Follower
-from operator_side.supervise.job_output import meaning
+from operator_side.supervise.job_output import parse_event
 from operator_side.supervise.kept_stager import KeptStager
 from operator_side.supervise.supervisor_messages import StepDurable, StepStaged
-from operator_side.supervise.tied import tied, tied_to_any_parent
+from operator_side.supervise.tied import tied_command, tied_to_any_parent
 from operator_side.supervise.verdict import INTERRUPTED, signal_name
 
 _log = logging.getLogger("holdfast.run")
 
-_TURN_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _LISTENS_SECONDS_MAX = 300.0
 _DRAIN_SECONDS_MAX = 600.0
 _SLACK_SECONDS = 15.0  # torchrun kills its ranks at the end of their grace period, and then ends itself
@@ -101,9 +101,9 @@ class TorchrunJob:
         events: Path,
         newest_step: int,
         grace_seconds: float,
-        tell: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        on_event: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
-        self._on_event = tell
+        self._on_event = on_event
         self._stager, self._line, self._environment = stager, list(line), dict(environment)
         self._follower, self._grace_seconds = Follower(events), grace_seconds
         self.newest_step = newest_step
@@ -111,27 +111,27 @@ class TorchrunJob:
         self._stop_signal = 0  # the first signal that asked the job to end; 0: none
         self._kill_at = math.inf
         self._given_up: TorchrunOutcome | None = None
-        self._ranks: subprocess.Popen[bytes] | None = None
+        self._torchrun: subprocess.Popen[bytes] | None = None
 
     def run(self) -> TorchrunOutcome:
         """Run the job until none of its processes is left and everything staged is durable."""
         before = {
-            number: signal.signal(number, self._signalled) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
+            number: signal.signal(number, self._on_signal) for number in (*ENDING_SIGNALS, signal.SIGUSR1)
         }
         try:
-            end = self._begin() or self._watch()
+            end = self._start() or self._watch()
             self._drain()
         finally:
-            if self._ranks is not None and self._ranks.poll() is None:
-                self._ranks.kill()
-                self._ranks.wait()
+            if self._torchrun is not None and self._torchrun.poll() is None:
+                self._torchrun.kill()
+                self._torchrun.wait()
             self._stager.close()
             self._follower.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         return end
 
-    def _begin(self) -> TorchrunOutcome | None:
+    def _start(self) -> TorchrunOutcome | None:
         """Start torchrun once the stager listens. Return the job's end if that fails."""
         deadline = time.monotonic() + _LISTENS_SECONDS_MAX
         while not self._stager.listens():
@@ -148,12 +148,12 @@ class TorchrunJob:
                 return TorchrunOutcome(
                     PeerLost.exit_code, f"the stager does not listen within {_LISTENS_SECONDS_MAX:g} s"
                 )
-            time.sleep(_TURN_SECONDS)
+            time.sleep(_POLL_SECONDS)
         _log.info("the stager listens at %s; torchrun starts the ranks", self._stager.address)
-        around = [sys.executable, "-P", "-m", "holdfast", "rank", "--", *self._line]
+        rank_command = [sys.executable, "-P", "-m", "holdfast", "rank", "--", *self._line]
         # No terminal as stdin: `holdfast rank` would join its foreground group, and Ctrl-C would reach torchrun twice.
-        self._ranks = subprocess.Popen(
-            tied(around, by=signal.SIGKILL),
+        self._torchrun = subprocess.Popen(
+            tied_command(rank_command, by=signal.SIGKILL),
             stdin=subprocess.DEVNULL,
             env={**self._environment, "HOLDFAST_STAGER": self._stager.address},
             start_new_session=True,
@@ -161,21 +161,21 @@ class TorchrunJob:
         return None
 
     def _watch(self) -> TorchrunOutcome:
-        assert self._ranks is not None
-        end = os.pidfd_open(self._ranks.pid)
+        assert self._torchrun is not None
+        end = os.pidfd_open(self._torchrun.pid)
         try:
-            while (status := self._ranks.poll()) is None:
-                wait_readable([end], _TURN_SECONDS)
+            while (status := self._torchrun.poll()) is None:
+                wait_readable([end], _POLL_SECONDS)
                 self._handle_signals()
-                self._follow()
+                self._read_event_log()
                 self._check_stager()
                 if time.monotonic() >= self._kill_at:
                     self._kill_at = math.inf
                     _log.warning("the ranks have not ended within their grace period; they are killed")
-                    self._ranks.kill()
+                    self._torchrun.kill()
         finally:
             os.close(end)
-        self._follow()
+        self._read_event_log()
         if self._given_up is not None:
             return self._given_up
         if self._stop_signal == signal.SIGINT:
@@ -208,10 +208,10 @@ class TorchrunJob:
         )
         self._on_event({"role": "trainer", "event": "stager_lost", "message": f"{how}; it is started again"})
 
-    def _follow(self) -> None:
-        for said in self._follower.read():
-            self._on_event(as_supervisor_event(said))
-            match meaning(said):
+    def _read_event_log(self) -> None:
+        for line in self._follower.read():
+            self._on_event(as_supervisor_event(line))
+            match parse_event(line):
                 case StepStaged(step) | StepDurable(step) if step > self.newest_step:
                     self.newest_step, self._stager.restarts = step, 0
 
@@ -220,14 +220,14 @@ class TorchrunJob:
         self._signals.clear()
         self._stager.stop()
         deadline, is_logged = time.monotonic() + _DRAIN_SECONDS_MAX, False
-        while not self._stager.wait_for_exit(_TURN_SECONDS):
+        while not self._stager.wait_for_exit(_POLL_SECONDS):
             if not is_logged:
                 is_logged = True
                 _log.info("waiting until every staged checkpoint is durable")
             if set(self._signals) & set(ENDING_SIGNALS) or time.monotonic() > deadline:
                 _log.warning("the flusher is still writing, and continues without this command")
                 return
-        self._follow()
+        self._read_event_log()
         if self._stager.has_leftover_ring:
             _log.warning(
                 "not every staged checkpoint is in the store; the ring is kept: start the run again, or `holdfast "
@@ -249,23 +249,23 @@ class TorchrunJob:
                     self._grace_seconds,
                 )
                 self._terminate_ranks()
-            elif number != signal.SIGHUP and self._ranks is not None and self._ranks.poll() is None:
+            elif number != signal.SIGHUP and self._torchrun is not None and self._torchrun.poll() is None:
                 _log.warning("second signal: the ranks are killed")
-                self._ranks.kill()
+                self._torchrun.kill()
 
     def _terminate_ranks(self) -> None:
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._grace_seconds + _SLACK_SECONDS
 
     def _send(self, number: int) -> None:
-        if self._ranks is not None:
+        if self._torchrun is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._ranks.send_signal(number)
+                self._torchrun.send_signal(number)
 
     def _signal_code(self) -> int:
         return INTERRUPTED if self._stop_signal == signal.SIGINT else 128 + self._stop_signal
 
-    def _signalled(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)
 
 

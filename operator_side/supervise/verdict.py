@@ -64,7 +64,7 @@ class Death:
     out_of_memory: bool = False
 
     @property
-    def starved(self) -> bool:
+    def is_oom_killed(self) -> bool:
         """Whether the kernel killed this process, or the child whose status it has, to free memory."""
         return self.out_of_memory and self.status in _SIGKILLED and not self.by_supervisor
 
@@ -84,13 +84,13 @@ class Evidence:
 
     ranks: int
     mpirun_status: int  # exit code of the launcher, or minus the number of the signal
-    began: Mapping[int, str] = field(default_factory=dict)
+    rank_hosts: Mapping[int, str] = field(default_factory=dict)
     deaths: tuple[Death, ...] = ()  # processes that reported how they ended, in this order
     # Ranks that the stager lost before any process reported a failure of its own.
     lost_first: tuple[int, ...] = ()
-    gone: Collection[str] = ()
-    noticed: Collection[str] = ()
-    given_up: str = ""  # why the supervisor ended the attempt; empty if it did not
+    lost_hosts: Collection[str] = ()
+    noticed_hosts: Collection[str] = ()
+    give_up_reason: str = ""  # why the supervisor ended the attempt; empty if it did not
     stopping: bool = False
     launcher: str = "mpirun"
     stagers: int = 1
@@ -102,11 +102,11 @@ class Verdict:
 
     cause: Cause
     message: str
-    mark: str  # equal for two attempts that ended in the same way
+    signature: str  # equal for two attempts that ended in the same way
     rank: int | None = None  # the process whose log explains the end, or None
     exit_code: int = 1  # exit code of the command if this was the last attempt
     exception: str = ""  # the exception of that process; empty if none is known
-    hopeless: bool = False  # a restart cannot help until the user changes something
+    is_permanent: bool = False  # a restart cannot help until the user changes something
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -125,15 +125,15 @@ def judge(evidence: Evidence) -> Verdict:
             return Verdict(Cause.PREEMPTED, f"host {names} {reason}", "preempted", exit_code=9)
     return (
         _killed(evidence)
-        or _given_up(evidence)
+        or _ended_by_supervisor(evidence)
         or _crashed(evidence)
         or _not_durable(evidence)
-        or _left_alone(evidence)
+        or _lost_peer(evidence)
         or _unreported_end(evidence)
     )
 
 
-def class_of(exception: str) -> type[HoldfastError] | None:
+def error_class(exception: str) -> type[HoldfastError] | None:
     """Return the class named by an exception such as `holdfast.errors.PeerLost`; None if it is not holdfast's own."""
     name = exception.removeprefix("holdfast.errors.")
     return getattr(errors, name, None) if name in errors.__all__ and name != exception else None
@@ -142,17 +142,17 @@ def class_of(exception: str) -> type[HoldfastError] | None:
 def _killed(evidence: Evidence) -> Verdict | None:
     starved = next((death for death in evidence.deaths if death.starved), None)
     if starved is not None:
-        how = f"{_who(starved.rank, evidence)} was killed by the kernel because the memory was used up"
+        how = f"{_describe_process(starved.rank, evidence)} was killed by the kernel because the memory was used up"
         return Verdict(Cause.CRASHED, how, OUT_OF_MEMORY, starved.rank, 128 + signal.SIGKILL)
     killed = [death for death in evidence.deaths if death.is_killed_from_outside]
     if killed:
         first = killed[0]
-        how = f"{_who(first.rank, evidence)} was killed by {signal_name(-first.status)} from outside"
+        how = f"{_describe_process(first.rank, evidence)} was killed by {signal_name(-first.status)} from outside"
         return Verdict(Cause.KILLED, how, f"killed {first.status}", first.rank, 128 - first.status)
     reported = {death.rank for death in evidence.deaths}
     unreported = [rank for rank in evidence.lost_first if rank not in reported]
     if unreported:
-        who = _who(unreported[0], evidence)
+        who = _describe_process(unreported[0], evidence)
         how = (
             f"{who} died together with the process that reports its end, as when a container or pod is killed"
         )
@@ -163,7 +163,7 @@ def _killed(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _given_up(evidence: Evidence) -> Verdict | None:
+def _ended_by_supervisor(evidence: Evidence) -> Verdict | None:
     if not evidence.given_up:
         return None
     lost = Verdict(Cause.LOST, evidence.given_up, f"lost {evidence.given_up.split(':')[0]}", None, 9)
@@ -180,7 +180,7 @@ def _crashed(evidence: Evidence) -> Verdict | None:
         return None
     # Prefer a rank that names an exception to one that had lost its connection to it a moment earlier.
     first = next((death for death in crashed if death.exception), crashed[0])
-    who = _who(first.rank, evidence)
+    who = _describe_process(first.rank, evidence)
     if first.status < 0:
         how, code = f"{who} ended with {signal_name(-first.status)}", 128 - first.status
     else:
@@ -203,24 +203,24 @@ def _crashed(evidence: Evidence) -> Verdict | None:
 
 def _is_not_durable(death: Death, evidence: Evidence) -> bool:
     """Whether a rank finished its training but not its last checkpoint. Only one of those ranks reports it."""
-    said = any(class_of(one.exception) is errors.NotDurable for one in evidence.deaths)
-    return said and death.status == errors.NotDurable.exit_code
+    is_reported = any(error_class(one.exception) is errors.NotDurable for one in evidence.deaths)
+    return is_reported and death.status == errors.NotDurable.exit_code
 
 
 def _not_durable(evidence: Evidence) -> Verdict | None:
-    left = next((death for death in evidence.deaths if _is_not_durable(death, evidence)), None)
-    if left is None:
+    first = next((death for death in evidence.deaths if _is_not_durable(death, evidence)), None)
+    if first is None:
         return None
-    how = f"{_who(left.rank, evidence)} has ended, and the newest step that was to be saved is not durable"
+    how = f"{_describe_process(first.rank, evidence)} has ended, and the newest step that was to be saved is not durable"
     code = errors.NotDurable.exit_code
-    return Verdict(Cause.LOST, how, "not durable", left.rank, code, left.exception)
+    return Verdict(Cause.LOST, how, "not durable", first.rank, code, first.exception)
 
 
-def _left_alone(evidence: Evidence) -> Verdict | None:
+def _lost_peer(evidence: Evidence) -> Verdict | None:
     left = next((death for death in evidence.deaths if death.lost_peer), None)
     if left is None:
         return None
-    how = f"{_who(left.rank, evidence)} ended because it had lost another process of the job"
+    how = f"{_describe_process(left.rank, evidence)} ended because it had lost another process of the job"
     if left.exception:
         how = f"{how} ({left.exception})"
     return Verdict(Cause.LOST, how, "lost peer", left.rank, errors.PeerLost.exit_code, left.exception)
@@ -230,13 +230,13 @@ def _unreported_end(evidence: Evidence) -> Verdict:
     if not evidence.began:
         how = f"mpirun ended with status {evidence.mpirun_status} before any process had begun"
         return Verdict(Cause.UNLAUNCHED, how, f"unlaunched {evidence.mpirun_status}", None, 9)
-    unheard = sorted(set(range(evidence.ranks)) - {death.rank for death in evidence.deaths})
-    who = ", ".join(_who(rank, evidence) for rank in unheard) or "a rank"
+    unreported = sorted(set(range(evidence.ranks)) - {death.rank for death in evidence.deaths})
+    who = ", ".join(_describe_process(rank, evidence) for rank in unreported) or "a rank"
     how = f"mpirun ended with status {evidence.mpirun_status}, and the end of {who} was not reported"
     return Verdict(Cause.LOST, how, "lost unheard", None, 9)
 
 
-def _who(rank: int, evidence: Evidence) -> str:
+def _describe_process(rank: int, evidence: Evidence) -> str:
     name = process_name(rank, evidence.ranks, evidence.stagers)
     return f"{name} on {evidence.began[rank]}" if rank in evidence.began else name
 

@@ -30,13 +30,13 @@ from holdfast.errors import ConfigError
 from holdfast.process import ENDING_SIGNALS, count_oom_kills, parent_of, set_parent_death_signal, wait_readable
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from holdfast.telemetry.event_follower import json_objects
-from operator_side.supervise.exit_codes import Seen
+from operator_side.supervise.exit_codes import CommandOutcome
 
 _FORWARDED = (*ENDING_SIGNALS, signal.SIGQUIT)
-_KEPT = (signal.SIGUSR1, signal.SIGUSR2)
+_DEFERRED = (signal.SIGUSR1, signal.SIGUSR2)
 _TAIL_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _REPORTS_BYTES_MAX = 16 << 20  # a rank writes six lines at most, and one more for each notice
 _STDIN, _STDERR = 0, 2
 
@@ -47,7 +47,7 @@ class WrappedRank:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
         self._received: set[int] = set()
-        self._kept: set[int] = set()  # signals kept until a process handles them
+        self._deferred: set[int] = set()  # signals kept until a process handles them
         self._has_reported_deferred = False
         self._pending: list[int] = []  # received before the command was started
         self._tail = b""
@@ -55,12 +55,12 @@ class WrappedRank:
         # On a terminal Ctrl-C reaches the whole foreground group, and only that group may read.
         self._own_group = not os.isatty(_STDIN)
 
-    def run(self) -> Seen:
+    def run(self) -> CommandOutcome:
         """Run the command to its end; ignore signals from then on. Raises `ConfigError`: the command cannot start."""
         if "TORCHELASTIC_RUN_ID" in os.environ:
             set_parent_death_signal()  # the rank below does the same, and this process is its parent
         killed_before = count_oom_kills()
-        for number in (*_FORWARDED, *_KEPT):
+        for number in (*_FORWARDED, *_DEFERRED):
             signal.signal(number, self._forward)
         try:
             with _reports_file() as path:
@@ -69,9 +69,9 @@ class WrappedRank:
                 reports = list(_read_reports(path))
         finally:
             # A signal that comes too late for the command must not replace this process's exit code.
-            for number in (*_FORWARDED, *_KEPT):
+            for number in (*_FORWARDED, *_DEFERRED):
                 signal.signal(number, signal.SIG_IGN)
-        return Seen(
+        return CommandOutcome(
             Path(self._command[0]).name,
             os.uname().nodename,
             own_rank(),
@@ -121,15 +121,15 @@ class WrappedRank:
             os.set_blocking(descriptor, False)
             is_open, status = True, None
             while status is None:
-                if self._kept:
+                if self._deferred:
                     self._send_deferred(process.pid, reports)
                 if is_open:
-                    wait_readable([descriptor], _LOOK_SECONDS)
+                    wait_readable([descriptor], _POLL_SECONDS)
                     is_open = self._copy(descriptor)
                     status = process.poll()
                 else:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        status = process.wait(_LOOK_SECONDS)
+                        status = process.wait(_POLL_SECONDS)
             while is_open and self._copy(descriptor, more=True):
                 pass
         return status
@@ -155,8 +155,8 @@ class WrappedRank:
         self._received.add(number)
         if number == signal.SIGINT and not self._own_group:
             return
-        if number in _KEPT:
-            self._kept.add(number)
+        if number in _DEFERRED:
+            self._deferred.add(number)
         elif self._process is None:
             self._pending.append(number)
         else:
@@ -164,18 +164,18 @@ class WrappedRank:
 
     def _send_deferred(self, command: int, reports: Path) -> None:
         """Send SIGUSR1 and SIGUSR2 to processes that survive them, if there are any by now."""
-        ranks = {said["pid"] for said in _read_reports(reports) if isinstance(said.get("pid"), int)}
-        for number in list(self._kept):
+        ranks = {report["pid"] for report in _read_reports(reports) if isinstance(report.get("pid"), int)}
+        for number in list(self._deferred):
             below = [rank for rank in ranks if _is_descendant(rank, command) and _handles(rank, number)]
             targets = [command] if _handles(command, number) else below
             for pid in targets:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             if targets:
-                self._kept.discard(number)
-        if self._kept and not self._has_reported_deferred:
+                self._deferred.discard(number)
+        if self._deferred and not self._has_reported_deferred:
             self._has_reported_deferred = True
-            names = ", ".join(sorted(signal.Signals(number).name for number in self._kept))
+            names = ", ".join(sorted(signal.Signals(number).name for number in self._deferred))
             sys.stderr.write(
                 f"holdfast rank: {names} is kept: no process of this job handles it yet; ranks do where the setting "
                 "watch names it, from Checkpointer(...) on\n"

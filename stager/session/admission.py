@@ -50,10 +50,10 @@ class Admission:
         """Ranks that are lost or silent."""
         return self.lost.keys() | self._silent.keys()
 
-    def silent(self, event: RankSilent, now: float) -> None:
+    def mark_silent(self, event: RankSilent, now: float) -> None:
         self._silent[event.rank] = (event.name, now - event.silent_seconds)
 
-    def back(self, rank: int) -> None:
+    def clear_silent(self, rank: int) -> None:
         """End a rank's silence: it was heard again, or is lost."""
         self._silent.pop(rank, None)
 
@@ -63,13 +63,13 @@ class Admission:
         """The verdict on `step` that all ranks were told; None without a verdict, or if it was forgotten."""
         return self._verdicts.get(step)
 
-    def told(self, verdict: SendMessage) -> None:
-        self.came_to(verdict.step)
+    def record_verdict(self, verdict: SendMessage) -> None:
+        self.advance_to(verdict.step)
         self._verdicts[verdict.step] = verdict
         while len(self._verdicts) > _VERDICTS_KEPT:
             self._verdicts.popitem(last=False)
 
-    def came_to(self, step: int) -> None:
+    def advance_to(self, step: int) -> None:
         """Note that a rank has named this step: older steps are refused from now on."""
         self._newest_step = max(self._newest_step, step)
 
@@ -79,10 +79,10 @@ class Admission:
         """The body of DECLINED for `step`, given the steps `under_way`; None if the step is accepted."""
         if self.is_stopping:
             return {"reason": _STOPPING, "cause": DeclineCause.STOPPING}
-        error = self._why_not(step, under_way, now)
+        error = self._refusal_error(step, under_way, now)
         return None if error is None else {"reason": str(error), "code": error.code}
 
-    def _why_not(self, step: int, under_way: Collection[int], now: float) -> HoldfastError | None:
+    def _refusal_error(self, step: int, under_way: Collection[int], now: float) -> HoldfastError | None:
         if self.ended_for_good:
             return PeerLost(self.ended_for_good)
         if self.lost:
@@ -98,7 +98,7 @@ class Admission:
             return BusyError(f"steps {', '.join(map(str, under_way))} are still being received")
         return None
 
-    def announced(self, layout: Layout) -> None:
+    def add_layout(self, layout: Layout) -> None:
         self._layouts[layout.digest] = layout
         self._layouts.move_to_end(layout.digest)
         while len(self._layouts) > _LAYOUTS_KEPT:

@@ -116,7 +116,7 @@ class Checkpoint:
         queue = self.queue
         return 0 if queue is None else queue.missing_below(queue.part_end(self.part_chunks))
 
-    def choose(self, free: int) -> int | None:
+    def choose_chunk(self, free: int) -> int | None:
         """The next chunk to get a slot, given `free` slots; None if no chunk may have one now."""
         queue = self.queue
         if queue is None or not queue.left or free <= 0:
@@ -128,20 +128,20 @@ class Checkpoint:
         # reported its part size, only the lowest chunk is known to be in it.
         return queue.fewest_below(end) if self.phase is Phase.RECEIVING else queue.lowest()
 
-    def granted(self, chunk: int, slot: int) -> None:
+    def assign_slot(self, chunk: int, slot: int) -> None:
         """Note the slot of `chunk`, which `choose` has returned."""
         assert self.queue is not None
         self.queue.take(chunk)
         self.open_slots[chunk], self.complete[chunk] = slot, {}
 
-    def credited(self, chunk: int, rank: int, credit: Credit) -> None:
+    def add_credit(self, chunk: int, rank: int, credit: Credit) -> None:
         """Note the credit of `rank` for its part of `chunk`."""
         self.credits[chunk, rank] = credit
         self.unsettled[chunk] = self.unsettled.get(chunk, 0) + 1
         if self.queue is not None:
             self.queue.credit(rank, 1)
 
-    def settled(self, chunk: int, rank: int) -> Credit:
+    def settle_credit(self, chunk: int, rank: int) -> Credit:
         """Remove the credit of `rank` for `chunk`, which is settled."""
         self.unsettled[chunk] -= 1
         if not self.unsettled[chunk]:
@@ -150,13 +150,13 @@ class Checkpoint:
             self.queue.credit(rank, -1)
         return self.credits.pop((chunk, rank))
 
-    def handed(self, chunk: int) -> int:
+    def hand_over(self, chunk: int) -> int:
         """Hand a complete chunk to the flusher; return its slot."""
         if self.queue is not None:
             self.queue.handed_over(chunk)
         return self.open_slots.pop(chunk)
 
-    def overdue(
+    def overdue_text(
         self,
         now: float,
         offer_seconds_max: float,

@@ -28,7 +28,7 @@ class ChunkQueue:
 
     def __init__(self, layout: Layout, chunks: range) -> None:
         self._layout, self._ranks = layout, layout.ranks
-        self.left = len(chunks)
+        self.remaining = len(chunks)
         before, after = bytes(chunks.start), bytes(layout.chunks - chunks.stop)
         self._waiting = bytearray(before + bytes([_WAITS]) * len(chunks) + after)
         self._lowest = 0  # no chunk below this one waits
@@ -39,24 +39,24 @@ class ChunkQueue:
         self._cursors = [own.start for own in slices]
         self._credits_out = [0] * layout.ranks
         self._heap: list[tuple[int, int, int]] = []  # credits out, lowest chunk, rank
-        self._moved = set(range(layout.ranks))  # ranks whose heap entries are stale
+        self._stale_ranks = set(range(layout.ranks))  # ranks whose heap entries are stale
 
     # -- what changes --------------------------------------------------------------------------------------------
 
-    def take(self, chunk: int) -> None:
+    def remove(self, chunk: int) -> None:
         """Remove `chunk`, which has its slot."""
-        self.left -= 1
+        self.remaining -= 1
         self._waiting[chunk] = 0
-        self._moved.add(self._layout.chunk_rank(chunk))
+        self._stale_ranks.add(self._layout.chunk_rank(chunk))
 
-    def handed_over(self, chunk: int) -> None:
+    def mark_complete(self, chunk: int) -> None:
         """Note that `chunk` is complete and belongs to the flusher."""
         self._incomplete[chunk] = 0
 
-    def credit(self, rank: int, change: int) -> None:
+    def count_credit(self, rank: int, change: int) -> None:
         """Count a credit of `rank` that was granted (1) or settled (-1)."""
         self._credits_out[rank] += change
-        self._moved.add(rank)
+        self._stale_ranks.add(rank)
 
     # -- which is next -------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class ChunkQueue:
 
     def part_end(self, part_chunks: int) -> int:
         """The first chunk after the lowest incomplete part; 0 if every chunk has its slot."""
-        if not self.left:
+        if not self.remaining:
             return 0
         self._first = first = self._incomplete.find(1, self._first)
         return first - first % part_chunks + part_chunks
@@ -77,13 +77,13 @@ class ChunkQueue:
     def missing_below(self, end: int) -> int:
         """How many of the chunks below `end` have no slot."""
         if end >= self._layout.chunks:
-            return self.left
+            return self.remaining
         following = self.next_chunk
         if following is None:
             return 0
         return self._waiting.count(_WAITS, following, end)
 
-    def fewest(self) -> int | None:
+    def least_credited(self) -> int | None:
         """The lowest waiting chunk of the rank with the fewest credits; None if every rank has enough credits."""
         self._renew_heap()
         while self._heap:
@@ -96,7 +96,7 @@ class ChunkQueue:
     def fewest_below(self, end: int) -> int | None:
         """As `fewest`, among the chunks below `end`."""
         if end >= self._layout.chunks:
-            return self.fewest()
+            return self.least_credited()
         heads: list[tuple[int, int]] = []  # at most one for each chunk of the part
         following = self.next_chunk
         while following is not None and following < end:
@@ -121,12 +121,12 @@ class ChunkQueue:
         return at
 
     def _renew_heap(self) -> None:
-        ranks: Iterable[int] = self._moved
-        if len(self._heap) + len(self._moved) > 2 * self._ranks + _STALE_MIN:
+        ranks: Iterable[int] = self._stale_ranks
+        if len(self._heap) + len(self._stale_ranks) > 2 * self._ranks + _STALE_MIN:
             ranks = range(self._ranks)
             self._heap.clear()
         for rank in ranks:
             out = self._credits_out[rank]
             if out < CREDITS_PER_RANK_MAX and (head := self._head(rank)) >= 0:
                 heapq.heappush(self._heap, (out, head, rank))
-        self._moved.clear()
+        self._stale_ranks.clear()

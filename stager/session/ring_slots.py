@@ -48,12 +48,12 @@ class RingSlots:
 
     def __init__(self, free_slots: Iterable[int], flusher_slots: Iterable[int]) -> None:
         self.free = deque(free_slots)
-        self.flushers: dict[int, tuple[int, int] | None] = dict.fromkeys(flusher_slots)
+        self.flusher_slots: dict[int, tuple[int, int] | None] = dict.fromkeys(flusher_slots)
 
     def holding(self, step: int) -> tuple[int, ...]:
         """The flusher's slots with chunks of `step`, lowest chunk first."""
         chunks = sorted(
-            (held[1], slot) for slot, held in self.flushers.items() if held is not None and held[0] == step
+            (held[1], slot) for slot, held in self.flusher_slots.items() if held is not None and held[0] == step
         )
         return tuple(slot for _, slot in chunks)
 
@@ -86,7 +86,7 @@ class RingSlots:
             actions.append(GrantCredit(rank, checkpoint.step, chunk, slot, layout))
         return actions
 
-    def settle(
+    def advance_credit(
         self, checkpoint: Checkpoint | None, event: Sent | Received | Returned, now: float
     ) -> list[Action]:
         """Advance a credit by SENT, its payload, or RETURN. Raises `ProtocolError`: the rank has no such credit, or the
@@ -122,9 +122,9 @@ class RingSlots:
                     )
                 checkpoint.settled(chunk, rank)
                 return [CancelReceive(rank, credit.slot), *self._free_if_settled(checkpoint, chunk)]
-        return self._complete(checkpoint, chunk, rank, credit, now)
+        return self._settle_if_complete(checkpoint, chunk, rank, credit, now)
 
-    def _complete(
+    def _settle_if_complete(
         self, checkpoint: Checkpoint, chunk: int, rank: int, credit: Credit, now: float
     ) -> list[Action]:
         """Settle the credit if it is complete; hand over the chunk if that was its last credit."""
@@ -143,7 +143,7 @@ class RingSlots:
             return []
         slot = checkpoint.handed(chunk)
         sources = tuple(sorted(checkpoint.complete.pop(chunk).items()))
-        self.flushers[slot] = (checkpoint.step, chunk)
+        self.flusher_slots[slot] = (checkpoint.step, chunk)
         nbytes = layout.chunk_extent(chunk).nbytes
         return [MarkFull(slot, checkpoint.step, chunk, sources, nbytes)]
 
@@ -164,12 +164,12 @@ class RingSlots:
         self.free.appendleft(slot)  # first in line: it holds no chunk for a restore
         return [FreeSlot(slot)]
 
-    def freed(self, slots: Collection[int]) -> None:
+    def add_freed(self, slots: Collection[int]) -> None:
         """Take slots that the flusher has freed. Raises `ProtocolError`: a slot is not the flusher's."""
         # A slot may be free already: the journal said so when the stager attached, before this message.
-        strange = [slot for slot in slots if slot not in self.flushers and slot not in self.free]
-        if strange:
-            raise ProtocolError(f"the flusher freed slots {list(slots)}, but {strange} do not belong to it")
-        for slot in self.flushers.keys() & set(slots):
-            del self.flushers[slot]
+        unowned = [slot for slot in slots if slot not in self.flusher_slots and slot not in self.free]
+        if unowned:
+            raise ProtocolError(f"the flusher freed slots {list(slots)}, but {unowned} do not belong to it")
+        for slot in self.flusher_slots.keys() & set(slots):
+            del self.flusher_slots[slot]
             self.free.append(slot)

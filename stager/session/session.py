@@ -95,7 +95,7 @@ class Session:
         self._offer_seconds_max, self._chunk_seconds_max = offer_seconds_max, chunk_seconds_max
         self._admission = Admission()
         self._slots = RingSlots(free_slots, flusher_slots)
-        self._left: dict[int, bool] = {}
+        self._inherited: dict[int, bool] = {}
         self._inherited_until = math.inf
         self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
         self._no_flusher_reason = ""  # why no flusher is connected; empty if one is
@@ -179,9 +179,9 @@ class Session:
         return found
 
     @property
-    def left(self) -> set[int]:
+    def inherited_staged(self) -> set[int]:
         """Steps whose share the previous stager had staged, and whose outcome is unknown."""
-        return {step for step, staged in self._left.items() if staged}
+        return {step for step, staged in self._inherited.items() if staged}
 
     @property
     def slots_before(self) -> list[int]:
@@ -193,12 +193,12 @@ class Session:
         verdict = self._admission.verdict(step)
         return verdict is not None and verdict.kind is Kind.DURABLE
 
-    def take_over(self, left: Mapping[int, bool]) -> None:
+    def take_over(self, inherited: Mapping[int, bool]) -> None:
         """Take over the steps of this attempt that the previous stager left in the ring. Call before the first event.
 
-        `left`: By step: whether the previous stager had staged its share.
+        `inherited`: By step: whether the previous stager had staged its share.
         """
-        self._left = dict(left)
+        self._inherited = dict(inherited)
 
     def stop(self) -> None:
         """From now on decline each step that no rank has offered yet; steps in flight continue. Safe to call again."""
@@ -211,7 +211,7 @@ class Session:
         for checkpoint in list(self._open.values()):
             if checkpoint.phase is not Phase.ENDED:
                 self._fail(checkpoint, PeerLost(reason))
-        for step in list(self._left):  # their chunks were in the lost ring, too
+        for step in list(self._inherited):  # their chunks were in the lost ring, too
             self._on_failed(Failed(step, PeerLost.code, reason))
         return self._actions
 
@@ -223,7 +223,7 @@ class Session:
         assert not self._open, "credits are still out"
         self._admission.ended_for_good = self._no_flusher_reason = ""
         self._slots = RingSlots(free_slots, flusher_slots)
-        self._left.clear()
+        self._inherited.clear()
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -232,13 +232,13 @@ class Session:
             raise ProtocolError(f"layout for {event.layout.ranks} ranks, this job has {self.ranks}")
         self._admission.announced(event.layout)
 
-    def _entered(self, rank: int, step: int) -> Checkpoint | None:
+    def _admit(self, rank: int, step: int) -> Checkpoint | None:
         """The checkpoint of a rank's offer or decline, made if new; None if the rank got a verdict instead."""
         verdict = self._admission.verdict(step)
         if verdict is not None:
             self._actions.append(SendMessage(rank, verdict.kind, step, verdict.body))
             return None
-        if self._left.get(step):
+        if self._inherited.get(step):
             self._actions.append(SendMessage(rank, Kind.STAGED, step))
             return None
         for older in list(self._open.values()):
@@ -255,7 +255,7 @@ class Session:
         refusal = self._admission.refusal(step, under_way, self._now)
         if refusal is not None:
             # Tell all ranks now: those that have not offered yet can skip the step.
-            self._tell(SendMessage(None, Kind.DECLINED, step, refusal))
+            self._send_verdict(SendMessage(None, Kind.DECLINED, step, refusal))
             return None
         self._admission.came_to(step)
         checkpoint = self._open[step] = Checkpoint(step, self.ranks, self._now, self._now)
@@ -265,7 +265,7 @@ class Session:
         known = self._open.get(event.step)
         if known is not None and event.rank in known.digests:
             raise ProtocolError(f"rank {event.rank} offered step {event.step} twice")
-        checkpoint = self._entered(event.rank, event.step)
+        checkpoint = self._admit(event.rank, event.step)
         if checkpoint is None:
             return
         checkpoint.digests[event.rank] = event.layout_digest
@@ -286,12 +286,12 @@ class Session:
                 ),
             )
             return
-        self._left.pop(checkpoint.step, None)
+        self._inherited.pop(checkpoint.step, None)
         checkpoint.prepare(layout, chunks, self._now)
         self._actions.append(BeginReceiving(checkpoint.step, layout))
 
     def _on_decline(self, event: Decline) -> None:
-        checkpoint = self._entered(event.rank, event.step)
+        checkpoint = self._admit(event.rank, event.step)
         if checkpoint is None or not (checkpoint.under_way or self._may_withdraw(checkpoint)):
             return
         reason = event.reason.of_rank(event.rank)
@@ -359,24 +359,24 @@ class Session:
     def _fail(self, checkpoint: Checkpoint, error: HoldfastError) -> None:
         is_begun = checkpoint.phase is not Phase.OFFERING
         if self._share is not None and not is_begun and isinstance(error, PeerLost):
-            self._left.pop(checkpoint.step, None)
+            self._inherited.pop(checkpoint.step, None)
             # The other stagers' shares may be complete, and their flushers wait for this one.
             self._actions.append(Abort(checkpoint.step, str(error)))
         body = {"code": error.code, "message": str(error)}
         self._end(checkpoint, SendMessage(None, Kind.FAILED, checkpoint.step, body), str(error))
 
-    def _tell(self, verdict: SendMessage) -> None:
+    def _send_verdict(self, verdict: SendMessage) -> None:
         self._admission.told(verdict)
         self._actions.append(verdict)
 
     def _end(self, checkpoint: Checkpoint, verdict: SendMessage, reason: str) -> None:
         """End a checkpoint on all ranks. It keeps the slots of unsettled credits until they are settled."""
-        was_left = self._left.pop(checkpoint.step, None) is not None
+        was_left = self._inherited.pop(checkpoint.step, None) is not None
         if was_left or checkpoint.phase is not Phase.OFFERING:
             self._actions.append(Abort(checkpoint.step, reason))
         checkpoint.phase = Phase.ENDED
         checkpoint.queue = None
-        self._tell(verdict)
+        self._send_verdict(verdict)
         self._reclaim(checkpoint)
 
     def _reclaim(self, checkpoint: Checkpoint) -> None:
@@ -435,39 +435,39 @@ class Session:
 
     def _on_durable(self, event: Durable) -> None:
         checkpoint = self._open.get(event.step)
-        if checkpoint is None and self._left.pop(event.step, None) is not None:
-            self._tell(SendMessage(None, Kind.DURABLE, event.step, event.body))
+        if checkpoint is None and self._inherited.pop(event.step, None) is not None:
+            self._send_verdict(SendMessage(None, Kind.DURABLE, event.step, event.body))
             return
         if checkpoint is None and (self._share is not None or self.is_durable(event.step)):
             return  # repeated by a new flusher, or reported to the previous stager
         if checkpoint is None or checkpoint.phase is not Phase.STAGED:
             raise ProtocolError(f"the flusher says step {event.step} is durable; it is not staged")
         del self._open[event.step]
-        self._tell(SendMessage(None, Kind.DURABLE, event.step, event.body))
+        self._send_verdict(SendMessage(None, Kind.DURABLE, event.step, event.body))
 
     def _on_failed(self, event: Failed) -> None:
         checkpoint = self._open.get(event.step)
         body = {"code": event.code, "message": event.message}
-        if checkpoint is None and self._left.pop(event.step, None) is not None:
-            self._tell(SendMessage(None, Kind.FAILED, event.step, body))
+        if checkpoint is None and self._inherited.pop(event.step, None) is not None:
+            self._send_verdict(SendMessage(None, Kind.FAILED, event.step, body))
         if checkpoint is None or checkpoint.phase is Phase.ENDED:
             return
         self._end(checkpoint, SendMessage(None, Kind.FAILED, event.step, body), event.message)
 
     def _on_tick(self, _event: Tick) -> None:
         for checkpoint in list(self._open.values()):
-            overdue = checkpoint.overdue(
+            overdue_text = checkpoint.overdue(
                 self._now,
                 self._offer_seconds_max,
                 self._chunk_seconds_max,
                 self._admission.lost.keys(),
                 no_flusher=self._no_flusher_reason,
             )
-            if overdue:
-                self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {overdue}"))
+            if overdue_text:
+                self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {overdue_text}"))
         self._inherited_until = min(self._inherited_until, self._now + LOST_STAGER_SECONDS_MAX)
         if self._now > self._inherited_until:
-            for step in [step for step, staged in self._left.items() if not staged]:
+            for step in [step for step, staged in self._inherited.items() if not staged]:
                 if step not in self._open:
                     reason = f"step {step}: the stager was lost, and no rank has offered it to the next one"
                     self._actions.append(Abort(step, reason))

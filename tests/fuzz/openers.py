@@ -10,7 +10,7 @@ from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.lease import Lease
 from holdfast.store.generic import GenericStore
 from holdfast.store.posix import PosixStore
-from operator_side.drill.values import values_of
+from operator_side.drill.values import read_values
 
 __all__ = ["OPENERS", "SMALL"]
 
@@ -44,7 +44,7 @@ def open_run(path: Path) -> str:
 
 def open_drill(path: Path) -> str:
     """Open as `holdfast drill`, which compares values without torch: the file is a data.pkl."""
-    values_of(path.read_bytes(), source=str(path))
+    read_values(path.read_bytes(), source=str(path))
     return "taken"
 
 

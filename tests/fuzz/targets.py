@@ -48,13 +48,13 @@ from holdfast.wire.frames import Frame, Kind, decode, json_body
 from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.welcome import Welcome
 from operator_side.commands.status_output import render
-from operator_side.report.facts import gather
-from operator_side.report.page import page
+from operator_side.report.facts import gather_facts
+from operator_side.report.page import report_page
 from operator_side.report.sentences import find_hints, summarize_run
 from operator_side.simulate.profiles import load_profile
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import IDEAL
-from operator_side.simulate.trace_windows import cut
+from operator_side.simulate.trace_windows import cut_windows
 from operator_side.simulate.traces import read_trace
 from operator_side.simulate.tuning import TuningRequest, tune
 from operator_side.status.run_status import Peer, RunEvidence, compose
@@ -134,7 +134,7 @@ def manifest(data: bytes) -> None:
     assert again.model_copy(update={"record": {}}) == found.model_copy(update={"record": {}})
     check_name(found.file)
     stored = StoredCheckpoint.of(found)
-    page(gather("/mnt/run", Log(), [] if stored is None else [stored]), made_at_unix=2e9)
+    report_page(gather_facts("/mnt/run", Log(), [] if stored is None else [stored]), made_at_unix=2e9)
     if found.image_bytes <= 1 << 16:
         store.objects[found.file] = bytes(found.image_bytes)
         verify_file(store, found, threads=1).summary()
@@ -180,11 +180,11 @@ def message(data: bytes) -> None:
 def events(data: bytes) -> None:
     """An event log, and its report: an HTML page of a fixed structure, whatever the log says."""
     with _file(data) as path:
-        facts = gather("/mnt/run", read_logs([path]), dollars_per_hour=1.0)
+        facts = gather_facts("/mnt/run", read_logs([path]), dollars_per_hour=1.0)
     json.dumps(
         [facts.unknown, [one._asdict() for one in find_hints(facts)], summarize_run(facts)], allow_nan=False
     )
-    made = page(facts, made_at_unix=2e9)
+    made = report_page(facts, made_at_unix=2e9)
     assert made.count(b"<script") == 2  # its own two: the charts' library and the drawing code
     assert len(made) < _PAGE_BYTES_MAX
 
@@ -216,7 +216,7 @@ def trace(data: bytes) -> None:
     assert (np.diff(found.time_us) >= 0).all()
     if not found.count_max or found.end_us < _WINDOW_US or len(found.time_us) > _EVENTS_MAX:
         return
-    windows = cut(found, length_us=_WINDOW_US, offsets=2, rng=np.random.default_rng(0))
+    windows = cut_windows(found, length_us=_WINDOW_US, offsets=2, rng=np.random.default_rng(0))
     outcome = replay(TrainingJob(found.count_max, 1, 1_000_000, 0), [StrategyLane(IDEAL, 1)], windows)
     assert (outcome.useful >= 0).all()
     assert (outcome.training_us <= _WINDOW_US).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_side.state.tree import PendingNumber, collect, settle
+from trainer_side.state.tree import PendingNumber, collect, resolve_pending
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +25,6 @@ def test_the_numbers_of_a_scaler_arrive_as_they_were() -> None:
     scale = scaler._scale
     assert scale is not None
     scale.fill_(1.0)
-    settle(tree)
+    resolve_pending(tree)
     assert tree == {"scaler": expected}
     assert not there, "collect() has waited for the device"

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.infra.pods import add_to_pod, tls_additions
 from tests.infra.toolbox import INFRA, Unavailable, manifest_python
 
@@ -180,7 +180,7 @@ def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
         assert [disrupted | {"action": "Count"}, *others] == shown["podFailurePolicy"]["rules"]
         assert job["template"]["spec"]["restartPolicy"] == "Never"
         (rule,) = (one for one in job["podFailurePolicy"]["rules"] if "onExitCodes" in one)
-        assert rule["onExitCodes"]["values"] == [AGAIN]
+        assert rule["onExitCodes"]["values"] == [RETRY_EXIT_CODE]
 
 
 def test_the_stager_of_a_trainjob_is_replaced_as_that_of_the_jobset() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.hosts.network import why_not
 from tests.infra.mpi_pods import NODES, PlayedMpiJob, played_mpi
 from tests.integration.jobs.in_a_pod import EVERY, MET_AT, STEPS, counted_after
@@ -46,7 +46,7 @@ def test_a_node_pod_that_is_told_to_go_has_the_ranks_save_and_all_pods_started_a
         job.take(gone, lambda: STAGED.search(job.output()) is not None)
         assert job.settle() == RESTARTED, job.output()
         # Not 0: JobSet would take the run for completed.
-        assert job.codes[0][gone.name] == AGAIN, job.output()
+        assert job.codes[0][gone.name] == RETRY_EXIT_CODE, job.output()
         assert job.codes[0]["holdfast-launcher-0-0"] != 0, job.output()
         # The step saved because of the notice is later than any step due without it.
         _completed_from(job, MET_AT + 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.hosts.network import why_not
 from tests.infra.namespaced_pods import NamespacedJobSet
 from tests.infra.pods import (
@@ -50,7 +50,7 @@ def test_over_tls_a_pod_that_is_told_to_go_is_started_again_with_the_others(tmp_
         go_on(jobset)
         jobset.of("ranks")[1].terminate()
         assert jobset.settle() == RESTARTED, jobset.output()
-        assert [pod.process.returncode for pod in first] == [AGAIN] * 3, jobset.output()
+        assert [pod.process.returncode for pod in first] == [RETRY_EXIT_CODE] * 3, jobset.output()
         assert not set(names.splitlines()[1:]) & set((tmp_path / "names").read_text().splitlines())
         # The step saved because of the notice is later than any step due without it.
         _completed_from(jobset, MET_AT + 2)
@@ -68,7 +68,7 @@ def test_a_pod_of_a_trainjob_that_is_told_to_go_is_started_again_with_the_others
         go_on(jobset)
         jobset.of("node")[1].terminate()
         assert jobset.settle() == RESTARTED, jobset.output()
-        assert [pod.process.returncode for pod in first] == [AGAIN] * 3, jobset.output()
+        assert [pod.process.returncode for pod in first] == [RETRY_EXIT_CODE] * 3, jobset.output()
         assert not set(names.splitlines()[1:]) & set((tmp_path / "names").read_text().splitlines())
         _completed_from(jobset, MET_AT + 2)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.infra.pods import go_on, played, starts, wait_for_ranks
 from tests.integration.jobs.in_a_pod import MET_AT
 from tests.support.cluster import wait_until
@@ -24,7 +24,7 @@ def test_a_pod_that_is_told_to_go_is_started_again_with_the_others_and_the_run_r
         jobset.of("ranks")[1].terminate()
         assert jobset.settle() == "RestartJobSetAndIgnoreMaxRestarts", jobset.output()
         # The stager's pod was evicted too, and had written all staged steps.
-        assert [pod.process.returncode for pod in first] == [AGAIN] * 3, jobset.output()
+        assert [pod.process.returncode for pod in first] == [RETRY_EXIT_CODE] * 3, jobset.output()
         assert jobset.settle() == "Completed", jobset.output()
         for rank in range(2):
             before, after = starts(jobset, rank)
@@ -45,7 +45,7 @@ def test_the_stagers_pod_is_replaced_and_the_running_ranks_join_it(tmp_path: Pat
         else:
             stager.lose_node()
         assert jobset.settle() == "ReplacePod", jobset.output()
-        assert stager.process.returncode == (AGAIN if loss == "evicted" else -signal.SIGKILL)
+        assert stager.process.returncode == (RETRY_EXIT_CODE if loss == "evicted" else -signal.SIGKILL)
         wait_until(
             lambda: jobset.output().count("the stager is reached again") == len(ranks), 120, jobset.output
         )

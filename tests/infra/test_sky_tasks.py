@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.infra.pods import go_on, played_group, played_vms, starts, wait_for_ranks
 from tests.infra.sky_tasks import PlayedJobGroup
 from tests.integration.jobs.in_a_pod import EVERY, STEPS, counted_after
@@ -31,7 +31,7 @@ def test_a_killed_rank_has_its_task_run_again_which_resumes_beside_the_same_stag
         (stager,) = group.of(name)
         go_on(group)
         os.kill(int((tmp_path / "out" / "pid-1").read_text()), signal.SIGKILL)
-        assert AGAIN in group.settle(), group.output()
+        assert RETRY_EXIT_CODE in group.settle(), group.output()
         assert group.settle() == [0, 0], group.output()
         for rank in range(2):
             before, after = starts(group, rank)
@@ -53,7 +53,7 @@ def test_a_bug_ends_the_ranks_with_a_code_of_its_own(tmp_path: Path) -> None:
         group.start()
         for _ in range(3):
             ended = group.settle()
-            if AGAIN not in ended:
+            if RETRY_EXIT_CODE not in ended:
                 break
         assert 1 in ended, group.output()
         assert "the bug of rank 1" in group.output()

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.infra.toolbox import INFRA, Unavailable, sky_python
 from tests.support.doc_commands import shown
 
@@ -139,7 +139,7 @@ def test_each_task_restarts_on_the_machines_that_it_has(as_parsed: dict[str, dic
 def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
     (shown,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text().partition("## SkyPilot")[2], re.DOTALL)
     wanted = yaml.safe_load(shown)["resources"]["job_recovery"]
-    assert wanted["recover_on_exit_codes"] == [AGAIN]
+    assert wanted["recover_on_exit_codes"] == [RETRY_EXIT_CODE]
     for path in FILES:
         for name, task in tasks(path).items():
             if "ranks" in name:

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.infra.pods import go_on, played, starts, trainer_document, wait_for_ranks
 from tests.integration.jobs.in_a_pod import EVERY, MET_AT, STEPS, counted_after
 
@@ -19,7 +19,7 @@ def test_a_pod_of_a_trainjob_that_is_told_to_go_has_the_run_started_again(tmp_pa
         go_on(jobset)
         jobset.of("node")[1].terminate()
         assert jobset.settle() == "RestartJobSetAndIgnoreMaxRestarts", jobset.output()
-        assert [pod.process.returncode for pod in first] == [AGAIN] * 3, jobset.output()
+        assert [pod.process.returncode for pod in first] == [RETRY_EXIT_CODE] * 3, jobset.output()
         assert jobset.settle() == "Completed", jobset.output()
         for rank in range(2):
             before, after = starts(jobset, rank)

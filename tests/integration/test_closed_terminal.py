@@ -19,7 +19,7 @@ import pytest
 from holdfast.errors import PeerLost
 from holdfast.net.key import new_key
 from holdfast.ring.directory import runtime_directory
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.integration.jobs import supervised, train
 from tests.integration.test_run import SETTINGS, Run, run
 from tests.support.cluster import SMALL, Cluster, wait_until
@@ -177,7 +177,7 @@ def test_a_rank_whose_terminal_closes_has_one_notice(tmp_path: Path) -> None:
         wait_until(lambda: heard.exists() and heard.read_text() == "listens\n", SECONDS_MAX, "no command")
         terminal.process.send_signal(signal.SIGHUP)  # of a shell
         terminal.close()
-        assert terminal.process.wait(SECONDS_MAX) == AGAIN
+        assert terminal.process.wait(SECONDS_MAX) == RETRY_EXIT_CODE
     assert heard.read_text() == "listens\nSIGTERM"
 
 

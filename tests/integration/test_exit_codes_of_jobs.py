@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.integration.jobs import coded
 from tests.support.cluster import SMALL, Cluster, wait_until
 from tests.support.job import HOLDFAST, Job, environment
@@ -50,21 +50,21 @@ def codes(cluster: Cluster, job: Job) -> list[int]:
 def test_a_killed_rank_and_its_survivor_ask_to_be_started_again(cluster: Cluster) -> None:
     with cluster.start(2, "pause", "--restarts-max", "0") as job:  # it has taken checkpoints, so it may
         signalled(cluster, job, signal.SIGKILL)
-        assert codes(cluster, job) == [AGAIN, AGAIN], job.output()
+        assert codes(cluster, job) == [RETRY_EXIT_CODE, RETRY_EXIT_CODE], job.output()
         assert "was killed by SIGKILL from outside; exit code 75: start the job again" in job.output()
 
 
 @pytest.mark.mpi
 def test_a_bug_has_its_code_and_its_survivor_asks_to_be_started_again(cluster: Cluster) -> None:
     with cluster.start(2, "raise") as job:
-        assert codes(cluster, job) == [AGAIN, 1], job.output()
+        assert codes(cluster, job) == [RETRY_EXIT_CODE, 1], job.output()
 
 
 @pytest.mark.mpi
 def test_ranks_that_leave_at_a_notice_of_one_of_them_ask_to_be_started_again(cluster: Cluster) -> None:
     with cluster.start(2, "leave", env={"HOLDFAST_WATCH": "sigterm"}) as job:
         signalled(cluster, job, signal.SIGTERM, wrapper=True)
-        assert codes(cluster, job) == [AGAIN, AGAIN], job.output()
+        assert codes(cluster, job) == [RETRY_EXIT_CODE, RETRY_EXIT_CODE], job.output()
         assert "ended with 0 after a preemption notice" in job.output()
 
 
@@ -72,7 +72,7 @@ def test_ranks_that_leave_at_a_notice_of_one_of_them_ask_to_be_started_again(clu
 def test_sigterm_that_nobody_watches_ends_the_rank_and_is_a_preemption(cluster: Cluster) -> None:
     with cluster.start(2, "pause") as job:
         signalled(cluster, job, signal.SIGTERM, wrapper=True)
-        assert codes(cluster, job) == [AGAIN, AGAIN], job.output()
+        assert codes(cluster, job) == [RETRY_EXIT_CODE, RETRY_EXIT_CODE], job.output()
 
 
 def around(*command: str, runtime: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -99,7 +99,7 @@ def test_around_torchrun_a_killed_rank_is_a_preemption_once_the_job_has_joined(t
     env = {"HOLDFAST_TIERS": f"file:{disk}", "HOLDFAST_STORE": str(tmp_path / "store"), "CODED_KILLS": "1"}
     command = torchrun_command(2, [coded.__file__, str(tmp_path), "pause", "in it"])
     done = around("--", *command, runtime=tmp_path / "runtime", **env)
-    assert done.returncode == AGAIN, done.stderr
+    assert done.returncode == RETRY_EXIT_CODE, done.stderr
     assert "rank 1 on" in done.stderr
     assert "was killed by SIGKILL from outside; exit code 75" in done.stderr
 
@@ -123,7 +123,7 @@ def test_sigusr1_goes_past_torchrun_to_the_ranks_however_early_it_comes(tmp_path
     # One that hears of it from the other, and ends with it, may not have its own any more.
     assert re.search("rank [01] received a preemption notice: terminate in", said)
     assert "the checkpoint of step" in said, said
-    assert wrapper.returncode == AGAIN, said
+    assert wrapper.returncode == RETRY_EXIT_CODE, said
 
 
 def handles(pid: int, number: int) -> bool:
@@ -189,7 +189,7 @@ def test_jobs_of_one_stager_are_counted_whatever_machine_they_are_started_on(
             "--restarts-max", "1", "--", *command, runtime=out, HOLDFAST_STAGER=standing, CODED_KILLS="1"
         )
 
-    for number, (how, code) in enumerate([("early", AGAIN), ("early", 137), ("pause", AGAIN)]):
+    for number, (how, code) in enumerate([("early", RETRY_EXIT_CODE), ("early", 137), ("pause", RETRY_EXIT_CODE)]):
         done = run(number, how)
         assert done.returncode == code, done.stderr
         if code == 137:

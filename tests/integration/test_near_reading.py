@@ -23,7 +23,7 @@ import pytest
 from holdfast.faultpoint import FIRED_VARIABLE, VARIABLE
 from holdfast.process import boot_id
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.near_ring import RingLocation, near_ring
+from holdfast.ring.near_ring import RingLocation, open_near_ring
 from holdfast.ring.ring import Ring
 from tests.integration.jobs import hot
 from tests.support.cluster import Cluster, wait_until
@@ -107,8 +107,8 @@ def test_a_ring_that_was_made_anew_is_another_one(tmp_path: Path) -> None:
         Ring.remove(ring.directory)
         with _made(ring.directory, OTHERS) as other:
             assert _woken(reader) == ["True", "right"]
-            assert near_ring(place) is None
-            assert near_ring(_place(other)) is not None
+            assert open_near_ring(place) is None
+            assert open_near_ring(_place(other)) is not None
 
 
 def test_a_reader_that_is_killed_keeps_nothing(tmp_path: Path) -> None:

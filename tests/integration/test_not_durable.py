@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.faults.failing_disk import Disk
 from tests.faults.flushing import wait_until
 from tests.faults.jobs import stepping
@@ -53,7 +53,7 @@ def test_a_stager_lost_in_mid_run_ends_holdfast_rank_with_the_code_to_start_agai
         wait_until(lambda: '"durable"' in (events.read_text() if events.exists() else ""), job.output)
         kill_stager(job.process.pid)
         wait_for_training(cluster, job)
-        assert job.wait(60) == AGAIN, job.output()
+        assert job.wait(60) == RETRY_EXIT_CODE, job.output()
     said = f"step {STEPS - 1}, the newest that was to be saved, is not durable"
     assert said in job.output()
     assert "the stager is lost (" in job.output()

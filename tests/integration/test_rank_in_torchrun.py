@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.integration.jobs import in_a_pod
 from tests.integration.jobs.in_a_pod import EVERY, STEPS, counted_after
 from tests.support.cluster import wait_until
@@ -116,21 +116,21 @@ def test_torchrun_restarts_the_wrapped_ranks_and_the_stager_knows_them_for_the_s
     first, second = job.launches()
     assert first == second
     assert "rank 1 on" in job.output()
-    assert f"was killed by SIGKILL from outside; exit code {AGAIN}" in job.output()
+    assert f"was killed by SIGKILL from outside; exit code {RETRY_EXIT_CODE}" in job.output()
 
 
 def test_the_wrapper_around_torchrun_passes_on_what_the_one_around_the_rank_has_said(job: WrappedJob) -> None:
     with job.start(HOLDFAST, "rank", "--") as process:
         job.until_ready(process)
         os.kill(job.pid(1), signal.SIGKILL)
-        assert process.wait(SECONDS_MAX) == AGAIN, job.output()
+        assert process.wait(SECONDS_MAX) == RETRY_EXIT_CODE, job.output()
 
 
 def check_a_bug(job: WrappedJob) -> None:
     """The exit code is that of the bug, or of the survivor if that ended first."""
     (job.out / "bug").touch()
     with job.start(HOLDFAST, "rank", "--") as process:
-        assert process.wait(SECONDS_MAX) in {1, AGAIN}, job.output()
+        assert process.wait(SECONDS_MAX) in {1, RETRY_EXIT_CODE}, job.output()
     assert "(ValueError); exit code 1" in job.output()
 
 

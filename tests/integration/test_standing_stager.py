@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.errors import PeerLost
 from holdfast.net.address import parse_address
-from holdfast.net.handshake import Start
+from holdfast.net.handshake import JobStart
 from holdfast.net.key import new_key
 from tests.support.certificates import TestAuthority
 from tests.support.cluster import check_continued, check_loadable, load, losses, same, wait_until
@@ -161,7 +161,7 @@ def _as_nobody(address: str, key: bytes | None) -> str:
         os.setuid(65534)
         try:
             connector = Connector(
-                parse_address(address), key, rank=0, ranks=1, start=Start("theirs", b"2" * 16), tls=None
+                parse_address(address), key, rank=0, ranks=1, start=JobStart("theirs", b"2" * 16), tls=None
             )
             connector.open(0, seconds_max=20)
             said = "admitted"

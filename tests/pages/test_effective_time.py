@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.experiments.effective import PARTS, predicted, split
 from benchmarks.experiments.reality import written
-from operator_side.simulate.profiles import Measured, TrainingProfile
+from operator_side.simulate.profiles import MeasuredCosts, TrainingProfile
 
 _PROFILE = TrainingProfile(
     source="made up",
     iteration_seconds=0.1,
     restart_seconds=5.0,
-    strategies={"torch.save+fsync": Measured(stall_seconds=0.5, durable_seconds=0.5, restore_seconds=1.0)},
+    strategies={"torch.save+fsync": MeasuredCosts(stall_seconds=0.5, durable_seconds=0.5, restore_seconds=1.0)},
 )
 
 

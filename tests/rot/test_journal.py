@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from flusher.engine import Engine
-from flusher.recovery import settle, take_up
+from flusher.recovery import resolve_checkpoints, take_up
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.ring.checkpoint_record import CheckpointRecord
@@ -217,7 +217,7 @@ def test_a_damaged_checkpoint_file_costs_only_its_own_checkpoint(
     with Ring.attach(directory) as ring:
         taken = Taken()
         assert take_up(cast(Engine, taken), ring) == []
-        settle(cast(Engine, taken), ring, "its stager ended")
+        resolve_checkpoints(cast(Engine, taken), ring, "its stager ended")
         assert set(taken.given_up) == {CheckpointId(7, 12)}
         assert all(ring.state(slot) is SlotState.FREE for slot in range(SLOTS)), "its chunks were given back"
     assert any("CRC-32" in record.message for record in caplog.records)

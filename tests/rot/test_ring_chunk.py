@@ -18,7 +18,7 @@ import torch
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
-from flusher.retention import Keep
+from flusher.retention import RetentionPolicy
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
 from flusher.writer_lease import WriterLease
@@ -71,7 +71,7 @@ class _Rig:
         self.lease = WriterLease(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
         self.context = FlusherContext(self.store, self.lease, self.inbox, self.events)
-        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=True, keep=Keep(0)))
+        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=True, keep=RetentionPolicy(0)))
         self.engine = Engine(
             self.ring,
             self.context,

@@ -27,7 +27,7 @@ import traceback
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from flusher.progress import Head, _whole_lines, progress_path
+from flusher.progress import Head, _complete_lines, progress_path
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import HoldfastError
@@ -294,7 +294,7 @@ class Checks:
     def _recorded_chunks(self, ring: Ring, key: CheckpointId) -> set[int]:
         """Chunks in parts that the record beside the ring names and the store has."""
         try:
-            _, lines = _whole_lines(progress_path(ring.directory, key).read_bytes())
+            _, lines = _complete_lines(progress_path(ring.directory, key).read_bytes())
         except FileNotFoundError:
             return set()
         if not lines:

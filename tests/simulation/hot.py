@@ -20,7 +20,7 @@ from tests.simulation.store import pristine
 from tests.simulation.transport import Job
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.choice import StoreCandidate
-from trainer_side.restore.ring_slices import RingSlices, look
+from trainer_side.restore.ring_slices import RingSlices, fetch_ring_contents
 from trainer_side.tiers.tier import SealedSlice
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, 
             answered = False
             raise
 
-    seen = look(fetch, LonePeers())
+    seen = fetch_ring_contents(fetch, LonePeers())
     ring = seen.known(_stored(world), LonePeers())
     kept = ring.kept()
     for one in kept:

@@ -248,11 +248,11 @@ class SharesWorld:
         )
 
     def _flusher(self, config: Any) -> None:
-        from flusher.lifetime import live
+        from flusher.lifetime import run_flusher
         from holdfast.errors import HoldfastError
 
         try:
-            live(config, lambda _: None)
+            run_flusher(config, lambda _: None)
         except HoldfastError as error:
             self.scheduler.here.notes["ended_with"] = error
 

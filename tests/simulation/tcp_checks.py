@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.net.payload_frame import PayloadHeader
 from stager.job_listener import JobListener
-from stager.payload_line import PayloadConnection, Place
+from stager.payload_line import PayloadConnection, PayloadTarget
 from stager.service import StagerService
 from stager.tcp import TcpTrainersPort
 from tests.simulation.checks import UNSEEN_FAULTS
@@ -114,7 +114,7 @@ class TcpChecks:
             )
         self._world.payload_lands(rank, header.slot, sent.what)
 
-    def payload_landed(self, port: TcpTrainersPort, rank: int, header: PayloadHeader, place: Place) -> None:
+    def payload_landed(self, port: TcpTrainersPort, rank: int, header: PayloadHeader, place: PayloadTarget) -> None:
         """The whole payload was written."""
         sent = self._sent(port, rank, header)
         sent.landed = True
@@ -255,13 +255,13 @@ def _watch_payloads() -> None:
     open_place, taken, post = TcpTrainersPort._open_place, TcpTrainersPort._taken, TcpTrainersPort.post
     into_place = PayloadConnection._into_place
 
-    def noted_open_place(self: TcpTrainersPort, number: int, header: PayloadHeader) -> Place | None:
+    def noted_open_place(self: TcpTrainersPort, number: int, header: PayloadHeader) -> PayloadTarget | None:
         found = open_place(self, number, header)
         if found is not None and found.nbytes == header.nbytes:
             _checks().payload_begins(self, number, header)
         return found
 
-    def noted_taken(self: TcpTrainersPort, number: int, header: PayloadHeader, place: Place | None) -> None:
+    def noted_taken(self: TcpTrainersPort, number: int, header: PayloadHeader, place: PayloadTarget | None) -> None:
         if place is not None and header.number not in self._ranks[number].taken:
             if place is self._places.get((number, header.slot)):
                 _checks().payload_landed(self, number, header, place)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flusher.lifetime import live
+from flusher.lifetime import run_flusher
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.lease import Lease
@@ -725,7 +725,7 @@ class World:
                 out.say({"ready": True, **document})
 
         try:
-            live(self.flusher_config, ready)
+            run_flusher(self.flusher_config, ready)
         except HoldfastError as error:
             process.notes["ended_with"] = error
             if not is_ready and out is not None:

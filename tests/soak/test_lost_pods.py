@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.infra.pods import go_on, jobset_document, played, starts, wait_for_ranks
 from tests.integration.jobs.in_a_pod import EVERY, STEPS
 
@@ -42,7 +42,7 @@ def test_a_killed_rank_is_started_again_beside_the_stager_that_stays(tmp_path: P
         assert jobset.of("stager") == [stager]
         assert stager.process.poll() is None
         assert jobset.settle() == "Completed", jobset.output()
-        assert stager.process.returncode == AGAIN, jobset.output()
+        assert stager.process.returncode == RETRY_EXIT_CODE, jobset.output()
         for rank in range(2):
             before, after = starts(jobset, rank)
             assert (before, after >= SAVED) == (0, True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE
 from tests.integration.test_exit_codes_of_jobs import cluster, codes, signalled
 from tests.integration.test_near_reading import RingMachine, restores_after_another_job_filled_the_ring
 from tests.integration.test_notice_to_all import plain, saves_the_last_finished_step
@@ -34,7 +34,7 @@ def test_a_rank_that_is_waited_for_in_vain_is_named(launcher: str, case: str, tm
 
 
 def test_repeated_kills_without_a_checkpoint_are_no_preemption(cluster: Cluster) -> None:
-    for number, expected in ((1, [AGAIN, AGAIN]), (2, [9, 128 + signal.SIGKILL])):
+    for number, expected in ((1, [RETRY_EXIT_CODE, RETRY_EXIT_CODE]), (2, [9, 128 + signal.SIGKILL])):
         with cluster.start(2, "early", "--restarts-max", "1") as job:
             signalled(cluster, job, signal.SIGKILL)
             assert codes(cluster, job) == expected, f"{number}: {job.output()}"

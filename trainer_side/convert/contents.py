@@ -21,7 +21,7 @@ from holdfast.errors import DamageError, StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
-from trainer_side.state.tree import Named, tensor_paths
+from trainer_side.state.tree import NamedTensor, tensor_paths
 
 _READS_MAX = 2  # a wrong CRC may be a transfer error
 _WINDOW_BYTES_MAX = 16 * 1024 * 1024
@@ -62,8 +62,8 @@ class Contents:
             for at, groups in self._structure.names.items()
             if only is None or at.partition("/")[0] == only
         }
-        alone = isinstance(self.tree, torch.Tensor)
-        self.tensors: list[Named] = [Named("", self.tree)] if alone else tensor_paths(self.tree)
+        is_tensor = isinstance(self.tree, torch.Tensor)
+        self.tensors: list[NamedTensor] = [NamedTensor("", self.tree)] if is_tensor else tensor_paths(self.tree)
         self._entries = {
             storage.data_ptr(): index
             for index, storage in self._structure.storages.items()
@@ -75,7 +75,7 @@ class Contents:
         """Return the index of the entry that holds a tensor's storage; None for a tensor without bytes."""
         return self._entries.get(tensor.untyped_storage().data_ptr())
 
-    def flat(self) -> list[FlatTensor]:
+    def flat_tensors(self) -> list[FlatTensor]:
         """Return the tensors with flat names, in the order of the tree. StateError: two paths have one flat name."""
         paths: dict[str, str] = {}
         first: dict[tuple[object, ...], str] = {}

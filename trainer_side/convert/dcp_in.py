@@ -78,16 +78,16 @@ def read_dcp(folder: Path) -> DcpState:
                 stored.append(stored_tensor(folder, name, tensor, record, metadata.storage_data, pattern))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise _explained(folder, cause) from error
+        raise _as_holdfast_error(folder, cause) from error
     except OSError:
         raise
     except (pickle.PickleError, *NOT_READABLE) as error:
-        raise _explained(folder, error) from error
-    _number(state)
+        raise _as_holdfast_error(folder, error) from error
+    _restore_numbers(state)
     return DcpState(state, stored)
 
 
-def _explained(folder: Path, error: BaseException) -> BaseException:
+def _as_holdfast_error(folder: Path, error: BaseException) -> BaseException:
     if isinstance(error, HoldfastError | OSError):
         return error
     if isinstance(error, pickle.UnpicklingError):
@@ -98,7 +98,7 @@ def _explained(folder: Path, error: BaseException) -> BaseException:
     return DamageError(f"{folder}: not a checkpoint that DCP reads: {error}")
 
 
-class _RecordsOnly(pickle.Unpickler):
+class _RecordsUnpickler(pickle.Unpickler):
     """Unpickles records of DCP and dtypes; refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -128,7 +128,7 @@ def _metadata_of(folder: Path) -> Metadata:
     pickled = path.read_bytes()
     if check_pickle(pickled, _TUPLES_MAX) > _TUPLES_MAX:
         raise ValueError(f"{_METADATA} holds a tuple that is nested deeper than {_TUPLES_MAX} levels")
-    metadata = _RecordsOnly(io.BytesIO(pickled)).load()
+    metadata = _RecordsUnpickler(io.BytesIO(pickled)).load()
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{_METADATA} holds a {type(metadata).__name__}")
     check_claims(folder, metadata, len(pickled))
@@ -163,7 +163,7 @@ class _Planner(_EmptyStateDictLoadPlanner):
             self.state_dict[name] = loaded
 
 
-def _number(tree: Any) -> None:
+def _restore_numbers(tree: Any) -> None:
     """Restore the numbers of optimizer parameters: DCP turns every key into text."""
     if not isinstance(tree, dict):
         return
@@ -178,4 +178,4 @@ def _number(tree: Any) -> None:
         }
         tree["state"] = {numbers.get(key, key): value for key, value in state.items()}
     for value in tree.values():
-        _number(value)
+        _restore_numbers(value)

@@ -40,7 +40,7 @@ def read_names(folder: Path) -> DcpNames:
             raise ValueError(f"{path.stat().st_size} bytes, expected at most {_BYTES_MAX}")
         raw = path.read_bytes()
         check_cost(json_cost(raw), len(raw), PLAIN_FACTOR)
-        said = json.loads(raw)
-        return DcpNames(None if said["only"] is None else str(said["only"]), from_rows(said["names"]))
+        document = json.loads(raw)
+        return DcpNames(None if document["only"] is None else str(document["only"]), from_rows(document["names"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamageError(f"{path}: the names of parameters cannot be read: {error!r:.200}") from error

@@ -70,11 +70,11 @@ class StoredTensor:
             with self._lock:
                 if self._loaded is None or self._loaded[0] != number:
                     self._loaded = None  # frees the memory for the next part
-                    self._loaded = number, self._whole(number)
-                whole = self._loaded[1]
-                source = np.frombuffer(bytes_of(whole.data_ptr(), whole.nbytes), np.uint8)
+                    self._loaded = number, self._load_part(number)
+                part_tensor = self._loaded[1]
+                source = np.frombuffer(bytes_of(part_tensor.data_ptr(), part_tensor.nbytes), np.uint8)
                 out[:] = source[first : first + len(out)]
-                if first + len(out) == whole.nbytes:
+                if first + len(out) == part_tensor.nbytes:
                     self._loaded = None
             return
         view, done = out.data, 0
@@ -88,7 +88,7 @@ class StoredTensor:
                     )
                 done += count
 
-    def _whole(self, number: int) -> torch.Tensor:
+    def _load_part(self, number: int) -> torch.Tensor:
         path, offset, length = self._parts[number]
         what = describe_part(path, offset, length)
         found = torch.empty(self._pattern.regions[number].size, dtype=self.tensor.dtype, device="cpu")

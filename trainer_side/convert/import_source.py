@@ -162,13 +162,13 @@ def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[s
         )
     unknown = [name for name in (*renamed, *dropped) if name not in tree]
     if unknown:
-        raise ConfigError(f"{what}: there is no {unknown[0]!r} in it; it has {_few(tree)}")
+        raise ConfigError(f"{what}: there is no {unknown[0]!r} in it; it has {_format_names(tree)}")
     named: dict[Any, Any] = {
         renamed.get(name, name): value for name, value in tree.items() if name not in dropped
     }
     if len(named) + len(dropped) < len(tree) or not named:
         raise ConfigError(
-            f"{what}: after --rename and --drop, two names are the same or no name is left: {_few(named)}"
+            f"{what}: after --rename and --drop, two names are the same or no name is left: {_format_names(named)}"
         )
     wrong = [name for name in named if not isinstance(name, str) or not name or "/" in name]
     if wrong:
@@ -179,6 +179,6 @@ def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[s
     return named
 
 
-def _few(names: Mapping[Any, Any]) -> str:
+def _format_names(names: Mapping[Any, Any]) -> str:
     shown = ", ".join(map(repr, list(names)[:_NAMES_SHOWN]))
     return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")

@@ -93,17 +93,17 @@ def _decode(value: Any, tensors: Mapping[str, Any]) -> Any:
     tag = next((key for key in value if key.startswith("$")), None)
     if tag is None:
         return {key: _decode(one, tensors) for key, one in value.items()}
-    held = value[tag]
+    content = value[tag]
     if tag == "$tensor":
-        return tensors[held]
+        return tensors[content]
     if tag in ("$dict", "$ordered"):
-        pairs = [(_decode(key, tensors), _decode(one, tensors)) for key, one in held]
+        pairs = [(_decode(key, tensors), _decode(one, tensors)) for key, one in content]
         if tag == "$dict":
             return dict(pairs)
         made = OrderedDict(pairs)
         vars(made).update(_decode(value.get("$attributes", {}), tensors))
         return made
-    return _SCALARS[tag](_decode(held, tensors))
+    return _SCALARS[tag](_decode(content, tensors))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -49,9 +49,9 @@ class StateImage:
         stored: Sequence[StoredTensor],
         trailer: bytes,
     ) -> None:
-        taken = capture(tree, skeleton, trailer=trailer)
-        assert taken is not None, "the plan is of this tree"
-        self._tree, self._skeleton, self._taken = tree, skeleton, taken
+        captured = capture(tree, skeleton, trailer=trailer)
+        assert captured is not None, "the plan is of this tree"
+        self._tree, self._skeleton, self._captured = tree, skeleton, captured
         self._stored = {one.tensor.data_ptr(): one for one in stored}
 
     @property
@@ -64,17 +64,17 @@ class StateImage:
         for segment in self.layout.segments(chunk):
             if segment.entry is not None:
                 begin = segment.offset - extent.offset
-                inside = segment.offset - self.layout.entries[segment.entry].offset
+                entry_offset = segment.offset - self.layout.entries[segment.entry].offset
                 self._write(
-                    segment.entry, Extent(inside, segment.nbytes), memory[begin : begin + segment.nbytes]
+                    segment.entry, Extent(entry_offset, segment.nbytes), memory[begin : begin + segment.nbytes]
                 )
 
     def _write(self, entry: int, part: Extent, out: memoryview) -> None:
-        content = self._taken.contents.get(entry)
+        content = self._captured.contents.get(entry)
         if content is not None:
             out[:] = content[part.offset : part.end]
             return
-        source = self._taken.sources[entry]
+        source = self._captured.sources[entry]
         assert source is not None, "one rank has every storage"
         stored = self._stored.get(source.data_ptr)
         if stored is not None:

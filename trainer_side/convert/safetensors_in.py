@@ -55,7 +55,7 @@ def read_safetensors(path: Path) -> SafetensorsState:
         header = _json(memory[LENGTH_BYTES:base])
         metadata = header.pop(METADATA, {})
         _reject_overlaps(header)
-        tensors = {name: _tensor(memory, base, told) for name, told in header.items()}
+        tensors = {name: _tensor(memory, base, entry) for name, entry in header.items()}
         values = _json(metadata[VALUES].encode()) if VALUES in metadata else None
         if values is None or values["format"] != VALUES_FORMAT:
             return SafetensorsState(tensors)
@@ -76,7 +76,7 @@ def _json(raw: bytes) -> Any:
 def _reject_overlaps(header: dict[str, Any]) -> None:
     """Refuse tensors that overlap, so that copies of all tensors take no more memory than the file has bytes."""
     free = 0
-    for begin, end, name in sorted((*told["data_offsets"], name) for name, told in header.items()):
+    for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
         if begin < free and end > begin:
             raise ValueError(
                 f"the tensor {name!r:.80} at {begin} to {end} begins before {free}, in another one"
@@ -84,11 +84,11 @@ def _reject_overlaps(header: dict[str, Any]) -> None:
         free = max(free, end)
 
 
-def _tensor(memory: mmap.mmap, base: int, told: Any) -> torch.Tensor:
-    dtype, (begin, end) = DTYPES[told["dtype"]], told["data_offsets"]
-    if len(told["shape"]) > _DIMENSIONS_MAX or any(not 0 <= extent < _EXTENT_END for extent in told["shape"]):
-        raise ValueError(f"a tensor of {len(told['shape'])} dimensions, {told['shape']!r:.80}")
-    shape = [int(extent) for extent in told["shape"]]
+def _tensor(memory: mmap.mmap, base: int, entry: Any) -> torch.Tensor:
+    dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+    if len(entry["shape"]) > _DIMENSIONS_MAX or any(not 0 <= extent < _EXTENT_END for extent in entry["shape"]):
+        raise ValueError(f"a tensor of {len(entry['shape'])} dimensions, {entry['shape']!r:.80}")
+    shape = [int(extent) for extent in entry["shape"]]
     count = math.prod(shape)
     if not 0 <= begin <= end <= len(memory) - base:
         raise ValueError(f"a tensor of {shape} at {begin} to {end}, of {len(memory) - base} bytes")

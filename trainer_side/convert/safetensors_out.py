@@ -124,8 +124,8 @@ class SafetensorsPlan:
         else:
             storage = self._contents.load(entry)
             for slot in slots:
-                laid_out = dense(slot.flat.tensor, storage)
-                _write_at(fd, bytes_of(laid_out.data_ptr(), slot.end - slot.begin), base + slot.begin)
+                contiguous = dense(slot.flat.tensor, storage)
+                _write_at(fd, bytes_of(contiguous.data_ptr(), slot.end - slot.begin), base + slot.begin)
         advance(self._contents.nbytes(entry))
 
     def _make_header(self, only: str | None) -> bytes:

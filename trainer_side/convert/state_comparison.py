@@ -48,7 +48,7 @@ class ComparedState:
             tree = _tree_of_file(file.path, only)
         self._is_verified = file.manifest is not None and file.manifest.state is State.VERIFIED
         self.leaves = dict(_leaves(tree, ""))
-        self._held: tuple[int, torch.UntypedStorage] | None = None
+        self._loaded: tuple[int, torch.UntypedStorage] | None = None
 
     def record(self, tensor: torch.Tensor) -> EntryRecord | None:
         """Return the entry that holds a tensor of a verified checkpoint; else None."""
@@ -61,10 +61,10 @@ class ComparedState:
         """Return a tensor of the leaves in row-major order, read if necessary. This may free the previous one."""
         if self._contents is None or (entry := self._contents.entry(tensor)) is None:
             return tensor.detach().contiguous().resolve_conj().resolve_neg()
-        if self._held is None or self._held[0] != entry:
-            self._held = None  # first, so that only one is in memory
-            self._held = entry, self._contents.load(entry)
-        return dense(tensor, self._held[1])
+        if self._loaded is None or self._loaded[0] != entry:
+            self._loaded = None  # first, so that only one is in memory
+            self._loaded = entry, self._contents.load(entry)
+        return dense(tensor, self._loaded[1])
 
 
 def compare(a: ComparedFile, b: ComparedFile, *, only: str | None, quiet: bool) -> StateComparison:
@@ -89,17 +89,17 @@ def compare(a: ComparedFile, b: ComparedFile, *, only: str | None, quiet: bool) 
             elif (difference := _difference(path, one, other, first, second)) is not None:
                 found.append(difference)
             advance(first.numel())
-    told = [
-        (path, _told(first), _told(second)) for path, first, second in values if not _is_same(first, second)
+    differing_values = [
+        (path, _describe_value(first), _describe_value(second)) for path, first, second in values if not _is_same(first, second)
     ]
     return StateComparison(
         [path for path in one.leaves if path not in other.leaves],
         [path for path in other.leaves if path not in one.leaves],
         sorted(found, key=_order),
-        told,
+        differing_values,
         len(tensors) - len(found),
         unread,
-        len(values) - len(told),
+        len(values) - len(differing_values),
     )
 
 
@@ -216,16 +216,16 @@ class _Sums:
             first, second = first[both], second[both]
         if not first.numel():
             return
-        apart = (first - second).abs()
+        difference = (first - second).abs()
         largest = torch.maximum(first.abs(), second.abs())
-        self._finite += apart.numel()
-        self._sum += float(apart.sum())
-        self._max = max(self._max, float(apart.max()))
-        self._max_relative = max(self._max_relative, float((apart / largest).nan_to_num(0.0).max()))
-        for index, one in enumerate((apart, first.abs(), second.abs())):
+        self._finite += difference.numel()
+        self._sum += float(difference.sum())
+        self._max = max(self._max, float(difference.max()))
+        self._max_relative = max(self._max_relative, float((difference / largest).nan_to_num(0.0).max()))
+        for index, one in enumerate((difference, first.abs(), second.abs())):
             self._squares[index] += float(one.square().sum())
 
-    def told(self, differing: int) -> ComparedNumbers:
+    def result(self, differing: int) -> ComparedNumbers:
         if not self._known:
             return ComparedNumbers(differing)
         mean = self._sum / self._finite if self._finite else 0.0
@@ -264,7 +264,7 @@ def _is_same(first: Any, second: Any) -> bool:
         return repr(first) == repr(second)
 
 
-def _told(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Return a value as text for people; a long value as its size and a digest."""
     if isinstance(value, torch.Tensor):
         return f"a tensor, {_name(value.dtype)} {list(value.shape)}"

@@ -19,7 +19,7 @@ from holdfast.errors import StateError
 from trainer_side.opaque import opaque_methods
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
-from trainer_side.whole_number import shown
+from trainer_side.whole_number import describe_value
 
 _P = ParamSpec("_P")
 _Batch = TypeVar("_Batch")
@@ -44,7 +44,7 @@ class _BatchInHand:
             )
         if not isinstance(saved, dict) or "before" not in saved:
             raise StateError(
-                f"ResumableDraw: expected the state of a ResumableDraw, got {shown(saved)}; give it the name in the "
+                f"ResumableDraw: expected the state of a ResumableDraw, got {describe_value(saved)}; give it the name in the "
                 "state with which it was saved"
             )
         self.before = saved["before"]
@@ -72,7 +72,7 @@ class ResumableDraw(PerRank, Generic[_P, _Batch]):
 
     def __init__(self, draw: Callable[_P, _Batch]) -> None:
         if not callable(draw):
-            raise StateError(f"ResumableDraw: expected a function that draws a batch, got {shown(draw)}")
+            raise StateError(f"ResumableDraw: expected a function that draws a batch, got {describe_value(draw)}")
         self._draw, self._generators, self._in_hand = draw, RngState(), _BatchInHand()
         super().__init__(self._in_hand)
 

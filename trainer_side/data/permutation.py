@@ -56,12 +56,12 @@ class Permutation:
         left, right = values // other, values % other
         for key in self._keys:
             # `left + …` cannot overflow: both are below the size, which is a square root.
-            left, right = right, (left + _mixed(right ^ key) % size) % size
+            left, right = right, (left + _mix(right ^ key) % size) % size
             size, other = other, size
         return left * other + right
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Mix all bits of each value, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
     values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)

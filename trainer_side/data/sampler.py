@@ -25,8 +25,8 @@ from trainer_side.data.permutation import Permutation
 from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter, StepSize
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
-from trainer_side.state.rng import apart
-from trainer_side.whole_number import shown, whole_number
+from trainer_side.state.rng import isolated_rng
+from trainer_side.whole_number import describe_value, whole_number
 
 _log = logging.getLogger("holdfast.data")
 _Batch = TypeVar("_Batch")
@@ -89,13 +89,13 @@ class ResumableSampler(DataPlace):
         seed = whole_number(seed, "sampler: seed", least=None, error=StateError)
         for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
             if not isinstance(flag, bool):
-                raise StateError(f"sampler: {name}: expected True or False, got {shown(flag)}")
+                raise StateError(f"sampler: {name}: expected True or False, got {describe_value(flag)}")
         if on_change not in ("refuse", "next-epoch"):
             raise StateError(f"sampler: on_change: expected 'refuse' or 'next-epoch', got {on_change!r}")
         self._length, self._seed, self._rank, self._ranks = length, seed, rank, ranks
         self._shuffle, self._drop_last, self._on_change = shuffle, drop_last, on_change
         self._position = self._mark = _Position(0, 0)
-        self._skipped, self._count = SkippedSamples(), StepSizeCounter()
+        self._skipped, self._step_size = SkippedSamples(), StepSizeCounter()
         self._load_count = 0
         self._read_ahead = self._followed = False
 
@@ -114,13 +114,13 @@ class ResumableSampler(DataPlace):
 
     def batches(self, batch_size: int) -> Iterator[list[int]]:
         """Return an endless iterator over this rank's indices, one list per step; `next()` moves the cursor."""
-        return OpaqueIterator(self._batches(_size(batch_size)))
+        return OpaqueIterator(self._batches(_check_batch_size(batch_size)))
 
     def _batches(self, batch_size: int) -> Iterator[list[int]]:
         while True:
             begin, end = self._span(batch_size, self._position)
             self._position = end
-            self._note(batch_size, begin)
+            self._count_batch(batch_size, begin)
             yield [index for _, index in self._samples(batch_size, begin)]
 
     def ahead(self, batch_size: int, *, epochs: bool = False) -> ReadAhead:
@@ -130,7 +130,7 @@ class ResumableSampler(DataPlace):
             batch_size: Number of samples of this rank in a step.
             epochs: Yield pairs of epoch and index instead of indices, for `SeededSamples`.
         """
-        return ReadAhead(self, _size(batch_size), epochs=epochs)
+        return ReadAhead(self, _check_batch_size(batch_size), epochs=epochs)
 
     def follow(self, loader: Iterable[_Batch], batch_size: int | None = None) -> Iterator[_Batch]:
         """Iterate over the batches of a loader that reads `ahead`; the cursor moves with each batch that the loop gets.
@@ -145,7 +145,7 @@ class ResumableSampler(DataPlace):
             StateError: The loader takes its samples from elsewhere, with another batch size, or out of order.
         """
         found = self._batch_size(loader)
-        batch_size = None if batch_size is None else _size(batch_size)
+        batch_size = None if batch_size is None else _check_batch_size(batch_size)
         if batch_size is None and found is None:
             raise StateError(
                 f"sampler: {type(loader).__name__} does not tell its batch size; call follow(loader, batch_size)"
@@ -155,7 +155,7 @@ class ResumableSampler(DataPlace):
                 f"sampler: follow(): batch_size is {batch_size}, but the loader reads batches of {found}; "
                 "give both the same number"
             )
-        return OpaqueIterator(self._following(loader, found or batch_size or 0))
+        return OpaqueIterator(self._follow(loader, found or batch_size or 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the next sample; the same on every rank.
@@ -168,7 +168,7 @@ class ResumableSampler(DataPlace):
                 "sampler: a loader has read ahead, and it is unknown which batches the loop has received; loop over "
                 "`sampler.follow(loader)`, or put the StatefulDataLoader into the state in place of the sampler"
             )
-        return self._described(self._position)
+        return self._state_at(self._position)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue at the place in `saved`, also with another number of ranks or another batch size.
@@ -176,9 +176,9 @@ class ResumableSampler(DataPlace):
         Raises:
             StateError: `saved` was made with another length, seed or order, or is not the state of a sampler.
         """
-        self._position, self._skipped = self._found(saved)
+        self._position, self._skipped = self._parse_state(saved)
         self._mark = self._position
-        self._count = StepSizeCounter(StepSize.of_state(saved.get("step")), step=None)
+        self._step_size = StepSizeCounter(StepSize.of_state(saved.get("step")), step=None)
         self._load_count += 1
         self._read_ahead = self._followed = False
 
@@ -192,7 +192,7 @@ class ResumableSampler(DataPlace):
 
     def stepped(self, step: int) -> None:
         """Note the end of a training step, to learn how many batches a step takes. `Checkpointer` calls this."""
-        self._count.stepped(step)
+        self._step_size.stepped(step)
 
     def skip_batches(self, after: int, steps: int) -> None:
         """Skip the batches of `steps` training steps, after those of the next `after` steps.
@@ -203,20 +203,20 @@ class ResumableSampler(DataPlace):
         Raises:
             StateError: The checkpoint does not say how many samples a step takes.
         """
-        samples, batches = self._count.known("sampler")
+        samples, batches = self._step_size.known("sampler")
         position = self._position
         begins = []
         for number in (after * batches, steps * batches):
             for _ in range(number):
                 _, position = self._next(samples, position)
             position, _ = self._next(samples, position)
-            begins.append(self._place(position))
+            begins.append(self._place_of(position))
         self._skipped = SkippedSamples([*self._skipped.spans, (begins[0], begins[1])])
         self._load_count += 1  # makes iterators that have read ahead raise
 
-    def _following(self, loader: Iterable[_Batch], batch_size: int) -> Iterator[_Batch]:
+    def _follow(self, loader: Iterable[_Batch], batch_size: int) -> Iterator[_Batch]:
         self._followed = True
-        with apart(f"{self._seed}/{self._position}/{self._rank}"):
+        with isolated_rng(f"{self._seed}/{self._position}/{self._rank}"):
             iterator = iter(loader)
         expected = self._position
         for batch in iterator:
@@ -227,14 +227,14 @@ class ResumableSampler(DataPlace):
                 )
             begin, expected = self._span(batch_size, expected)
             self._position = expected
-            self._note(batch_size, begin)
+            self._count_batch(batch_size, begin)
             yield batch
 
-    def _note(self, batch_size: int, begin: _Position) -> None:
+    def _count_batch(self, batch_size: int, begin: _Position) -> None:
         """Note the samples that the loop receives, also for `holdfast drill`."""
-        self._count.took(batch_size * self._ranks)
+        self._step_size.took(batch_size * self._ranks)
         place = begin.cursor + self._rank * batch_size
-        diary.note("samples", [begin.epoch, place, batch_size, self._length])
+        diary.write_diary("samples", [begin.epoch, place, batch_size, self._length])
 
     def _batch_size(self, loader: Any) -> int | None:
         """Return the size of the batches that `loader` reads; None if the loader does not have it."""
@@ -252,15 +252,15 @@ class ResumableSampler(DataPlace):
             )
         return None
 
-    def _described(self, position: _Position) -> dict[str, Any]:
-        described = self._data(position)
-        if self._count.size is not None:
-            described["step"] = list(self._count.size)
-        if skipped := self._skipped.later(self._place(position)):
-            described["skipped"] = skipped
-        return described
+    def _state_at(self, position: _Position) -> dict[str, Any]:
+        state = self._state_fields(position)
+        if self._step_size.size is not None:
+            state["step"] = list(self._step_size.size)
+        if skipped := self._skipped.later(self._place_of(position)):
+            state["skipped"] = skipped
+        return state
 
-    def _data(self, position: _Position) -> dict[str, Any]:
+    def _state_fields(self, position: _Position) -> dict[str, Any]:
         return {
             "epoch": position.epoch,
             "cursor": position.cursor,
@@ -269,9 +269,9 @@ class ResumableSampler(DataPlace):
             "order": _ORDER if self._shuffle else "as it is",
         }
 
-    def _found(self, saved: Any) -> tuple[_Position, SkippedSamples]:
+    def _parse_state(self, saved: Any) -> tuple[_Position, SkippedSamples]:
         """Return the place in a saved state, and its skipped samples. If the data differ, `on_change` decides."""
-        mine = self._data(self._position)
+        mine = self._state_fields(self._position)
         if not isinstance(saved, dict) or not set(mine) <= set(saved):
             raise StateError(
                 f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}; give the sampler the "
@@ -287,10 +287,10 @@ class ResumableSampler(DataPlace):
         changed = [name for name in ("length", "seed", "order") if saved[name] != mine[name]]
         if not changed:
             return found, SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
-        said = "; ".join(f"{name}: expected {saved[name]!r}, got {mine[name]!r}" for name in changed)
+        changes = "; ".join(f"{name}: expected {saved[name]!r}, got {mine[name]!r}" for name in changed)
         if self._on_change == "refuse":
             raise StateError(
-                f"sampler: this run does not have the data of the checkpoint: {said}; samples would be repeated or "
+                f"sampler: this run does not have the data of the checkpoint: {changes}; samples would be repeated or "
                 "left out. Use the same data set, seed and shuffle, or make the sampler with on_change='next-epoch' to "
                 f"leave the rest of epoch {found.epoch} and begin the next one with the new data"
             )
@@ -298,7 +298,7 @@ class ResumableSampler(DataPlace):
         _log.warning(
             "sampler: the data have changed since the checkpoint (%s): epoch %d ends with %d samples left out, and the "
             "next epoch begins with the new data",
-            said,
+            changes,
             found.epoch,
             left,
         )
@@ -316,23 +316,23 @@ class ResumableSampler(DataPlace):
 
     def _next(self, samples: int, position: _Position) -> tuple[_Position, _Position]:
         """Return the begin and the end of the next `samples` samples that make up one global batch."""
-        skipped, place = self._skipped, self._skipped.begin(self._place(position))
+        skipped, place = self._skipped, self._skipped.begin(self._place_of(position))
         if not self._drop_last:
-            return self._at(place), self._at(skipped.end(place, samples))
+            return self._position_at(place), self._position_at(skipped.end(place, samples))
         while skipped.count(place, ends := (place // self._length + 1) * self._length) < samples:
             place = skipped.begin(ends)
-        begin = self._at(place)
+        begin = self._position_at(place)
         return begin, _Position(begin.epoch, skipped.end(place, samples) - begin.epoch * self._length)
 
-    def _place(self, position: _Position) -> int:
+    def _place_of(self, position: _Position) -> int:
         return position.epoch * self._length + position.cursor
 
-    def _at(self, place: int) -> _Position:
+    def _position_at(self, place: int) -> _Position:
         return _Position(*divmod(place, self._length))
 
     def _samples(self, batch_size: int, begin: _Position) -> list[tuple[int, int]]:
         """Return epoch and index of each of this rank's samples in the global batch that begins at `begin`."""
-        mine = self._skipped.end(self._place(begin), self._rank * batch_size)
+        mine = self._skipped.end(self._place_of(begin), self._rank * batch_size)
         samples: list[tuple[int, int]] = []
         for place, left in self._skipped.runs(mine, batch_size):
             while left:
@@ -348,7 +348,7 @@ class ResumableSampler(DataPlace):
         return Permutation(self._length, f"{self._seed}/{epoch}").at(first, count)
 
 
-def _size(batch_size: int) -> int:
+def _check_batch_size(batch_size: int) -> int:
     return whole_number(batch_size, "sampler: batch_size", least=1, error=StateError)
 
 

@@ -16,7 +16,7 @@ import torch.utils.data
 
 from holdfast.errors import StateError
 from trainer_side.opaque import opaque_methods
-from trainer_side.state.rng import apart
+from trainer_side.state.rng import isolated_rng
 
 
 class _MapStyle(Protocol):
@@ -55,7 +55,7 @@ class SeededSamples(torch.utils.data.Dataset[Any]):
         try:
             np.random.seed(np.frombuffer(seed, dtype="<u4"))
             random.seed(seed)
-            with apart(place):
+            with isolated_rng(place):
                 return self._data[index]
         finally:
             np.random.set_state(before[0])

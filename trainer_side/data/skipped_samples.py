@@ -20,7 +20,7 @@ class StepSize(NamedTuple):
     batches: int
 
     @classmethod
-    def of_state(cls, saved: Any) -> StepSize | None:
+    def from_state(cls, saved: Any) -> StepSize | None:
         """Read the size from a sampler's state; None if the state has none."""
         return None if saved is None else cls(*saved)
 
@@ -30,22 +30,22 @@ class StepSizeCounter:
 
     def __init__(self, size: StepSize | None = None, *, step: int | None = -1) -> None:
         self.size = size  # the newest known size; None: not known yet
-        self._taken, self._samples = 0, 0
-        self._noted = None if step is None else (step, 0)
+        self._batches, self._samples = 0, 0
+        self._last_step = None if step is None else (step, 0)
 
-    def took(self, samples: int) -> None:
+    def add_batch(self, samples: int) -> None:
         """Count a global batch of `samples` samples."""
-        self._taken, self._samples = self._taken + 1, samples
+        self._batches, self._samples = self._batches + 1, samples
 
     def stepped(self, step: int) -> None:
         """Note the end of a training step."""
-        before, self._noted = self._noted, (step, self._taken)
+        before, self._last_step = self._last_step, (step, self._batches)
         if before is not None and step > before[0]:
-            batches, rest = divmod(self._taken - before[1], step - before[0])
+            batches, rest = divmod(self._batches - before[1], step - before[0])
             if batches and not rest:
                 self.size = StepSize(self._samples, batches)
 
-    def known(self, what: str) -> StepSize:
+    def require_size(self, what: str) -> StepSize:
         """Return the size of a step. Raises `StateError` if it is unknown."""
         if self.size is None:
             raise StateError(
@@ -99,7 +99,7 @@ class SkippedSamples:
         if count:
             yield place, count
 
-    def later(self, place: int) -> list[list[int]]:
+    def spans_after(self, place: int) -> list[list[int]]:
         """Return the spans that end after `place`, for a state."""
         return [[first, end] for first, end in self.spans if end > place]
 

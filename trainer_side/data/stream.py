@@ -13,7 +13,7 @@ from holdfast.errors import StateError
 from trainer_side.data.skipped_samples import SkippedSamples, StepSizeCounter, StepSize
 from trainer_side.opaque import OpaqueIterator, opaque_methods
 from trainer_side.state.data_place import DataPlace
-from trainer_side.state.rng import apart
+from trainer_side.state.rng import isolated_rng
 from trainer_side.state.value_crc import ValueCrc
 from trainer_side.whole_number import whole_number
 
@@ -55,8 +55,8 @@ class ResumableStream(DataPlace):
         self._source, self._rank, self._ranks = source, rank, ranks
         self._iterator: Iterator[Any] | None = None
         self._passes = 0
-        self._read = 0  # since the state was loaded; `_skipped` counts from there
-        self._skipped, self._count = SkippedSamples(), StepSizeCounter()
+        self._samples_read = 0  # since the state was loaded; `_skipped` counts from there
+        self._skipped, self._step_size = SkippedSamples(), StepSizeCounter()
 
     @property
     def passes(self) -> int:
@@ -76,17 +76,17 @@ class ResumableStream(DataPlace):
                 sample = self._next()
                 if number in mine:
                     batch.append(sample)
-            self._count.took(batch_size * self._ranks)
+            self._step_size.took(batch_size * self._ranks)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the next sample; the same on every rank."""
-        described = {"source": self._source.state_dict(), "passes": self._passes, "workers": self._workers}
-        if self._count.size is not None:
-            described["step"] = list(self._count.size)
-        if skipped := self._skipped.later(self._read):
-            described["skipped"] = [[max(0, first - self._read), end - self._read] for first, end in skipped]
-        return described
+        state = {"source": self._source.state_dict(), "passes": self._passes, "workers": self._workers}
+        if self._step_size.size is not None:
+            state["step"] = list(self._step_size.size)
+        if skipped := self._skipped.later(self._samples_read):
+            state["skipped"] = [[max(0, first - self._samples_read), end - self._samples_read] for first, end in skipped]
+        return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue at the place in `saved`, also with another number of ranks or another batch size.
@@ -100,18 +100,18 @@ class ResumableStream(DataPlace):
                 f"samples depends on their number; make the loader with num_workers={saved['workers']}"
             )
         self._source.load_state_dict(saved["source"])
-        self._passes, self._iterator, self._read = int(saved["passes"]), None, 0
+        self._passes, self._iterator, self._samples_read = int(saved["passes"]), None, 0
         self._skipped = SkippedSamples((first, end) for first, end in saved.get("skipped", ()))
-        self._count = StepSizeCounter(StepSize.of_state(saved.get("step")), step=None)
+        self._step_size = StepSizeCounter(StepSize.of_state(saved.get("step")), step=None)
 
     def stepped(self, step: int) -> None:
         """As `ResumableSampler.stepped`."""
-        self._count.stepped(step)
+        self._step_size.stepped(step)
 
     def skip_batches(self, after: int, steps: int) -> None:
         """As `ResumableSampler.skip_batches`, but skipped samples are read from the source and dropped."""
-        samples, batches = self._count.known("stream")
-        begin = self._skipped.begin(self._skipped.end(self._read, after * batches * samples))
+        samples, batches = self._step_size.known("stream")
+        begin = self._skipped.begin(self._skipped.end(self._samples_read, after * batches * samples))
         end = self._skipped.end(begin, steps * batches * samples)
         self._skipped = SkippedSamples([*self._skipped.spans, (begin, end)])
 
@@ -128,24 +128,24 @@ class ResumableStream(DataPlace):
 
     def _next(self) -> Any:
         if self._skipped:
-            for _ in range(self._skipped.begin(self._read) - self._read):
+            for _ in range(self._skipped.begin(self._samples_read) - self._samples_read):
                 self._read_one()
         return self._read_one()
 
     def _read_one(self) -> Any:
-        self._read += 1
+        self._samples_read += 1
         if self._iterator is None:
-            self._iterator = self._begun()
+            self._iterator = self._open_iterator()
         # One try for this pass, one for a source that was restored at its very end, and one for the next pass.
         for _ in range(3):
             for sample in self._iterator:
                 return sample
             self._passes += 1
-            self._iterator = self._begun()
+            self._iterator = self._open_iterator()
         raise StateError(
             f"stream: {type(self._source).__name__} gave no samples in three passes; check the data that it reads"
         )
 
-    def _begun(self) -> Iterator[Any]:
-        with apart(f"stream/{self._passes}"):
+    def _open_iterator(self) -> Iterator[Any]:
+        with isolated_rng(f"stream/{self._passes}"):
             return iter(self._source)

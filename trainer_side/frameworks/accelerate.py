@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.errors import ConfigError
-from trainer_side.frameworks.missing import missing, numbered
+from trainer_side.frameworks.missing import missing_framework, numbered
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
 
@@ -22,7 +22,7 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 except ImportError as error:
-    raise missing("accelerate", error) from error
+    raise missing_framework("accelerate", error) from error
 
 __all__ = ["prepared"]
 

@@ -27,7 +27,7 @@ from typing_extensions import override
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import ReloadableRngState, missing, numbered, reject_taken_names
+from trainer_side.frameworks.missing import ReloadableRngState, missing_framework, numbered, reject_taken_names
 from trainer_side.opaque import opaque_methods
 from trainer_side.ranks.distributed import init_torch_distributed
 from trainer_side.ranks.joined import join_world
@@ -42,7 +42,7 @@ try:
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
     from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 except ImportError as error:
-    raise missing("lightning", error) from error
+    raise missing_framework("lightning", error) from error
 
 __all__ = ["HoldfastCallback", "HoldfastEnvironment"]
 
@@ -158,10 +158,10 @@ class HoldfastCallback(Checkpoint):
     def __init__(
         self, *, every: int = 0, state: Mapping[str, Any] | None = None, config: TrainerConfig | None = None
     ) -> None:
-        self._every, self._more, self._config = every, dict(state or {}), config
+        self._every, self._extra_state, self._config = every, dict(state or {}), config
         self.checkpointer: Checkpointer | None = None
         self._random = ReloadableRngState()
-        self._looked_at = -1
+        self._last_checked = -1
         self._notice_handler: Any = None
 
     @override
@@ -183,13 +183,13 @@ class HoldfastCallback(Checkpoint):
                 f"Trainer.fit(ckpt_path={trainer.ckpt_path!r}) and HoldfastCallback both restore; leave one of them out"
             )
         own, rng = _state(trainer, pl_module, self), {"rng": PerRank(self._random)}
-        reject_taken_names({**own, **rng}, self._more)
+        reject_taken_names({**own, **rng}, self._extra_state)
         before = signal.getsignal(signal.SIGTERM)
-        self.checkpointer = Checkpointer({**own, **self._more, **rng}, config=self._config, every=self._every)
+        self.checkpointer = Checkpointer({**own, **self._extra_state, **rng}, config=self._config, every=self._every)
         handler = signal.getsignal(signal.SIGTERM)
         self._notice_handler = None if handler == before else handler
         self.checkpointer.restore()
-        self._looked_at = trainer.global_step
+        self._last_checked = trainer.global_step
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -212,7 +212,7 @@ class HoldfastCallback(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if a checkpoint is due."""
-        if trainer.global_step == self._looked_at or self.checkpointer is None:
+        if trainer.global_step == self._last_checked or self.checkpointer is None:
             return  # gradients are being accumulated, and checkpoints do not contain them
         if _has_work_after_batch(trainer):
             return
@@ -222,7 +222,7 @@ class HoldfastCallback(Checkpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step if its checkpoint was delayed, and wait until all checkpoints are durable."""
-        if self.checkpointer is not None and trainer.global_step > self._looked_at:
+        if self.checkpointer is not None and trainer.global_step > self._last_checked:
             self._step(trainer.global_step, self.checkpointer)
         self._close()
 
@@ -238,9 +238,9 @@ class HoldfastCallback(Checkpoint):
 
     def _step(self, done: int, checkpointer: Checkpointer, *, batch: Any = None, loss: Any = None) -> None:
         """Report `done` steps to the Checkpointer, and save if a checkpoint was due since the last call."""
-        put_off = self._every > 0 and (done - 1) // self._every > self._looked_at // self._every
-        self._looked_at = done
-        if not checkpointer.step(done - 1, batch=batch, loss=loss) and put_off:
+        was_delayed = self._every > 0 and (done - 1) // self._every > self._last_checked // self._every
+        self._last_checked = done
+        if not checkpointer.step(done - 1, batch=batch, loss=loss) and was_delayed:
             checkpointer.save(done - 1)
 
     def _close(self) -> None:

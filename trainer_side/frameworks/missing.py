@@ -8,10 +8,10 @@ from typing import Any
 from holdfast.errors import ConfigError
 from trainer_side.state.rng import RngState
 
-__all__ = ["RngAgain", "missing", "numbered", "refuse_taken"]
+__all__ = ["RngAgain", "missing_framework", "numbered", "refuse_taken"]
 
 
-def missing(
+def missing_framework(
     framework: str, error: ImportError, *, module: str = "", extra: str = "frameworks"
 ) -> ConfigError:
     """Return the error to raise when a framework cannot be imported; the message says what to install.
@@ -52,7 +52,7 @@ class ReloadableRngState(RngState):
         super().load_state_dict(saved)
         self._saved = saved
 
-    def again(self) -> None:
+    def reload(self) -> None:
         """Set all generators to the states of `load_state_dict` again. Does nothing on a new run."""
         if self._saved is not None:
             super().load_state_dict(self._saved)

@@ -104,23 +104,23 @@ class HoldfastCheckpointManager:
             raise ConfigError(
                 f"torchtitan: states has {', '.join(sorted(twice))}, which the manager itself saves; choose other names"
             )
-        whole = {**own, **states}
-        may_stay = [name for name, value in whole.items() if not isinstance(value, _ALWAYS_LOADED)]
+        full_state = {**own, **states}
+        excludable = [name for name, value in full_state.items() if not isinstance(value, _ALWAYS_LOADED)]
         for name in getattr(config, "exclude_from_loading", None) or ():
-            if name not in may_stay:
+            if name not in excludable:
                 raise ConfigError(
-                    f"torchtitan: exclude_from_loading has {name!r}, expected names of {', '.join(may_stay)}"
+                    f"torchtitan: exclude_from_loading has {name!r}, expected names of {', '.join(excludable)}"
                 )
-            whole[name] = _NotLoaded(whole[name])
+            full_state[name] = _NotLoaded(full_state[name])
         if dataloader is not None and not isinstance(dataloader, ResumableSampler | EpochLoader):
             # A loader's place belongs to one rank of this world size: in another, samples would repeat or be skipped.
-            left_out = isinstance(whole["dataloader"], _NotLoaded)
-            whole["dataloader"] = PerRank(whole["dataloader"], same_ranks=not left_out)
+            left_out = isinstance(full_state["dataloader"], _NotLoaded)
+            full_state["dataloader"] = PerRank(full_state["dataloader"], same_ranks=not left_out)
         self._interval = int(getattr(config, "interval", 0))
         self._first_step = bool(getattr(config, "enable_first_step_checkpoint", False))
         self._load_only = bool(getattr(config, "load_only", False))
         self.checkpointer = Checkpointer(
-            {**whole, "rng": PerRank(RngState())}, config=settings, every=self._interval
+            {**full_state, "rng": PerRank(RngState())}, config=settings, every=self._interval
         )
 
     def load(self, step: int = -1) -> bool:

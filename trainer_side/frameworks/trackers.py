@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import missing
+from trainer_side.frameworks.missing import missing_framework
 from trainer_side.trackers import mlflow_tracker, tensorboard_tracker, wandb_tracker
 from trainer_side.trackers.mark import Mark
 from trainer_side.trackers.start_point import StartPoint
@@ -47,7 +47,7 @@ def start_wandb(checkpointer: Checkpointer, **init: Any) -> Tracker:
     try:
         return checkpointer.track(partial(wandb_tracker.begin, options=init))
     except ImportError as error:
-        raise missing("wandb", error, module="trackers", extra="trackers") from error
+        raise missing_framework("wandb", error, module="trackers", extra="trackers") from error
 
 
 def start_tensorboard(
@@ -75,10 +75,10 @@ def start_tensorboard(
     """
     try:
         if writer is not None:
-            return checkpointer.track(partial(tensorboard_tracker.go_on, writer=writer))
+            return checkpointer.track(partial(tensorboard_tracker.begin_with_writer, writer=writer))
         return checkpointer.track(partial(tensorboard_tracker.begin, log_dir=log_dir, options=options))
     except ImportError as error:
-        raise missing("tensorboard", error, module="trackers", extra="trackers") from error
+        raise missing_framework("tensorboard", error, module="trackers", extra="trackers") from error
 
 
 def start_mlflow(checkpointer: Checkpointer, **start_run: Any) -> Tracker:
@@ -99,4 +99,4 @@ def start_mlflow(checkpointer: Checkpointer, **start_run: Any) -> Tracker:
     try:
         return checkpointer.track(partial(mlflow_tracker.begin, options=start_run))
     except ImportError as error:
-        raise missing("mlflow", error, module="trackers", extra="trackers") from error
+        raise missing_framework("mlflow", error, module="trackers", extra="trackers") from error

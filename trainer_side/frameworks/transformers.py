@@ -28,7 +28,7 @@ from typing_extensions import override
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import ReloadableRngState, missing, reject_taken_names
+from trainer_side.frameworks.missing import ReloadableRngState, missing_framework, reject_taken_names
 from trainer_side.opaque import opaque_methods
 from trainer_side.state.per_rank import PerRank
 
@@ -36,7 +36,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
-    raise missing("transformers", error) from error
+    raise missing_framework("transformers", error) from error
 
 __all__ = ["HoldfastCallback"]
 
@@ -65,12 +65,12 @@ class HoldfastCallback(TrainerCallback):
     def __init__(
         self, *, every: int = 0, state: Mapping[str, Any] | None = None, config: TrainerConfig | None = None
     ) -> None:
-        self._every, self._more, self._config = every, dict(state or {}), config
+        self._every, self._extra_state, self._config = every, dict(state or {}), config
         self.checkpointer: Checkpointer | None = None
         self._random = ReloadableRngState()
         self._scheduler = _Scheduler()
         self._groups: list[dict[str, Any]] = []
-        self._looked_at = -1
+        self._last_checked = -1
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._last_batch = _LastBatch()
 
@@ -90,22 +90,22 @@ class HoldfastCallback(TrainerCallback):
         optimizer = trainer.create_optimizer()  # train() keeps it
         if trainer.is_fsdp_enabled:
             _shard(trainer, optimizer)
-        seen = _Seen(trainer)
+        trainer_state = _SavedTrainerState(trainer)
         # Older releases did not save the scaler: a script may have it in its own state, and a checkpoint may lack it.
-        scaler = None if "scaler" in self._more else trainer.accelerator.scaler
+        scaler = None if "scaler" in self._extra_state else trainer.accelerator.scaler
         own = {
             "model": trainer.model,
             "optimizer": optimizer,
             "scheduler": self._scheduler,
-            "trainer": seen,
+            "trainer": trainer_state,
             **({} if scaler is None else {"scaler": scaler}),
             "rng": PerRank(self._random),
         }
-        reject_taken_names(own, self._more)
-        self.checkpointer = Checkpointer({**own, **self._more}, config=self._config, every=self._every)
+        reject_taken_names(own, self._extra_state)
+        self.checkpointer = Checkpointer({**own, **self._extra_state}, config=self._config, every=self._every)
         self._last_batch.of(trainer)
-        self._looked_at = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))
-        if self._looked_at == 0:
+        self._last_checked = self.checkpointer.restore(may_lack=() if scaler is None else ("scaler",))
+        if self._last_checked == 0:
             return None
         self._groups = [
             {name: value for name, value in group.items() if name != "params"}
@@ -113,8 +113,8 @@ class HoldfastCallback(TrainerCallback):
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
         folder = Path(self._folder.name)
-        (folder / _STATE).write_text(seen.found, encoding="utf-8")
-        _leave_weights(trainer, self._folder.name)
+        (folder / _STATE).write_text(trainer_state.found, encoding="utf-8")
+        _skip_loading_weights(trainer, self._folder.name)
         return self._folder.name
 
     @override
@@ -127,9 +127,9 @@ class HoldfastCallback(TrainerCallback):
                 "transformers: restore() of HoldfastCallback was not called before train(); call "
                 "train(resume_from_checkpoint=callback.restore(trainer))"
             )
-        if state.global_step != self._looked_at:
+        if state.global_step != self._last_checked:
             raise StateError(
-                f"transformers: the restored checkpoint has {self._looked_at} steps, but Trainer begins after "
+                f"transformers: the restored checkpoint has {self._last_checked} steps, but Trainer begins after "
                 f"{state.global_step}; call train(resume_from_checkpoint=callback.restore(trainer))"
             )
         self._scheduler.made(given["lr_scheduler"])
@@ -155,8 +155,8 @@ class HoldfastCallback(TrainerCallback):
             self.checkpointer = None
 
     def _step(self, state: TrainerState) -> None:
-        if self.checkpointer is not None and state.global_step > self._looked_at:
-            self._looked_at = state.global_step
+        if self.checkpointer is not None and state.global_step > self._last_checked:
+            self._last_checked = state.global_step
             self.checkpointer.step(
                 state.global_step - 1, batch=self._last_batch.batch, loss=self._last_batch.loss
             )
@@ -199,7 +199,7 @@ def _shard(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
     accelerator.prepare = prepare_others
 
 
-def _leave_weights(trainer: Trainer, folder: str) -> None:
+def _skip_loading_weights(trainer: Trainer, folder: str) -> None:
     """Keep Trainer from loading weights from `folder`: it has none, and the model is restored already."""
     load = trainer._load_from_checkpoint
 
@@ -217,7 +217,7 @@ class _Scheduler:
         self._scheduler: Any = None
         self._saved: dict[str, Any] | None = None
 
-    def made(self, scheduler: Any) -> None:
+    def attach(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         if self._saved is not None:
             scheduler.load_state_dict(self._saved)
@@ -238,7 +238,7 @@ class _LastBatch:
         self.loss: torch.Tensor | None = None
         self._trainer: Trainer | None = None
 
-    def of(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Trainer) -> None:
         if self._trainer is trainer:
             return
         self._trainer, train = trainer, trainer.training_step
@@ -252,12 +252,12 @@ class _LastBatch:
         trainer.training_step = training_step  # type: ignore[method-assign]
 
 
-class _Seen:
+class _SavedTrainerState:
     """TrainerState as JSON, with the callbacks that have a state."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.found = ""  # the restored one; empty before
+        self.restored_json = ""  # the restored one; empty before
 
     def state_dict(self) -> dict[str, str]:
         trainer = self._trainer
@@ -273,4 +273,4 @@ class _Seen:
         return {"json": json.dumps(state)}
 
     def load_state_dict(self, saved: dict[str, str]) -> None:
-        self.found = saved["json"]
+        self.restored_json = saved["json"]

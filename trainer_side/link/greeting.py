@@ -18,7 +18,7 @@ from trainer_side.ranks.ports import StagerPort
 _log = logging.getLogger("holdfast.trainer")
 
 _PAUSE_SECONDS = 1e-3
-_LEAVE_SECONDS_MAX = 5.0
+_DISCONNECT_SECONDS_MAX = 5.0
 _QUIET_SECONDS = 10.0  # first log line about the wait after this long
 
 
@@ -36,11 +36,11 @@ def greet(
     ranks: int,
     seconds_max: float,
     pause_seconds: float = _PAUSE_SECONDS,
-    given_up: Callable[[], bool] = lambda: False,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> GreetedStager:
     """Send HELLO, and wait for the stager's WELCOME. If that fails, leave the port.
 
-    No other thread may use the port meanwhile. `given_up`: Whether the answer is no longer wanted.
+    No other thread may use the port meanwhile. `is_cancelled`: Whether the answer is no longer wanted.
 
     Raises:
         PeerLost: The stager did not answer, or is lost.
@@ -50,24 +50,24 @@ def greet(
     hello = {"version": wire.VERSION, "pid": os.getpid(), "host": platform.node()}
     try:
         port.send(wire.encode(Kind.HELLO, body=wire.to_json(hello)))
-        welcome = _await_welcome(port, seconds_max, pause_seconds, given_up)
+        welcome = _await_welcome(port, seconds_max, pause_seconds, is_cancelled)
         if welcome.ranks != ranks:
             raise ProtocolError(
                 f"the stager counts {welcome.ranks} training ranks, expected {ranks} as the job counts them; "
                 "start all ranks by one launcher, and a stager of their own"
             )
     except HoldfastError:
-        port.leave(_LEAVE_SECONDS_MAX)
+        port.leave(_DISCONNECT_SECONDS_MAX)
         raise
     return GreetedStager(port, welcome)
 
 
 def _await_welcome(
-    port: StagerPort, seconds_max: float, pause_seconds: float, given_up: Callable[[], bool]
+    port: StagerPort, seconds_max: float, pause_seconds: float, is_cancelled: Callable[[], bool]
 ) -> Welcome:
     begun = time.monotonic()
     deadline, is_logged = begun + seconds_max, False
-    while time.monotonic() < deadline and not given_up():
+    while time.monotonic() < deadline and not is_cancelled():
         if not is_logged and time.monotonic() - begun > _QUIET_SECONDS:
             is_logged = True
             _log.warning(

@@ -27,28 +27,28 @@ class HeldShares:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._held: list[Outgoing] = []  # oldest first
-        self._until: dict[int, float] = {}  # step → deadline, from the first loss on
+        self._deadlines: dict[int, float] = {}  # step → deadline, from the first loss on
         self._error: HoldfastError | None = None
 
     def hold(self, shares: list[Outgoing], error: HoldfastError) -> None:
         shares = [*shares, *self._held]  # lost again before `take` had reached the newer ones
         until = self._clock() + LOST_STAGER_SECONDS_MAX
-        self._until = {one.transfer.step: self._until.get(one.transfer.step, until) for one in shares}
+        self._deadlines = {one.transfer.step: self._deadlines.get(one.transfer.step, until) for one in shares}
         self._held, self._error = shares, error
 
-    def take(self) -> Iterator[tuple[int, Outgoing | None]]:
+    def drain(self) -> Iterator[tuple[int, Outgoing | None]]:
         """Yield the held steps, oldest first, each with the transfer to offer again; None: the step has ended."""
         while self._held:
             one = self._held.pop(0)
             yield one.transfer.step, one.again()
 
-    def look(self) -> None:
+    def fail_expired(self) -> None:
         """Fail the shares whose deadline has passed; later steps keep waiting."""
         now = self._clock()
-        late = [one for one in self._held if now > self._until[one.transfer.step]]
-        self._fail(late, PeerLost(f"{self._error}; not reached again within {LOST_STAGER_SECONDS_MAX:g} s"))
+        expired = [one for one in self._held if now > self._deadlines[one.transfer.step]]
+        self._fail(expired, PeerLost(f"{self._error}; not reached again within {LOST_STAGER_SECONDS_MAX:g} s"))
 
-    def give_up(self, error: HoldfastError) -> None:
+    def fail_all(self, error: HoldfastError) -> None:
         self._fail(self._held, error)
 
     def _fail(self, shares: list[Outgoing], error: HoldfastError) -> None:

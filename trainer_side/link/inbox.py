@@ -41,12 +41,12 @@ class StagerSession:
         job: JobState,
         events: EventLog,
         *,
-        command: Callable[[Callable[[], None]], None],
+        enqueue: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
         self.port, self.welcome = port, welcome = greeted.port, greeted.welcome
         self.outbox = Outbox(port, job, events)
-        self.requests = OpenRequests(config, port, welcome, rank=job.rank, command=command)
+        self.requests = OpenRequests(config, port, welcome, rank=job.rank, command=enqueue)
         self.silence = StagerSilence(
             job.rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock
         )
@@ -66,7 +66,7 @@ class ShareInbox:
         """The last step that training has done; -1: none. Any thread."""
         return self._last_step()
 
-    def take(self, session: StagerSession, frame: Frame) -> None:
+    def handle(self, session: StagerSession, frame: Frame) -> None:
         """Act on one message. ProtocolError: the stager may not send it. Other errors: the stager drops this rank."""
         match frame.kind:
             case Kind.BEAT:
@@ -79,17 +79,17 @@ class ShareInbox:
             case Kind.FETCHED:
                 session.requests.fetched(frame)
             case Kind.REFUSED:
-                self._refused(session, frame)
+                self._handle_refused(session, frame)
             case _:
                 raise ProtocolError(
                     f"rank {self._rank}: the stager sent {frame.kind.name}, which only ranks may send, or the first of "
                     "several stagers; install the same holdfast on all machines"
                 )
 
-    def end(self) -> None:
+    def on_stager_lost(self) -> None:
         """Note that the stager is lost: training waits for no message of it."""
 
-    def _refused(self, session: StagerSession, frame: Frame) -> None:
+    def _handle_refused(self, session: StagerSession, frame: Frame) -> None:
         body = wire.json_body(frame, code=str, message=str)
         error = peer_error(body["code"], body["message"])
         if session.requests.agreed(error):
@@ -109,7 +109,7 @@ class StagerInbox(ShareInbox):
         # Called with each doubt of a rank, in the link's thread; set before the first save.
         self.on_doubt: Callable[[Doubt], None] = lambda _: None
 
-    def take(self, session: StagerSession, frame: Frame) -> None:
+    def handle(self, session: StagerSession, frame: Frame) -> None:
         match frame.kind:
             case Kind.SAVE_AT:
                 answer = self._agreed_steps.heard(Announcement.from_frame(frame))
@@ -125,7 +125,7 @@ class StagerInbox(ShareInbox):
             case _:
                 super().take(session, frame)
 
-    def end(self) -> None:
+    def on_stager_lost(self) -> None:
         self._agreed_steps.end()
         self._schedule.end()
 

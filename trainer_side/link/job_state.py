@@ -42,9 +42,9 @@ class JobState:
         self.staged_step = self.durable_step = -1  # the newest ones; -1 before the first
         self.new_pickle_reserve_bytes = 0  # granted to rank 0's pickle after it has outgrown its reserve
         self.group: JobState | None = None  # of all stagers, if there are several
-        self.seen, self._clock = seen, clock
+        self.prior_failures, self._clock = seen, clock
         self._last_problem: HoldfastError | None = None
-        self._lost_before, self._lost_at = StagerLosses(), 0.0
+        self._past_losses, self._lost_at = StagerLosses(), 0.0
 
     @property
     def stagers(self) -> int:
@@ -57,7 +57,7 @@ class JobState:
         return bool(self.attempts)
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether a stager takes steps now."""
         return self.has_stager and self.problem is None
 
@@ -69,8 +69,8 @@ class JobState:
     @property
     def stager_losses(self) -> StagerLosses:
         if self.problem is None:
-            return self._lost_before
-        losses, seconds = self._lost_before
+            return self._past_losses
+        losses, seconds = self._past_losses
         return StagerLosses(losses + 1, seconds + self._clock() - self._lost_at)
 
     def grow_pickle_reserve(self, new_reserve_bytes: int) -> None:
@@ -82,7 +82,7 @@ class JobState:
         """Whether `error` is the last loss of the stager, even if the stager is back."""
         return error is self._last_problem
 
-    def lose(self, error: HoldfastError) -> None:
+    def mark_lost(self, error: HoldfastError) -> None:
         self._lost_at = self._clock()
         self.problem = self._last_problem = error
 
@@ -93,4 +93,4 @@ class JobState:
 
     def mark_recovered(self) -> None:
         """Note that the link uses the stager again."""
-        self._lost_before, self.problem = self.stager_losses, None
+        self._past_losses, self.problem = self.stager_losses, None

@@ -46,7 +46,7 @@ from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 _log = logging.getLogger("holdfast.trainer.link")
 
-_LEAVE_SECONDS_MAX = 5.0
+_DISCONNECT_SECONDS_MAX = 5.0
 _EXIT_SECONDS_MAX = 10.0
 _TASK = "exchanges messages with the stager"
 
@@ -69,7 +69,7 @@ class Link:
         events: EventLog,
         *,
         rank: int,
-        again: Reconnect | None = None,
+        retried: Reconnect | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._inbox, self._events, self._clock = config, inbox, events, clock
@@ -90,30 +90,30 @@ class Link:
         self.name = greeted.name
         self._plan: SendPlan | None = None
         self._newest_step = -1
-        self._accepted: list[Transfer] = []  # by the training thread, for close()
+        self._offered: list[Transfer] = []  # by the training thread, for close()
         self._commands: deque[Callable[[], None]] = deque()
-        self._session = self._open(greeted)
+        self._session = self._open_session(greeted)
         self._backoff = PollBackoff(self._session.outbox, clock, greeted.port.processes_per_core)
         self._rejoining: Rejoining | None = None
-        if again is not None:
+        if retried is not None:
             self._rejoining = Rejoining(
-                again,
+                retried,
                 self.job,
                 start_seconds_max=config.start_seconds_max,
                 last_step=lambda: inbox.last_step,
                 fallback_text=self._fallback_text,
             )
         self._held = HeldShares(clock)
-        self._untold: list[StagerMessage] = []  # while the stager is lost
-        self._leaving = self._is_dead = False
+        self._unsent_messages: list[StagerMessage] = []  # while the stager is lost
+        self._leaving = self._has_thread_died = False
         self._closed = False
         self._cancel_at_exit: Callable[[], None] = lambda: None
-        self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, died=self._died)
+        self._thread = BackgroundThread("holdfast-link", self._run, rank=rank, task=_TASK, died=self._on_thread_death)
         self._thread.start()
 
-    def _open(self, greeted: GreetedStager) -> StagerSession:
+    def _open_session(self, greeted: GreetedStager) -> StagerSession:
         return StagerSession(
-            self._config, greeted, self.job, self._events, command=self._command, clock=self._clock
+            self._config, greeted, self.job, self._events, command=self._enqueue, clock=self._clock
         )
 
     # -- commands of the training thread -------------------------------------------------------------------------
@@ -122,18 +122,18 @@ class Link:
         return self._session.requests.agree(proposal, seconds_max)
 
     def fetch(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
-        return self._session.requests.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
+        return self._session.requests.fetch(fetch_kind, attempt=attempt, step=step, chunk=chunk, body=body)
 
     def offer(self, step: int, source: SliceSource, record: SaveRecord, layout: Layout) -> Transfer:
         transfer = Transfer(step, record)
-        self.send(transfer, source, layout)
+        self.offer_transfer(transfer, source, layout)
         if not transfer.ended.is_set():
-            self._accepted = [other for other in self._accepted if not other.ended.is_set()] + [transfer]
+            self._offered = [other for other in self._offered if not other.ended.is_set()] + [transfer]
         return transfer
 
-    def send(
+    def offer_transfer(
         self, transfer: Transfer, source: SliceSource, layout: Layout, chunks: range | None = None
     ) -> None:
         """Offer a checkpoint, of which the stager receives `chunks`; None: all. They stay the same for a layout."""
@@ -156,7 +156,7 @@ class Link:
         if self._plan is None or self._plan.layout is not layout:
             self._plan = SendPlan.of(layout, self.job.rank, chunks)
         outgoing = Outgoing(transfer, source, self._plan)
-        self._command(lambda: self._begin(outgoing))
+        self._enqueue(lambda: self._offer(outgoing))
 
     def answer(self, step: int) -> Reason | None:
         verdict = self._session.outbox.verdict(step)
@@ -165,7 +165,7 @@ class Link:
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         self._newest_step = max(self._newest_step, step)
 
-        def tell() -> None:
+        def send_message() -> None:
             message = self._decline_message(step, reason.text, needed_pickle_bytes)
             self._session.outbox.decline(step, message, reason.of_rank(self.job.rank))
 
@@ -183,14 +183,14 @@ class Link:
     def _decline_missed(self, step: int) -> None:
         self._session.port.send(self._decline_message(step, "this rank had lost the stager"))
 
-    def tell(self, message: StagerMessage) -> None:
-        def tell() -> None:
+    def send_message(self, message: StagerMessage) -> None:
+        def send_message() -> None:
             if self.job.problem is None:
                 self._session.port.send(message.encode(self.job.attempts))
             elif message.keep_until_unix > 0:
-                self._untold.append(message)
+                self._unsent_messages.append(message)
 
-        self._command(tell)
+        self._enqueue(tell)
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """Wait until all offered steps are durable (or staged), say good-bye, end the thread. Safe to call twice.
@@ -199,52 +199,52 @@ class Link:
         """
         if not self._closed:
             self._closed = True
-            last_transfers = LastTransfers(self.job, self._accepted, self._clock)
+            last_transfers = LastTransfers(self.job, self._offered, self._clock)
             last_transfers.wait(wait_for, seconds_max)
         # Also in a second close() after an exception: until the thread ends, the port is the thread's alone.
-        self.leave()
-        self._thread.join(2 * _LEAVE_SECONDS_MAX)
+        self.begin_close()
+        self._thread.join(2 * _DISCONNECT_SECONDS_MAX)
         self._cancel_at_exit()
         if self._thread.is_alive():
             _log.error(
                 "rank %d waited %g s until its last messages to the stager were sent; the process ends without them",
                 self.job.rank,
-                2 * _LEAVE_SECONDS_MAX,
+                2 * _DISCONNECT_SECONDS_MAX,
             )
 
-    def leave(self) -> None:
+    def begin_close(self) -> None:
         """Have the thread say good-bye and end; `close` waits for it."""
 
-        def leave() -> None:
+        def begin_close() -> None:
             self._leaving = True
 
-        self._command(leave)
+        self._enqueue(leave)
 
-    def lose(self, error: HoldfastError) -> None:
+    def drop_stager(self, error: HoldfastError) -> None:
         """Leave the stager, and treat it as lost; then try to reach it again as usual. Any thread."""
 
-        def lose() -> None:
+        def drop_stager() -> None:
             if self.job.problem is None:
                 # The stager is alive, and would wait for this rank.
                 self._session.port.leave(0.0, lost=True)
-            self._lose(error)
+            self._handle_loss(error)
 
-        self._command(lose)
+        self._enqueue(lose)
 
     def close_at_exit(self) -> None:
         """Close the link at exit: a script without `close` must not leave the stager waiting for this rank."""
         close = partial(self.close, wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
         self._cancel_at_exit = at_exit(close)
 
-    def _enqueue_if_alive(self, command: Callable[[], None]) -> None:
-        """Queue `command` for the link's thread, which drops it if the stager is lost by then."""
+    def _enqueue_if_alive(self, enqueue: Callable[[], None]) -> None:
+        """Queue `enqueue` for the link's thread, which drops it if the stager is lost by then."""
         if self.job.problem is None:
-            self._command(lambda: command() if self.job.problem is None else None)
+            self._enqueue(lambda: enqueue() if self.job.problem is None else None)
 
-    def _command(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
+    def _enqueue(self, enqueue: Callable[[], None]) -> None:
+        self._commands.append(enqueue)
         self._backoff.wake()
-        if self._is_dead:
+        if self._has_thread_died:
             self._run_commands()
 
     # -- the thread ----------------------------------------------------------------------------------------------
@@ -252,12 +252,12 @@ class Link:
     def _run(self) -> None:
         while not self._leaving:
             try:
-                busy = self._turn()
+                busy = self._poll_once()
             except ThreadDied as error:  # of a thread of the port
                 self._abort(error)
                 busy = True
             except HoldfastError as error:
-                self._lose(error)
+                self._handle_loss(error)
                 busy = True
             except Exception as error:  # noqa: BLE001 - a bug here must not leave the stager waiting for this rank
                 self._abort(thread_died(error, rank=self.job.rank, name=self._thread.name, task=_TASK))
@@ -272,9 +272,9 @@ class Link:
         self._held.give_up(PeerLost(f"rank {self.job.rank}: the link was closed while the stager was lost"))
         self._session.requests.end(self.job.problem or PeerLost(f"rank {self.job.rank}: the link is closed"))
         lost = isinstance(self.job.problem, PeerLost) and not isinstance(self.job.problem, ThreadDied)
-        self._session.port.leave(0.0 if self.job.problem else _LEAVE_SECONDS_MAX, lost=lost)
+        self._session.port.leave(0.0 if self.job.problem else _DISCONNECT_SECONDS_MAX, lost=lost)
 
-    def _turn(self) -> bool:
+    def _poll_once(self) -> bool:
         """Poll everything once; return whether anything had happened."""
         busy = self._run_commands()
         if self.job.problem is not None:  # the session is not used any more
@@ -291,11 +291,11 @@ class Link:
         busy = False
         while self._commands:
             try:
-                command = self._commands.popleft()
+                enqueue = self._commands.popleft()
             except IndexError:  # once this thread is dead, two others may run this
                 break
             busy = True
-            command()
+            enqueue()
         return busy
 
     def _abort(self, error: ThreadDied) -> None:
@@ -303,11 +303,11 @@ class Link:
         if self.job.problem is None:
             with contextlib.suppress(Exception):  # the port itself may be what is broken
                 self._session.port.leave(0.0)
-        self._give_up(error)
+        self._mark_lost(error)
 
-    def _died(self, error: ThreadDied) -> None:
+    def _on_thread_death(self, error: ThreadDied) -> None:
         """Give up after an exception has ended the thread."""
-        self._is_dead = True
+        self._has_thread_died = True
         try:
             self._abort(error)
         finally:
@@ -315,45 +315,45 @@ class Link:
             self._held.give_up(error)
             self._run_commands()
 
-    def _begin(self, active: Outgoing) -> None:
+    def _offer(self, active: Outgoing) -> None:
         if self.job.problem is None:
             self._session.outbox.begin(active)
             return
         active.transfer.reach(TransferState.DECLINED, Reason.of_error(self.job.problem))
         active.release()
 
-    def _lose(self, error: HoldfastError) -> None:
+    def _handle_loss(self, error: HoldfastError) -> None:
         """Give the stager up. Try to reach its next process, unless the error needs a person."""
-        is_gone = isinstance(error, PeerLost) and not isinstance(error, (ThreadDied, StartReplaced))
-        if self.job.problem is None and is_gone and self._rejoining is not None:
+        is_peer_lost = isinstance(error, PeerLost) and not isinstance(error, (ThreadDied, StartReplaced))
+        if self.job.problem is None and is_peer_lost and self._rejoining is not None:
             self._session.port.leave(0.0, lost=True)
-            self._give_up(error, comes_again=True)
+            self._mark_lost(error, comes_again=True)
             self._rejoining.begin(self._session.welcome)
         else:
-            self._give_up(error)
+            self._mark_lost(error)
 
-    def _give_up(self, error: HoldfastError, *, comes_again: bool = False) -> None:
+    def _mark_lost(self, error: HoldfastError, *, will_rejoin: bool = False) -> None:
         if self.job.problem is not None:
             return
         what = f"{self.name} is lost"
         if isinstance(error, ThreadDied):
             what = f"the link to {self.name} is broken"
-        if self._fallback_text and comes_again:
-            means = f"nothing goes to it until it is reached again; training goes on, and {self._fallback_text}"
+        if self._fallback_text and will_rejoin:
+            consequence = f"nothing goes to it until it is reached again; training goes on, and {self._fallback_text}"
         elif self._fallback_text:
-            means = f"nothing more of this job goes to it; training goes on, and {self._fallback_text}"
-        elif comes_again:
-            means = "no checkpoints are taken until it is reached again; training goes on"
+            consequence = f"nothing more of this job goes to it; training goes on, and {self._fallback_text}"
+        elif will_rejoin:
+            consequence = "no checkpoints are taken until it is reached again; training goes on"
         else:
-            means = "no more checkpoints are taken in this job; training goes on"
-        _log.error("rank %d: %s, and %s: %s", self.job.rank, what, means, error)
+            consequence = "no more checkpoints are taken in this job; training goes on"
+        _log.error("rank %d: %s, and %s: %s", self.job.rank, what, consequence, error)
         self._events.emit("stager_lost", {"code": error.code, "message": str(error)})
         # After log and event: a thread that sees the stager lost finds both.
         self.job.lose(error)
         self.on_lost(error)
         self._inbox.end()
         # With tiers a held step would keep its memory, perhaps a slot, from the next steps, which the tiers can take.
-        held = self._session.outbox.lose(error, comes_again=comes_again and not self._fallback_text)
+        held = self._session.outbox.lose(error, comes_again=will_rejoin and not self._fallback_text)
         self._held.hold(held, error)
         self._session.requests.end(error)
 
@@ -373,7 +373,7 @@ class Link:
         if not welcome.ring or (welcome.attempt, welcome.ring) != (before.attempt, before.ring):
             self._held.give_up(PeerLost(f"{self.name} was lost, and with it the ring or the attempt"))
         self.job.rejoin(welcome.attempt)
-        self._session = self._open(found.greeted)
+        self._session = self._open_session(found.greeted)
         self._backoff.outbox = self._session.outbox
         reach(Point.REJOINED)
         attempt = self.job.attempt
@@ -387,21 +387,21 @@ class Link:
             found.tries,
             attempt,
         )
-        passed = self._newest_step  # the training thread offers the next one as soon as `problem` is cleared
+        newest_passed = self._newest_step  # the training thread offers the next one as soon as `problem` is cleared
         # After log and event: a thread that sees the link alive finds both.
         self.job.mark_recovered()
         # In the order of their steps. Ranks reconnect one by one: end at once a step of the others that this rank has
         # passed without a stager.
         newest = self.job.durable_step
-        for newest, again in self._held.take():
-            if again is None:
+        for newest, retried in self._held.take():
+            if retried is None:
                 self._decline_missed(newest)
             else:
-                self._session.outbox.begin(again)
-        if passed > newest:
-            self._decline_missed(passed)
+                self._session.outbox.begin(retried)
+        if newest_passed > newest:
+            self._decline_missed(newest_passed)
         self.on_recovered()
-        untold, self._untold = self._untold, []
+        untold, self._unsent_messages = self._unsent_messages, []
         for message in untold:
             if message.keep_until_unix > time.time():
                 self._session.port.send(message.encode(self.job.attempts))

@@ -50,11 +50,11 @@ class NoStager:
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         """Do nothing: the council of the local tiers tells the other ranks."""
 
-    def tell(self, message: StagerMessage) -> None:
+    def send_message(self, message: StagerMessage) -> None:
         """Do nothing: the council of the local tiers is told instead."""
 
     def fetch(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> None:
         """Return None: there is no ring."""
 

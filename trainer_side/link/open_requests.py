@@ -38,9 +38,9 @@ class OpenRequests:
         welcome: Welcome,
         *,
         rank: int,
-        command: Callable[[Callable[[], None]], None],
+        enqueue: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._port, self._attempt, self._rank, self._command = port, welcome.attempt, rank, command
+        self._port, self._attempt, self._rank, self._enqueue = port, welcome.attempt, rank, enqueue
         self._agree_seconds_max = max(config.start_seconds_max, welcome.offer_seconds_max + _SLACK_SECONDS)
         self._fetch_seconds_max = min(config.stager_seconds_max, _FETCH_SECONDS_MAX)
         self._proposed: Future[Agreement] | None = None
@@ -48,7 +48,7 @@ class OpenRequests:
         self._problem: HoldfastError | None = None
 
     @property
-    def fetching(self) -> bool:
+    def is_fetching(self) -> bool:
         return bool(self._fetches)
 
     def agree(self, proposal: Proposal, seconds_max: float | None = None) -> Agreement:
@@ -62,11 +62,11 @@ class OpenRequests:
         def ask() -> None:
             self._proposed = answer
             if self._problem is not None:
-                self.agreed(self._problem)
+                self.resolve_proposal(self._problem)
             else:
                 self._port.send(message)
 
-        self._command(ask)
+        self._enqueue(ask)
         try:
             return answer.result(limit)
         except TimeoutError:
@@ -75,7 +75,7 @@ class OpenRequests:
             ) from None
 
     def fetch(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         """As `ToStager.fetch`. Several threads may ask at once."""
         answer: Future[Frame] = Future()
@@ -84,7 +84,7 @@ class OpenRequests:
             attempt=self._attempt,
             step=step,
             chunk=chunk,
-            flags=asked,
+            flags=fetch_kind,
             arg=attempt,
             body=body,
         )
@@ -96,7 +96,7 @@ class OpenRequests:
                 self._fetches.append(answer)
                 self._port.send(message)
 
-        self._command(ask)
+        self._enqueue(ask)
         why: object = f"no answer within {self._fetch_seconds_max:g} s"
         try:
             frame = answer.result(self._fetch_seconds_max)
@@ -104,16 +104,16 @@ class OpenRequests:
             why = error if isinstance(error, HoldfastError) else why
             problem = f"rank {self._rank} asked the stager for the contents of its ring: {why}"
             raise PeerLost(problem) from None
-        if (frame.flags, frame.step, frame.chunk) != (asked, step, chunk):
+        if (frame.flags, frame.step, frame.chunk) != (fetch_kind, step, chunk):
             raise ProtocolError(
-                f"rank {self._rank} asked for {asked.name} of step {step}, chunk {chunk}; the stager answered "
+                f"rank {self._rank} asked for {fetch_kind.name} of step {step}, chunk {chunk}; the stager answered "
                 f"{frame.flags} of step {frame.step}, chunk {frame.chunk}"
             )
         return frame.body if frame.arg else None
 
     # -- the link's thread ---------------------------------------------------------------------------------------
 
-    def agreed(self, answer: Agreement | HoldfastError) -> bool:
+    def resolve_proposal(self, answer: Agreement | HoldfastError) -> bool:
         """Hand over the answer to this rank's proposal. False if no proposal is open."""
         proposed, self._proposed = self._proposed, None
         if proposed is None:
@@ -124,7 +124,7 @@ class OpenRequests:
             proposed.set_result(answer)
         return True
 
-    def fetched(self, frame: Frame) -> None:
+    def resolve_fetch(self, frame: Frame) -> None:
         """Hand over the answer to the oldest fetch. ProtocolError: this rank had asked for nothing."""
         if not self._fetches:
             raise ProtocolError(
@@ -133,9 +133,9 @@ class OpenRequests:
             )
         self._fetches.popleft().set_result(frame)
 
-    def end(self, problem: HoldfastError) -> None:
+    def fail_all(self, problem: HoldfastError) -> None:
         """Raise `problem` in all waiting threads, and in later requests."""
         self._problem = problem
-        self.agreed(problem)
+        self.resolve_proposal(problem)
         while self._fetches:
             self._fetches.popleft().set_exception(problem)

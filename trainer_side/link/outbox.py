@@ -24,7 +24,7 @@ from trainer_side.link.outgoing import Outgoing
 from trainer_side.ranks.ports import StagerPort
 from trainer_side.transfer import Transfer, TransferState
 
-_KEPT = 256
+_VERDICTS_MAX = 256
 _STALL_SECONDS_MAX = 1.0  # of silence counted per turn, since a stopped process does not listen
 
 
@@ -33,14 +33,14 @@ class StagerSilence:
 
     def __init__(self, rank: int, seconds_max: float, clock: Callable[[], float]) -> None:
         self._rank, self._seconds_max, self._clock = rank, seconds_max, clock
-        self.looked_at = clock()
+        self.checked_at = clock()
         self.seconds = 0.0
 
-    def note(self, heard: bool) -> None:
+    def update(self, has_received: bool) -> None:
         """Note once per turn whether a message has come. PeerLost: the limit is reached."""
         now = self._clock()
-        self.seconds = 0.0 if heard else self.seconds + min(_STALL_SECONDS_MAX, now - self.looked_at)
-        self.looked_at = now
+        self.seconds = 0.0 if has_received else self.seconds + min(_STALL_SECONDS_MAX, now - self.checked_at)
+        self.checked_at = now
         if self.seconds > self._seconds_max:
             raise PeerLost(
                 f"rank {self._rank} heard nothing from the stager for {self._seconds_max:g} s; the stager is dead, "
@@ -70,12 +70,12 @@ class Outbox:
         return self._verdicts.get(step)
 
     @property
-    def staged(self) -> bool:
+    def all_staged(self) -> bool:
         """Whether every checkpoint is staged, and waits at most for DURABLE."""
         return all(active.transfer.settled.is_set() for active in self._active.values())
 
     @property
-    def streaming(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether a payload is in flight that moves only while the transport is polled."""
         return any(active.streaming(self._port) for active in self._active.values())
 
@@ -87,13 +87,13 @@ class Outbox:
 
     # -- actions of this rank ------------------------------------------------------------------------------------
 
-    def begin(self, active: Outgoing) -> None:
+    def offer(self, active: Outgoing) -> None:
         """Offer a checkpoint, unless the verdict on its step is known already."""
         step = active.transfer.step
         self._active[step] = active
         verdict = self.verdict(step)
         if verdict is not None:
-            self._judge(active, verdict.kind, wire.json_body(verdict))
+            self._apply_verdict(active, verdict.kind, wire.json_body(verdict))
             return
         layout = active.plan.layout
         if self._job.rank == 0 and layout is not self._layout:
@@ -120,16 +120,16 @@ class Outbox:
             self._remove_if_finished(active)
         return moved
 
-    def lose(self, error: HoldfastError, *, comes_again: bool = False) -> list[Outgoing]:
+    def fail_or_hold(self, error: HoldfastError, *, will_rejoin: bool = False) -> list[Outgoing]:
         """Fail or hold all transfers, since the stager is lost, and read no more of their memory.
 
-        Returns those that are held for the stager's next process; none unless `comes_again`.
+        Returns those that are held for the stager's next process; none unless `will_rejoin`.
         """
         self._lost = True
         held = []
         for active in list(self._active.values()):
             active.drop_in_flight()
-            if comes_again and active.transfer.hold():
+            if will_rejoin and active.transfer.hold():
                 held.append(active)
             else:
                 self._end(active, TransferState.FAILED, Reason.of_error(error))
@@ -147,13 +147,13 @@ class Outbox:
 
     # -- messages of the stager ----------------------------------------------------------------------------------
 
-    def credited(self, frame: Frame) -> None:
+    def handle_credit(self, frame: Frame) -> None:
         """Take a CREDIT: a slot is free for a chunk of this rank."""
         active = self._active.get(frame.step)
         if active is None or not active.credit(frame.chunk, frame.arg):
-            self._return(frame.step, frame.chunk)
+            self._return_credit(frame.step, frame.chunk)
 
-    def judged(self, frame: Frame) -> None:
+    def handle_verdict(self, frame: Frame) -> None:
         """Take a verdict: STAGED, DURABLE, DECLINED or FAILED."""
         body = wire.json_body(frame)
         reserve_bytes = body.get("new_pickle_reserve_bytes")
@@ -162,12 +162,12 @@ class Outbox:
         active = self._active.get(frame.step)
         if active is None:
             self._verdicts[frame.step] = frame
-            while len(self._verdicts) > _KEPT:
+            while len(self._verdicts) > _VERDICTS_MAX:
                 self._verdicts.popitem(last=False)
             return
-        self._judge(active, frame.kind, body)
+        self._apply_verdict(active, frame.kind, body)
 
-    def _judge(self, active: Outgoing, kind: Kind, body: dict[str, Any]) -> None:
+    def _apply_verdict(self, active: Outgoing, kind: Kind, body: dict[str, Any]) -> None:
         step = active.transfer.step
         match kind:
             case Kind.STAGED:
@@ -194,7 +194,7 @@ class Outbox:
         unused = active.unused()
         if not self._lost:
             for chunk in unused:
-                self._return(transfer.step, chunk)
+                self._return_credit(transfer.step, chunk)
         if not active.sending:
             active.release()
         self._emit(transfer, {"reason": reason.text, "cause": reason.cause})
@@ -202,10 +202,10 @@ class Outbox:
 
     def _emit(self, transfer: Transfer, why: dict[str, str]) -> None:
         if not transfer.is_share:
-            told = {**transfer.record.to_json(), **why}
-            self._events.emit(transfer.state.value, told, step=transfer.step)
+            facts = {**transfer.record.to_json(), **why}
+            self._events.emit(transfer.state.value, facts, step=transfer.step)
 
-    def _return(self, step: int, chunk: int) -> None:
+    def _return_credit(self, step: int, chunk: int) -> None:
         self._port.send(wire.encode(Kind.RETURN, attempt=self._attempt, step=step, chunk=chunk))
 
     def _remove_if_finished(self, active: Outgoing) -> None:

@@ -42,7 +42,7 @@ class SendPlan:
         """Sizes of the pieces of this rank's frame in `chunk`."""
         return self.pieces.get(chunk) or (self.frames[chunk][1],)
 
-    def streams(self, chunk: int) -> bool:
+    def is_streamed(self, chunk: int) -> bool:
         """Whether the transport splits this frame into fragments, which move only while it is polled."""
         pieces = len(self.pieces_of(chunk))
         return wire.payload_message_count(pieces) < pieces
@@ -69,22 +69,22 @@ class Outgoing:
         self.transfer, self.plan = transfer, plan
         self._source: SliceSource | None = source  # None once released, so that its memory can be freed
         self._unsent = set(plan.frames)
-        self._unsummed = list(plan.frames)
+        self._without_crc = list(plan.frames)
         self._crcs: dict[int, int] = {}  # of frames that are ready and not sent
         self._credits: dict[int, int] = {}  # chunk → slot
         self._sending: dict[int, int] = {}  # handle of a payload that the transport still reads → chunk
         self._is_done_sent = False
         self._sent_frames = 0
-        self._seen = (-1, 0.0)  # number of sent frames, and since when
-        self._polls = False  # payloads move only while the transport is polled
+        self._progress = (-1, 0.0)  # number of sent frames, and since when
+        self._needs_polling = False  # payloads move only while the transport is polled
         transfer.frames, transfer.frames_left = len(plan.frames), len(plan.frames)
 
     @property
-    def sending(self) -> bool:
+    def is_sending(self) -> bool:
         """Whether the transport still reads a payload."""
         return bool(self._sending)
 
-    def streaming(self, port: StagerPort) -> bool:
+    def is_streaming(self, port: StagerPort) -> bool:
         """Whether a payload is in flight that moves only while the transport is polled.
 
         On one machine the stager reads other payloads straight from this process's memory; if the system forbids that,
@@ -93,21 +93,21 @@ class Outgoing:
         if not self._sending or port.has_threads:
             return False
         return (
-            self._polls
+            self._needs_polling
             or not port.one_machine
             or any(self.plan.streams(chunk) for chunk in self._sending.values())
         )
 
     def check_stall(self, now: float) -> bool:
         """Check whether sending has stalled so long that the transport needs polling; True when this is new."""
-        if not self._sending or self._seen[0] != self._sent_frames:
-            self._seen = (self._sent_frames, now)
-        stalled = now - self._seen[1] > _STALL_SECONDS and not self._polls
-        self._polls = self._polls or stalled
+        if not self._sending or self._progress[0] != self._sent_frames:
+            self._progress = (self._sent_frames, now)
+        stalled = now - self._progress[1] > _STALL_SECONDS and not self._needs_polling
+        self._needs_polling = self._needs_polling or stalled
         return stalled
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether its outcome is final and its memory is released."""
         return self.transfer.state.final and self.transfer.released.is_set()
 
@@ -115,7 +115,7 @@ class Outgoing:
         body = {**self.transfer.record.to_json(), "layout_digest": self.plan.layout.digest}
         port.send(wire.encode(Kind.OFFER, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))
 
-    def credit(self, chunk: int, slot: int) -> bool:
+    def accept_credit(self, chunk: int, slot: int) -> bool:
         """Take a credit; return False if it has no use and must be returned."""
         if self.transfer.state.final or chunk not in self._unsent:
             return False
@@ -146,7 +146,7 @@ class Outgoing:
             if not self._unsent and not self._is_done_sent:
                 self._is_done_sent = moved = True
                 reach(Point.SLICE_SENT)
-                self._say_done(port, attempt)
+                self._send_done(port, attempt)
         if not self._sending and (self._is_done_sent or transfer.state.final) and not transfer.released.is_set():
             moved = True
             if transfer.state in {TransferState.OFFERED, TransferState.SENDING}:
@@ -159,9 +159,9 @@ class Outgoing:
         source = self._source
         if source is None or len(self._crcs) >= _FRAMES_AHEAD_MAX:  # None: all is sent
             return False
-        for place, chunk in enumerate(self._unsummed[:_FRAMES_CHECKED_MAX]):
+        for place, chunk in enumerate(self._without_crc[:_FRAMES_CHECKED_MAX]):
             if source.is_ready(self.plan.frames[chunk][0]):
-                del self._unsummed[place]
+                del self._without_crc[place]
                 self._crcs[chunk] = self._sum(source, chunk)
                 return True
         return False
@@ -173,7 +173,7 @@ class Outgoing:
         record.crc_seconds = (record.crc_seconds or 0.0) + time.perf_counter() - begun
         return crc
 
-    def unused(self) -> list[int]:
+    def pop_unused_credits(self) -> list[int]:
         """Hand out the chunks whose credits must be returned, after this checkpoint is given up."""
         chunks = sorted(self._credits)
         self._credits.clear()
@@ -184,12 +184,12 @@ class Outgoing:
         self._source = None
         self.transfer.release()
 
-    def again(self) -> Outgoing | None:
+    def retry(self) -> Outgoing | None:
         """Return a new object that sends the transfer once more; None if its step has ended."""
         source = self.transfer.reoffer()
         return None if source is None else Outgoing(self.transfer, source, self.plan)
 
-    def staged(self) -> None:
+    def mark_staged(self) -> None:
         """Note that the stager has all frames, even if they were sent to an earlier process of it."""
         self._unsent.clear()
         self._is_done_sent = True
@@ -205,7 +205,7 @@ class Outgoing:
         if chunk in self._crcs:
             crc = self._crcs.pop(chunk)
         else:
-            self._unsummed.remove(chunk)
+            self._without_crc.remove(chunk)
             crc = self._sum(self._source, chunk)
         record = self.transfer.record
         record.sent_bytes = (record.sent_bytes or 0) + nbytes
@@ -219,6 +219,6 @@ class Outgoing:
             )
         )
 
-    def _say_done(self, port: StagerPort, attempt: int) -> None:
+    def _send_done(self, port: StagerPort, attempt: int) -> None:
         body = self.transfer.last_words()
         port.send(wire.encode(Kind.DONE, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))

@@ -47,20 +47,20 @@ class PollBackoff:
         """End the current pause. Any thread."""
         self._wake.set()
 
-    def busy(self) -> None:
+    def reset(self) -> None:
         """Make the next pause short, since something has happened."""
         self._active_at = self._clock()
         self._seconds = _SECONDS_MIN
 
-    def rest(self, *, fetching: bool) -> None:
-        """Pause. `fetching`: An answer to a fetch is pending."""
+    def pause(self, *, is_fetching: bool) -> None:
+        """Pause. `is_fetching`: An answer to a fetch is pending."""
         now = self._clock()
         if self.outbox.check_stall(now):
             self._active_at = now
         if self.outbox.streaming and now - self._active_at < _STREAMING_SECONDS:
             time.sleep(0 if self._pause_factor == 1 else _SECONDS_MIN)
             return
-        limit_seconds = _SENDING_SECONDS_MAX if fetching else _IDLE_SECONDS_MAX
+        limit_seconds = _SENDING_SECONDS_MAX if is_fetching else _IDLE_SECONDS_MAX
         if self.outbox:
             limit_seconds = _STAGED_SECONDS_MAX if self.outbox.staged else _SENDING_SECONDS_MAX
         if not self.outbox.streaming:

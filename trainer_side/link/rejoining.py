@@ -33,8 +33,8 @@ _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1.0, 30.0
 _PAUSE_SECONDS_MAX_HELD = 4.0  # while a share may wait for the next process of one of several stagers
 _WARNING_SECONDS = 300.0
 _GENERATIONS_AT_ONCE_MAX = 64  # without a pause: a stager remembers which ones are over
-_LOOK_SECONDS = 0.01
-_LEAVE_SECONDS_MAX = 1.0
+_POLL_SECONDS = 0.01
+_DISCONNECT_SECONDS_MAX = 1.0
 
 
 class Reconnect(NamedTuple):
@@ -65,31 +65,31 @@ class Rejoining:
 
     def __init__(
         self,
-        again: Reconnect,
+        reconnect: Reconnect,
         job: JobState,
         *,
         start_seconds_max: float,
         last_step: Callable[[], int],
         fallback_text: str,
     ) -> None:
-        self._again, self._job, self._rank = again, job, job.rank
+        self._reconnect, self._job, self._rank = reconnect, job, job.rank
         self._start_seconds_max, self._last_step, self._fallback_text = start_seconds_max, last_step, fallback_text
         self._generation = 0
         self._found: queue.SimpleQueue[RejoinedStager | ThreadDied] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._before: Welcome | None = None
-        self._said = ""
+        self._last_logged = ""
 
     def begin(self, before: Welcome) -> None:
         """Start the search. `before`: The WELCOME of the lost stager."""
-        self._before, self._said = before, ""
+        self._before, self._last_logged = before, ""
         self._generation += 1
         task = "tries to reach the stager again"
         BackgroundThread(
             "holdfast-rejoin", self._search, rank=self._rank, task=task, died=self._found.put
         ).start()
 
-    def look(self) -> RejoinedStager | None:
+    def poll(self) -> RejoinedStager | None:
         """Return the stager once it is found; never waits. ThreadDied: a bug has ended the search."""
         try:
             found = self._found.get_nowait()
@@ -107,40 +107,40 @@ class Rejoining:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _search(self) -> None:
-        begun = said_at = time.monotonic()
-        tries, at_once, pause_seconds = 0, 0, _PAUSE_SECONDS_MIN
+        begun = warned_at = time.monotonic()
+        tries, immediate_tries, pause_seconds = 0, 0, _PAUSE_SECONDS_MIN
         while not self._ended.is_set():
             tries += 1
-            tried = self._generation
+            generation = self._generation
             try:
-                greeted = self._try()
+                greeted = self._connect_once()
             except GenerationOver as over:
-                self._generation = max(self._generation, tried + 1)
-                at_once += 1
-                if at_once <= _GENERATIONS_AT_ONCE_MAX:
+                self._generation = max(self._generation, generation + 1)
+                immediate_tries += 1
+                if immediate_tries <= _GENERATIONS_AT_ONCE_MAX:
                     continue
-                self._say(over)
+                self._log_once(over)
             except StartReplaced as replaced:
                 _log.error(
                     "rank %d: no checkpoints are taken in this start any more: %s", self._rank, replaced
                 )
                 return
             except HoldfastError as error:
-                self._say(error)
+                self._log_once(error)
             else:
                 self._found.put(RejoinedStager(greeted, time.monotonic() - begun, tries))
                 if self._ended.is_set():  # `look` is not called any more
                     self._discard_found()
                 return
-            at_once = 0
-            if self._rank == 0 and time.monotonic() - said_at >= _WARNING_SECONDS:
-                said_at = time.monotonic()
+            immediate_tries = 0
+            if self._rank == 0 and time.monotonic() - warned_at >= _WARNING_SECONDS:
+                warned_at = time.monotonic()
                 _log.warning(
                     "the stager has been lost for %.0f min (%d tries to reach it; the last: %s); %s",
-                    (said_at - begun) / 60,
+                    (warned_at - begun) / 60,
                     tries,
-                    self._said,
-                    self._at_risk(),
+                    self._last_logged,
+                    self._describe_risk(),
                 )
             self._ended.wait(pause_seconds)
             pause_seconds = min(self._pause_seconds_max(time.monotonic() - begun), 2 * pause_seconds)
@@ -152,13 +152,13 @@ class Rejoining:
             return min(_PAUSE_SECONDS_MAX, _PAUSE_SECONDS_MAX_HELD)
         return _PAUSE_SECONDS_MAX
 
-    def _try(self) -> GreetedStager:
-        port = self._again.connect(self._generation)
+    def _connect_once(self) -> GreetedStager:
+        port = self._reconnect.connect(self._generation)
         try:
             return self._greet(port)
         except HoldfastError:
             self._generation += 1  # this one was admitted, and the stager counts its messages
-            port.leave(_LEAVE_SECONDS_MAX)
+            port.leave(_DISCONNECT_SECONDS_MAX)
             raise
 
     def _greet(self, port: StagerPort) -> GreetedStager:
@@ -166,17 +166,17 @@ class Rejoining:
             port,
             ranks=self._job.ranks,
             seconds_max=self._start_seconds_max,
-            pause_seconds=_LOOK_SECONDS,
+            pause_seconds=_POLL_SECONDS,
             given_up=self._ended.is_set,
         )
         before, welcome = self._before, greeted.welcome
         assert before is not None
-        if _settings(welcome) != _settings(before):
+        if _describe_settings(welcome) != _describe_settings(before):
             raise ConfigError(
-                f"the stager that answers now writes {_settings(welcome)}, expected {_settings(before)} as the one "
+                f"the stager that answers now writes {_describe_settings(welcome)}, expected {_describe_settings(before)} as the one "
                 "that this job has lost; start the stager with the same settings, or start the job again"
             )
-        if self._rank == 0 and (newest := self._again.newest_attempt()) > before.attempt:
+        if self._rank == 0 and (newest := self._reconnect.newest_attempt()) > before.attempt:
             # Perhaps no stager is left that knows both starts, but the run knows them.
             raise StartReplaced(
                 f"{before.store_url} has a checkpoint of attempt {newest}, and this job was attempt {before.attempt} "
@@ -184,24 +184,24 @@ class Rejoining:
             )
         return greeted
 
-    def _say(self, error: HoldfastError) -> None:
+    def _log_once(self, error: HoldfastError) -> None:
         """Log each cause once; rank 0 would otherwise repeat it for hours."""
-        if str(error) != self._said:
-            self._said = str(error)
+        if str(error) != self._last_logged:
+            self._last_logged = str(error)
             _log.info("rank %d does not reach the stager yet: %s", self._rank, error)
 
-    def _at_risk(self) -> str:
+    def _describe_risk(self) -> str:
         """Say which training would be lost if the job ended now."""
         if self._fallback_text:
             return self._fallback_text
         done, durable, staged = self._last_step(), self._job.durable_step, self._job.staged_step
-        said = [f"training has done step {done}"] if done >= 0 else []
-        said.append(
+        parts = [f"training has done step {done}"] if done >= 0 else []
+        parts.append(
             f"step {durable} is durable" if durable >= 0 else "no step of this job is known to be durable"
         )
         if staged > durable:
-            said.append(f"step {staged} was staged on the lost stager")
-        return f"{', '.join(said)}; what was trained since is lost if the job ends now"
+            parts.append(f"step {staged} was staged on the lost stager")
+        return f"{', '.join(parts)}; what was trained since is lost if the job ends now"
 
     def _discard_found(self) -> None:
         try:
@@ -209,9 +209,9 @@ class Rejoining:
         except queue.Empty:
             return
         if isinstance(found, RejoinedStager):
-            found.greeted.port.leave(_LEAVE_SECONDS_MAX)
+            found.greeted.port.leave(_DISCONNECT_SECONDS_MAX)
 
 
-def _settings(said: Welcome) -> str:
-    share = f", share {said.share}/{said.shares}," if said.shares > 1 else ""
-    return f"{said.store_url}{share} in chunks of {said.chunk_bytes} bytes"
+def _describe_settings(parts: Welcome) -> str:
+    share = f", share {parts.share}/{parts.shares}," if parts.shares > 1 else ""
+    return f"{parts.store_url}{share} in chunks of {parts.chunk_bytes} bytes"

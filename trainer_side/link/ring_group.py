@@ -16,7 +16,7 @@ from holdfast.ring.remains import FetchKind, HeldCheckpoint, decode_held, encode
 
 class _Fetch(Protocol):
     def __call__(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None: ...
 
 
@@ -28,37 +28,37 @@ class RingGroup:
         self._last_ring: dict[tuple[int, int], int] = {}  # attempt, step → the ring that had its last fetched chunk
 
     def fetch(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         """As `ToStager.fetch`. A lost stager raises, unless a ring asked before it has the bytes."""
-        match asked:
+        match fetch_kind:
             case FetchKind.HELD:
-                return self._held()
+                return self._fetch_held()
             case FetchKind.PLACE:
                 return None
             case FetchKind.PROOF:
-                return self._fetches[0](asked, attempt=attempt, step=step)
+                return self._fetches[0](fetch_kind, attempt=attempt, step=step)
             case _:
-                return self._fetch_in_turn(asked, attempt, step, chunk, body)
+                return self._fetch_in_turn(fetch_kind, attempt, step, chunk, body)
 
-    def _held(self) -> bytes:
+    def _fetch_held(self) -> bytes:
         found: dict[tuple[int, int], list[HeldCheckpoint]] = {}
         for fetch in self._fetches:
             for held in decode_held(fetch(FetchKind.HELD) or encode_held([])):
                 found.setdefault((held.attempt, held.step), []).append(held)
-        return encode_held(_together(parts) for _, parts in sorted(found.items(), reverse=True))
+        return encode_held(_merge_parts(parts) for _, parts in sorted(found.items(), reverse=True))
 
-    def _fetch_in_turn(self, asked: FetchKind, attempt: int, step: int, chunk: int, body: bytes) -> bytes | None:
+    def _fetch_in_turn(self, fetch_kind: FetchKind, attempt: int, step: int, chunk: int, body: bytes) -> bytes | None:
         first = self._last_ring.get((attempt, step), 0)
         for index in (first, *(other for other in range(len(self._fetches)) if other != first)):
-            data = self._fetches[index](asked, attempt=attempt, step=step, chunk=chunk, body=body)
+            data = self._fetches[index](fetch_kind, attempt=attempt, step=step, chunk=chunk, body=body)
             if data is not None:
                 self._last_ring[attempt, step] = index
                 return data
         return None
 
 
-def _together(parts: Sequence[HeldCheckpoint]) -> HeldCheckpoint:
+def _merge_parts(parts: Sequence[HeldCheckpoint]) -> HeldCheckpoint:
     """Combine the parts of one checkpoint that the rings have."""
     digests = {part.staged_digest for part in parts}
     return HeldCheckpoint(

@@ -52,7 +52,7 @@ class ShareTransfer(Transfer):
         self.index, self._whole = index, whole
         self.was_sent = self.in_doubt = self.held = False
 
-    def reach(self, state: TransferState, reason: Reason | None = None) -> None:
+    def set_state(self, state: TransferState, reason: Reason | None = None) -> None:
         super().reach(state, reason)
         self.was_sent = self.was_sent or state in (TransferState.SENT, TransferState.STAGED)
         self._whole.on_share_changed()
@@ -77,7 +77,7 @@ class ShareTransfer(Transfer):
         super().release()
         self._whole.on_share_changed()
 
-    def last_words(self) -> dict[str, Any]:
+    def final_message(self) -> dict[str, Any]:
         return self._whole.transfer.last_words() if self.index == 0 else super().last_words()
 
 
@@ -99,15 +99,15 @@ class WholeTransfer:
         self,
         transfer: Transfer,
         count: int,
-        changed: Callable[[WholeTransfer, TransferState | None], None],
+        on_changed: Callable[[WholeTransfer, TransferState | None], None],
         source: SliceSource | None = None,
     ) -> None:
-        self.transfer, self._tell, self.source = transfer, changed, source
-        self._lock = threading.RLock()  # `changed` may end another share in the same thread
+        self.transfer, self._on_changed, self.source = transfer, on_changed, source
+        self._lock = threading.RLock()  # `on_changed` may end another share in the same thread
         self.shares = [ShareTransfer(self, index) for index in range(count)]
 
     @property
-    def given_up(self) -> ShareTransfer | None:
+    def ended_share(self) -> ShareTransfer | None:
         """The share because of which the whole is declined, or has failed."""
         ended = (TransferState.DECLINED, TransferState.FAILED)
         return next((share for share in self.shares if share.state in ended), None)
@@ -134,7 +134,7 @@ class WholeTransfer:
                 self.source = None  # keep no staging area that is not read any more
                 transfer.release()
             # Under the lock, so that `fail_held` returns after it.
-            self._tell(self, transfer.state if transfer.state is not before else None)
+            self._on_changed(self, transfer.state if transfer.state is not before else None)
 
     def fail_held(self) -> None:
         """Fail the shares that wait for a lost stager. Any thread.
@@ -144,11 +144,11 @@ class WholeTransfer:
         with self._lock:
             for share in self.shares:
                 if share.held:
-                    late = DeclineCause.UNKNOWN.because("its stager was lost, and this rank leaves")
-                    share.reach(TransferState.FAILED, late)
+                    reason = DeclineCause.UNKNOWN.because("its stager was lost, and this rank leaves")
+                    share.reach(TransferState.FAILED, reason)
 
     def _combine(self) -> None:
-        transfer, given_up = self.transfer, self.given_up
+        transfer, given_up = self.transfer, self.ended_share
         if transfer.state.final:
             return
         if self.is_durable:

@@ -89,14 +89,14 @@ class StagerGroup:
         self._rings = RingGroup([link.fetch for link in links])
         self._lock = threading.Lock()  # for `job`, which the threads of all links change
         self._newest_step = -1
-        self._accepted: list[WholeTransfer] = []
+        self._offered: list[WholeTransfer] = []
         self._shares: tuple[Layout, Shares] | None = None
         self._closed = self._leaving = False
         self._cancel_at_exit: Callable[[], None] = lambda: None
         for index, link in enumerate(links):
-            link.on_lost, link.on_recovered = partial(self._lost, index), self._back
+            link.on_lost, link.on_recovered = partial(self._on_link_lost, index), self._on_link_recovered
             if (problem := link.job.problem) is not None:  # before that
-                self._lost(index, problem)
+                self._on_link_lost(index, problem)
 
     # -- as a `ToStager` -------------------------------------------------------------------------------------------
 
@@ -118,11 +118,11 @@ class StagerGroup:
         self._newest_step = step
         shares = self._shares_of(layout)
         transfer = Transfer(step, record)
-        whole = WholeTransfer(transfer, shares.count, self._changed, source)
+        whole = WholeTransfer(transfer, shares.count, self._on_transfer_changed, source)
         for share, link in zip(whole.shares, self._links, strict=False):
             link.send(share, source, layout, shares.chunks_of(share.index))
         whole.on_share_changed()
-        self._accepted = [other for other in self._accepted if not other.transfer.ended.is_set()] + [whole]
+        self._offered = [other for other in self._offered if not other.transfer.ended.is_set()] + [whole]
         return transfer
 
     def answer(self, step: int) -> Reason | None:
@@ -134,22 +134,22 @@ class StagerGroup:
         for link in self._links:
             link.decline(step, reason, needed_pickle_bytes=needed_pickle_bytes)
 
-    def tell(self, message: StagerMessage) -> None:
+    def send_message(self, message: StagerMessage) -> None:
         self._lead.tell(message)
 
     def fetch(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
-        return self._rings.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
+        return self._rings.fetch(fetch_kind, attempt=attempt, step=step, chunk=chunk, body=body)
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """Wait until all offered steps are durable (or staged), say good-bye to all stagers. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            transfers = [whole.transfer for whole in self._accepted]
+            transfers = [whole.transfer for whole in self._offered]
             LastTransfers(self.job, transfers, self._clock).wait(wait_for, seconds_max)
             # A failed step is declined at the other stagers before this rank leaves.
-            for whole in self._accepted:
+            for whole in self._offered:
                 whole.fail_held()
             self._leaving = True
         for link in self._links:  # all first, so that no link waits for the good-bye of another
@@ -171,7 +171,7 @@ class StagerGroup:
 
     # -- in the links' threads -------------------------------------------------------------------------------------
 
-    def _changed(self, whole: WholeTransfer, reached: TransferState | None) -> None:
+    def _on_transfer_changed(self, whole: WholeTransfer, reached: TransferState | None) -> None:
         transfer, step = whole.transfer, whole.transfer.step
         with self._lock:
             if whole.is_durable:
@@ -187,8 +187,8 @@ class StagerGroup:
     def _give_up(self, whole: WholeTransfer) -> None:
         transfer, cause = whole.transfer, whole.given_up
         reason = transfer.reason or DeclineCause.UNKNOWN.because("a stager gave no reason")
-        told = {**transfer.record.to_json(), "reason": reason.text, "cause": reason.cause}
-        self._events.emit(transfer.state.value, told, step=transfer.step)
+        facts = {**transfer.record.to_json(), "reason": reason.text, "cause": reason.cause}
+        self._events.emit(transfer.state.value, facts, step=transfer.step)
         if cause is None or self._leaving:
             return
         name = self._links[cause.index].name
@@ -205,7 +205,7 @@ class StagerGroup:
                 forwarded = Reason(reason.cause, f"{reason.text} ({name})")
                 self._links[share.index].decline(transfer.step, forwarded)
 
-    def _lost(self, index: int, error: HoldfastError) -> None:
+    def _on_link_lost(self, index: int, error: HoldfastError) -> None:
         with self._lock:
             if self.job.problem is None:
                 # `agree` raises the lead's own error, too, and `is_last_loss` compares by identity.
@@ -217,12 +217,12 @@ class StagerGroup:
             for member in self._members:
                 member.lose(PeerLost(f"{self._lead.name} is lost, and with it the attempt of the others"))
 
-    def _back(self) -> None:
+    def _on_link_recovered(self) -> None:
         attempt = self._lead.job.attempt
         for member in self._members:
             if member.job.problem is None and member.job.attempt != attempt:
-                over = f"attempt {member.job.attempt} is over: {self._lead.name} has begun attempt {attempt}"
-                member.lose(PeerLost(over))
+                reason = f"attempt {member.job.attempt} is over: {self._lead.name} has begun attempt {attempt}"
+                member.lose(PeerLost(reason))
         with self._lock:
             jobs = [link.job for link in self._links]
             if self.job.problem is None or any(job.problem or job.attempt != attempt for job in jobs):

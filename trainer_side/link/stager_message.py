@@ -57,7 +57,7 @@ class StagerMessage(NamedTuple):
         return cls(encode, keep_until_unix=math.inf if notice.deadline_unix is None else notice.deadline_unix)
 
     @classmethod
-    def wish(cls, wish: PaceRequest) -> StagerMessage:
+    def pace_request(cls, wish: PaceRequest) -> StagerMessage:
         """Ask for another interval; rank 0 only."""
         body = wire.to_json(wish.to_json())
         return cls(lambda attempts: wire.encode(Kind.WISH, attempt=attempts[-1], body=body))

@@ -44,7 +44,7 @@ class ToStager(Protocol):
         """
         ...
 
-    def answer(self, step: int) -> Reason | None:
+    def decline_reason(self, step: int) -> Reason | None:
         """Return why `step`, which this rank has not offered yet, is declined; None if it is not, as far as known.
 
         Any thread.
@@ -59,17 +59,17 @@ class ToStager(Protocol):
         """
         ...
 
-    def tell(self, message: StagerMessage) -> None:
+    def send_message(self, message: StagerMessage) -> None:
         """Send a message that needs no answer. Any thread."""
         ...
 
     def fetch(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
         """Ask the stager's ring for bytes of an earlier checkpoint. Any thread.
 
         Args:
-            asked: The kind of bytes.
+            fetch_kind: The kind of bytes.
             attempt: Attempt that wrote the checkpoint.
             step: Its step.
             chunk: Which of its chunks.

@@ -30,7 +30,7 @@ class AgreedSteps:
         # Set when an appointed step is reached, therefore at the same step on every rank.
         self.notice: Notice | None = None
 
-    def restored(self, step: int) -> None:
+    def on_restored(self, step: int) -> None:
         """Note that training continues after `step`."""
         with self.promises.lock:
             self.promises.last_step, self._reached_at = step, None
@@ -41,9 +41,9 @@ class AgreedSteps:
         with self.promises.lock:
             last_step = self.promises.last_step
             if self._reached_at is not None and step > last_step:
-                took = (now - self._reached_at) / (step - last_step)
+                elapsed = (now - self._reached_at) / (step - last_step)
                 known = self.step_seconds
-                self.step_seconds = took if known is None else known + _SMOOTHED * (took - known)
+                self.step_seconds = elapsed if known is None else known + _SMOOTHED * (elapsed - known)
             due = self.promises.reach(step)
             self._reached_at = None if due else now  # the next step's time would include a save
             if not due:
@@ -54,18 +54,18 @@ class AgreedSteps:
                 self._factor, self._until_step = terms.factor, terms.until_step
             return terms
 
-    def every(self, every: int, step: int) -> int:
+    def current_interval(self, every: int, step: int) -> int:
         """Return the current interval in steps: `every`, or less for a while after a rebalance notice."""
         return max(1, every // self._factor) if every and step <= self._until_step else every
 
-    def heard(self, said: Announcement) -> StepAnswer | None:
+    def handle(self, announcement: Announcement) -> StepAnswer | None:
         """Take a SAVE_AT; return the answer to a proposal. Link's or council's thread. ProtocolError: malformed."""
-        terms = SaveInstruction.from_json(said.body) if said.word is AnnouncementKind.APPOINTED else None
+        terms = SaveInstruction.from_json(announcement.body) if announcement.word is AnnouncementKind.APPOINTED else None
         with self.promises.lock:
-            self.promises.heard(said, terms)
-            if said.word is not AnnouncementKind.PROPOSED:
+            self.promises.heard(announcement, terms)
+            if announcement.word is not AnnouncementKind.PROPOSED:
                 return None
-            return StepAnswer(said.number, self.promises.last_step + 1, self.step_seconds)
+            return StepAnswer(announcement.number, self.promises.last_step + 1, self.step_seconds)
 
     def end(self) -> None:
         """Expect no further announcement: the decider is lost, or the job is over. Appointed steps stay. Any thread."""

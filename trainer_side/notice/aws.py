@@ -42,7 +42,7 @@ class Aws:
         self._token_seconds, self._clock = token_seconds, clock
         self._token, self._token_expires_at = "", 0.0
 
-    def look(self) -> list[Notice]:
+    def poll(self) -> list[Notice]:
         notices = []
         action = self._get(_ACTION_PATH)
         if action is not None:
@@ -67,9 +67,9 @@ class Aws:
                 raise
         return notices
 
-    def present(self) -> bool:
+    def is_present(self) -> bool:
         try:
-            self._renew()
+            self._renew_token()
         except SourceError:
             return False
         return True
@@ -83,22 +83,22 @@ class Aws:
 
     def _get(self, path: str) -> str | None:
         if self._clock() >= self._token_expires_at:
-            self._renew()
-        answer = self._ask(path)
+            self._renew_token()
+        answer = self._request(path)
         if answer.status == 401:
-            self._renew()  # once: the token was withdrawn, or has expired while this machine slept
-            answer = self._ask(path)
+            self._renew_token()  # once: the token was withdrawn, or has expired while this machine slept
+            answer = self._request(path)
         if answer.status == 404:
             return None
         if answer.status != 200:
             raise SourceError(f"{self._server.url}{path}: answered {answer.status}, expected 200 or 404")
         return answer.body
 
-    def _ask(self, path: str) -> HttpResponse:
+    def _request(self, path: str) -> HttpResponse:
         return self._server.ask(path, headers={"X-aws-ec2-metadata-token": self._token})
 
-    def _renew(self) -> None:
-        asked_at = self._clock()
+    def _renew_token(self) -> None:
+        requested_at = self._clock()
         answer = self._server.ask(
             _TOKEN_PATH,
             method="PUT",
@@ -114,4 +114,4 @@ class Aws:
                 "the hop limit of the metadata service must be 2"
             )
         early = min(15.0, self._token_seconds / 2)
-        self._token, self._token_expires_at = token, asked_at + self._token_seconds - early
+        self._token, self._token_expires_at = token, requested_at + self._token_seconds - early

@@ -32,9 +32,9 @@ class Azure:
         self._server = MetadataServer(environ.get(_URL_VARIABLE) or _URL, seconds_max=seconds_max)
         self._clock = clock
         self._machine: str | None = None
-        self._started: dict[str, float] = {}  # event → when it was first seen to have started
+        self._started_at: dict[str, float] = {}  # event → when it was first seen to have started
 
-    def look(self) -> list[Notice]:
+    def poll(self) -> list[Notice]:
         answer = self._server.ask(_EVENTS, headers=_HEADERS)
         if answer.status != 200:
             raise SourceError(f"{self._server.url}{_EVENTS}: answered {answer.status}, expected 200")
@@ -42,33 +42,33 @@ class Azure:
         if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
             raise SourceError(f"{_EVENTS}: Events is {events!r:.80}, expected a list of objects")
         preempts = [event for event in events if event.get("EventType") == "Preempt"]
-        return [notice for event in preempts if (notice := self._notice(event)) is not None]
+        return [notice for event in preempts if (notice := self._parse_event(event)) is not None]
 
-    def present(self) -> bool:
+    def is_present(self) -> bool:
         try:
             answer = self._server.ask(_NAME, headers=_HEADERS)
         except SourceError:
             return False
         return answer.status == 200 and bool(answer.body.strip())
 
-    def _notice(self, event: dict[str, object]) -> Notice | None:
+    def _parse_event(self, event: dict[str, object]) -> Notice | None:
         resources = event.get("Resources")
         if self._machine is None:
-            self._machine = self._own_name()
+            self._machine = self._machine_name()
         # All machines of a scale set see each other's events. One without a known name takes every event for its own.
         if self._machine and isinstance(resources, list) and resources:
             names = {str(name).rsplit("/", 1)[-1].strip("_") for name in resources}
             if self._machine.strip("_") not in names:
                 return None
-        what = str(event.get("EventId", ""))[:64]
+        event_id = str(event.get("EventId", ""))[:64]
         not_before = event.get("NotBefore")
         if not_before:
             deadline_unix = unix_time(not_before, f"{_EVENTS}: NotBefore")
         else:
-            deadline_unix = self._started.setdefault(what, self._clock())
-        return Notice(NoticeKind.TERMINATE, deadline_unix, self.name, f"Preempt event {what}")
+            deadline_unix = self._started_at.setdefault(event_id, self._clock())
+        return Notice(NoticeKind.TERMINATE, deadline_unix, self.name, f"Preempt event {event_id}")
 
-    def _own_name(self) -> str:
+    def _machine_name(self) -> str:
         try:
             answer = self._server.ask(_NAME, headers=_HEADERS)
         except SourceError:

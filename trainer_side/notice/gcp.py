@@ -31,24 +31,24 @@ class Gcp:
     ) -> None:
         self._server = MetadataServer(f"http://{environ.get(_HOST_VARIABLE) or _HOST}", seconds_max=seconds_max)
         self._clock = clock
-        self._seen_at: float | None = None
+        self._first_seen_at: float | None = None
 
-    def look(self) -> list[Notice]:
+    def poll(self) -> list[Notice]:
         answer = self._server.ask(_PREEMPTED, headers=_HEADERS)
-        said = answer.body.strip()
-        if answer.status != 200 or said not in {"TRUE", "FALSE"}:
+        body = answer.body.strip()
+        if answer.status != 200 or body not in {"TRUE", "FALSE"}:
             raise SourceError(
-                f"{self._server.url}{_PREEMPTED}: answered {answer.status} {said!r:.80}, expected TRUE or FALSE"
+                f"{self._server.url}{_PREEMPTED}: answered {answer.status} {body!r:.80}, expected TRUE or FALSE"
             )
-        if said == "FALSE":
-            self._seen_at = None
+        if body == "FALSE":
+            self._first_seen_at = None
             return []
-        self._seen_at = self._clock() if self._seen_at is None else self._seen_at
+        self._first_seen_at = self._clock() if self._first_seen_at is None else self._first_seen_at
         return [
-            Notice(NoticeKind.TERMINATE, self._seen_at + _PREEMPTION_SECONDS, self.name, "instance/preempted")
+            Notice(NoticeKind.TERMINATE, self._first_seen_at + _PREEMPTION_SECONDS, self.name, "instance/preempted")
         ]
 
-    def present(self) -> bool:
+    def is_present(self) -> bool:
         """Whether the server is there and is Google's."""
         try:
             answer = self._server.ask(_PREEMPTED, headers=_HEADERS)

@@ -47,14 +47,14 @@ class MetadataServer:
         self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
         self._seconds_max = seconds_max
 
-    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpResponse:
+    def request(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpResponse:
         """Request `path`. SourceError: refused, late, cut off, a redirect, a server error, or too large an answer."""
-        what = f"{method} {self.url}{path}"
-        is_late = f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
+        request_text = f"{method} {self.url}{path}"
+        timeout_text = f"{request_text}: the server did not send a whole answer within {self._seconds_max:g} s"
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._seconds_max)
         # A socket's timeout holds for each read; a server that sends byte by byte needs a limit for the whole answer.
         late = threading.Event()
-        timer = threading.Timer(self._seconds_max, _cut, (connection, late))
+        timer = threading.Timer(self._seconds_max, _abort, (connection, late))
         timer.daemon = True
         timer.start()
         try:
@@ -63,25 +63,25 @@ class MetadataServer:
             body = response.read(_BODY_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if late.is_set() or isinstance(error, TimeoutError):
-                raise SourceError(is_late) from error
-            raise SourceError(f"{what}: {type(error).__name__}: {error}") from error
+                raise SourceError(timeout_text) from error
+            raise SourceError(f"{request_text}: {type(error).__name__}: {error}") from error
         finally:
             timer.cancel()
             connection.close()
         if late.is_set():
-            raise SourceError(is_late)
+            raise SourceError(timeout_text)
         if len(body) > _BODY_BYTES_MAX:
             raise SourceError(
-                f"{what}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one"
+                f"{request_text}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one"
             )
         if 300 <= response.status < 400:
-            raise SourceError(f"{what}: answered with a redirect ({response.status}), which is not followed")
+            raise SourceError(f"{request_text}: answered with a redirect ({response.status}), which is not followed")
         if response.status >= 500 or response.status == 429:
-            raise SourceError(f"{what}: answered {response.status}")
+            raise SourceError(f"{request_text}: answered {response.status}")
         return HttpResponse(response.status, body.decode("utf-8", errors="replace"))
 
 
-def _cut(connection: http.client.HTTPConnection, late: threading.Event) -> None:
+def _abort(connection: http.client.HTTPConnection, late: threading.Event) -> None:
     late.set()
     open_socket = connection.sock
     if open_socket is not None:
@@ -103,9 +103,9 @@ def json_object(text: str, where: str) -> dict[str, Any]:
 def unix_time(text: object, where: str) -> float:
     """Parse `2017-09-18T08:22:00Z` or `Mon, 19 Sep 2016 18:29:47 GMT` to seconds since 1970. SourceError: neither."""
     if isinstance(text, str) and len(text) < 64:
-        for read in (datetime.fromisoformat, parsedate_to_datetime):
+        for parse in (datetime.fromisoformat, parsedate_to_datetime):
             try:
-                moment = read(text.strip())
+                moment = parse(text.strip())
                 return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
             except (ValueError, TypeError, IndexError, OverflowError):
                 continue

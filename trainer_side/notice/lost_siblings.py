@@ -50,20 +50,20 @@ class LostSiblings:
 
     def __init__(self, siblings: Sequence[int], *, rank: int) -> None:
         self._rank = rank
-        self._ends = select.poll()
+        self._exit_poll = select.poll()
         self._descriptors: list[int] = []
         for pid in siblings:
             with contextlib.suppress(OSError):  # it has ended already, and torchrun knows
                 self._descriptors.append(os.pidfd_open(pid))
-                self._ends.register(self._descriptors[-1], select.POLLIN)
+                self._exit_poll.register(self._descriptors[-1], select.POLLIN)
         self._is_default: Callable[[], bool] = lambda: False
-        self._heard, self._written = socket.socketpair()
-        self._written.setblocking(False)
-        before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        self._read_end, self._write_end = socket.socketpair()
+        self._write_end.setblocking(False)
+        before = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
         if before != _NO_DESCRIPTOR:  # asyncio's; it stays
             signal.set_wakeup_fd(before)
         # A forked child must not report its signals to this process.
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._clear_wakeup_fd)
         self._thread = BackgroundThread(
             "holdfast-siblings",
             self._run,
@@ -74,7 +74,7 @@ class LostSiblings:
 
     def any_ended(self) -> bool:
         """Whether another rank has ended. Any thread; also from a signal handler."""
-        return bool(self._ends.poll(0))
+        return bool(self._exit_poll.poll(0))
 
     def start(self, is_default: Callable[[], bool]) -> None:
         """Start to act on SIGTERM.
@@ -86,24 +86,24 @@ class LostSiblings:
 
     def close(self) -> None:
         """Stop acting on SIGTERM."""
-        self._forget()
-        self._ends = select.poll()  # a poll would report closed descriptors as readable
-        self._written.close()
+        self._clear_wakeup_fd()
+        self._exit_poll = select.poll()  # a poll would report closed descriptors as readable
+        self._write_end.close()
         self._thread.join(_CLOSE_SECONDS_MAX)
-        self._heard.close()
+        self._read_end.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
 
-    def _forget(self) -> None:
-        if self._written.fileno() == _NO_DESCRIPTOR:  # closed before
+    def _clear_wakeup_fd(self) -> None:
+        if self._write_end.fileno() == _NO_DESCRIPTOR:  # closed before
             return
         with contextlib.suppress(ValueError):  # not the main thread
             now = signal.set_wakeup_fd(_NO_DESCRIPTOR)
-            if now not in (_NO_DESCRIPTOR, self._written.fileno()):
+            if now not in (_NO_DESCRIPTOR, self._write_end.fileno()):
                 signal.set_wakeup_fd(now)  # a descriptor that other code has set later
 
     def _run(self) -> None:
-        while numbers := self._heard.recv(_SIGNALS_MAX):
+        while numbers := self._read_end.recv(_SIGNALS_MAX):
             if signal.SIGTERM in numbers and self.any_ended() and self._is_default():
                 _log.warning(
                     "rank %d: SIGTERM came after another rank of this torchrun had ended, so no step of all ranks can "

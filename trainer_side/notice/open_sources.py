@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from holdfast.config import TrainerConfig
 from holdfast.notices.notice import Notice
 from trainer_side.notice.lost_siblings import LostSiblings, find_sibling_ranks
-from trainer_side.notice.signals import Signal
+from trainer_side.notice.signals import SignalSource
 from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.notice.watch import NoticeWatch, is_first_on_machine
 
@@ -29,10 +29,10 @@ _DETECT_SECONDS_MAX = 1.0
 class ActiveWatch:
     """A watch and its signals. Main thread. Without `siblings`, other ranks are unknown."""
 
-    def __init__(self, watch: NoticeWatch, signals: Sequence[Signal], siblings: LostSiblings | None) -> None:
+    def __init__(self, watch: NoticeWatch, signals: Sequence[SignalSource], siblings: LostSiblings | None) -> None:
         self.watch, self._signals, self._siblings = watch, signals, siblings
 
-    def heard(self) -> Notice | None:
+    def signal_notice(self) -> Notice | None:
         """Return the notice of a signal that has arrived, even if the watch's thread has not handled it yet."""
         return next((notice for source in self._signals for notice in source.look()), None)
 
@@ -57,13 +57,13 @@ def open_watch(
         return None
     environ = os.environ if environ is None else environ
     wakes: SimpleQueue[None] = SimpleQueue()
-    siblings = _siblings(environ, rank=rank) if "sigterm" in config.watch else None
+    siblings = _find_siblings(environ, rank=rank) if "sigterm" in config.watch else None
     signals = []
     for name in config.watch:
         if name in _SIGNALS:
             try:
                 signals.append(
-                    Signal(
+                    SignalSource(
                         _SIGNALS[name],
                         grace_seconds=config.watch_grace_seconds,
                         wake=lambda: wakes.put(None),
@@ -96,12 +96,12 @@ def _is_void(name: str, siblings: LostSiblings | None) -> Callable[[], bool]:
     return siblings.any_ended if siblings is not None and name == "sigterm" else lambda: False
 
 
-def _siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
-    said = environ.get("LOCAL_WORLD_SIZE", "")
+def _find_siblings(environ: Mapping[str, str], *, rank: int) -> LostSiblings | None:
+    local_world_size = environ.get("LOCAL_WORLD_SIZE", "")
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or "TORCHELASTIC_RUN_ID" not in environ or not said.isdecimal():
+    if not is_main or "TORCHELASTIC_RUN_ID" not in environ or not local_world_size.isdecimal():
         return None
-    others = find_sibling_ranks(os.getpid(), int(said))
+    others = find_sibling_ranks(os.getpid(), int(local_world_size))
     return LostSiblings(others, rank=rank) if others else None
 
 

@@ -28,7 +28,7 @@ class PreemptionNotices:
     ) -> None:
         self._agreed_steps, self._send = agreed_steps, send
         self._received: Notice | None = None
-        self._watching = open_watch(config, self._receive, rank=rank)
+        self._watch = open_watch(config, self._receive, rank=rank)
 
     def _receive(self, notice: Notice) -> None:
         """Note and send a notice. Watch's thread."""
@@ -40,12 +40,12 @@ class PreemptionNotices:
     @property
     def pending(self) -> Notice | None:
         """The notice that ends this job, for this rank's machine or another one; None without one."""
-        signalled = None if self._watching is None else self._watching.heard()
+        signalled = None if self._watch is None else self._watch.heard()
         agreed = self._agreed_steps.notice
         if agreed is not None and agreed.kind is not NoticeKind.TERMINATE:
             agreed = None
         return self._received or signalled or agreed
 
     def close(self) -> None:
-        if self._watching is not None:
-            self._watching.close()
+        if self._watch is not None:
+            self._watch.close()

@@ -47,7 +47,7 @@ class PromisedSteps(Generic[Agreed]):
         """Whether training would wait at `step` for the decider's answer."""
         return self._promise is not None and step >= self._promise.step
 
-    def heard(self, said: Announcement, agreed: Agreed | None = None) -> bool:
+    def handle(self, said: Announcement, agreed: Agreed | None = None) -> bool:
         """Take an announcement; `agreed`: the content of its body if a step is appointed. Link's thread.
 
         Returns False if the appointed step was not promised any more: this rank may have passed it.

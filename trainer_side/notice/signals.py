@@ -24,10 +24,10 @@ from typing import Any
 
 from holdfast.notices.notice import Notice, NoticeKind
 
-_SAME_SECONDS = 2.0
+_REPEAT_SECONDS = 2.0
 
 
-class Signal:
+class SignalSource:
     """A `NoticeSource` for one signal. Made and closed in the main thread; ValueError: this is another thread.
 
     Args:
@@ -49,18 +49,18 @@ class Signal:
         self.name = number.name.lower()
         self._number, self._grace_seconds = number, grace_seconds
         self._wake, self._is_void, self._clock = wake, is_void, clock
-        self._heard_at: float | None = None
-        self._process, self._closed = os.getpid(), False
-        self._before: Any = None
-        before: Any = signal.signal(number, self._hear)
-        while isinstance(earlier := getattr(before, "__self__", None), Signal):
+        self._received_at: float | None = None
+        self._pid, self._closed = os.getpid(), False
+        self._previous_handler: Any = None
+        before: Any = signal.signal(number, self._handle_signal)
+        while isinstance(earlier := getattr(before, "__self__", None), SignalSource):
             before = earlier._before  # of a Checkpointer that was closed
-        self._before = before
+        self._previous_handler = before
 
-    def look(self) -> list[Notice]:
-        if self._heard_at is None:
+    def poll(self) -> list[Notice]:
+        if self._received_at is None:
             return []
-        deadline_unix = self._heard_at + self._grace_seconds
+        deadline_unix = self._received_at + self._grace_seconds
         return [
             Notice(
                 NoticeKind.TERMINATE,
@@ -74,35 +74,35 @@ class Signal:
     def ends_by_default(self) -> bool:
         """Whether the signal would end this process without the watch, as the script has no handler. Any thread."""
         installed = getattr(signal.getsignal(self._number), "__self__", None)
-        return installed is self and self._before in (None, signal.SIG_DFL)
+        return installed is self and self._previous_handler in (None, signal.SIG_DFL)
 
     def close(self) -> None:
         """Take no further signal for a notice. The handler stays."""
         self._closed = True
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._process and self.ends_by_default and self._is_void():
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid and self.ends_by_default and self._is_void():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if os.getpid() == self._process:
+        if os.getpid() == self._pid:
             now = self._clock()
-            same = self._heard_at is not None and 0 <= now - self._heard_at < _SAME_SECONDS
-            is_news = self._heard_at is None and not self._closed
+            is_repeat = self._received_at is not None and 0 <= now - self._received_at < _REPEAT_SECONDS
+            is_news = self._received_at is None and not self._closed
             if is_news:
-                self._heard_at = now
+                self._received_at = now
                 self._wake()
         else:  # a forked child: its signals are no notice for the training
-            same = is_news = False
-        if callable(self._before):
-            self._before(number, frame)
-        elif number == signal.SIGTERM and not (is_news or same):
-            signal.signal(number, self._before if self._before is not None else signal.SIG_DFL)
+            is_repeat = is_news = False
+        if callable(self._previous_handler):
+            self._previous_handler(number, frame)
+        elif number == signal.SIGTERM and not (is_news or is_repeat):
+            signal.signal(number, self._previous_handler if self._previous_handler is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 def _restore_sigterm() -> None:
     """Restore SIGTERM in a forked child, where Python's handler would wait for a running call, such as a long sleep."""
-    if isinstance(source := getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Signal):
+    if isinstance(source := getattr(signal.getsignal(signal.SIGTERM), "__self__", None), SignalSource):
         signal.signal(signal.SIGTERM, source._before if source._before is not None else signal.SIG_DFL)
 
 

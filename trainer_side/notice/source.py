@@ -25,7 +25,7 @@ class NoticeSource(Protocol):
 
     name: str
 
-    def look(self) -> list[Notice]:
+    def poll(self) -> list[Notice]:
         """Return the notices that the source shows now; mostly none.
 
         SourceError: it did not answer in time, refused, or gave an unreadable answer.

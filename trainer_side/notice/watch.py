@@ -57,7 +57,7 @@ class NoticeWatch:
         self._signals, self._wakes = signals, wakes
         self._passed_on: set[tuple[str, str, str, int | None]] = set()
         self._failing: set[str] = set()
-        self.looks: dict[str, int] = {}  # polls of each source, by name
+        self.polls: dict[str, int] = {}  # polls of each source, by name
         self.failures: dict[str, int] = {}  # failed polls of each source, by name
         self._closing = threading.Event()
         self._thread = BackgroundThread(
@@ -92,28 +92,28 @@ class NoticeWatch:
             if servers:
                 due = now + self._seconds
             for source in sources if servers else self._signals:
-                self._look(source)
+                self._poll(source)
             try:
                 self._wakes.get(timeout=max(0.0, due - time.monotonic()))
             except Empty:
                 continue
 
-    def _look(self, source: NoticeSource) -> None:
-        self.looks[source.name] = self.looks.get(source.name, 0) + 1
+    def _poll(self, source: NoticeSource) -> None:
+        self.polls[source.name] = self.polls.get(source.name, 0) + 1
         try:
             notices = source.look()
         except Exception as error:  # noqa: BLE001 - no answer of a server may disturb the training
             self.failures[source.name] = self.failures.get(source.name, 0) + 1
             if source.name not in self._failing:
                 self._failing.add(source.name)
-                said = error if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
+                cause = error if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
                 _log.warning(
                     "rank %d: the watch cannot ask %s, and retries every %g s; until it succeeds, no notice of that "
                     "source is received: %s",
                     self._rank,
                     source.name,
                     self._seconds,
-                    said,
+                    cause,
                 )
             return
         if source.name in self._failing:
@@ -121,8 +121,8 @@ class NoticeWatch:
             _log.warning("rank %d: the watch reaches %s again", self._rank, source.name)
         for notice in notices:
             until = None if notice.deadline_unix is None else round(notice.deadline_unix)
-            known = (notice.source, notice.kind.value, notice.said_by, until)
-            if known not in self._passed_on:
-                self._passed_on.add(known)
+            key = (notice.source, notice.kind.value, notice.said_by, until)
+            if key not in self._passed_on:
+                self._passed_on.add(key)
                 _log.warning("rank %d received a preemption notice: %s", self._rank, notice.sentence())
                 self._on_notice(notice)

@@ -30,7 +30,7 @@ from trainer_side.pace.schedule import Schedule, SchedulePhase
 from trainer_side.pace.step_profile import StepProfile
 
 _log = logging.getLogger("holdfast.trainer.pace")
-_HEARD_MAX = 1000  # they pile up if a script never calls `step()`
+_PENDING_EVENTS_MAX = 1000  # they pile up if a script never calls `step()`
 _ENDED = frozenset({"durable", "declined", "failed"})
 
 
@@ -45,48 +45,48 @@ class Pacer:
     def __init__(
         self,
         schedule: Schedule,
-        wish: Callable[[PaceRequest], None] | None,
+        send_request: Callable[[PaceRequest], None] | None,
         config: TrainerConfig,
         events: EventLog,
         optimizers: Sequence[Optimizer],
         *,
-        seen: FailureCount,
+        observed: FailureCount,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._schedule, self._wish, self._events = schedule, wish, events
+        self._schedule, self._send_request, self._events = schedule, send_request, events
         self._profile = StepProfile(clock)
-        self._config, self._seen, self._clock = config, seen, clock
+        self._config, self._observed, self._clock = config, observed, clock
         self._saved_at: float | None = None  # when the first save began
         self._governor = Governor(
             self._hazard(), overhead_max=config.overhead_max, every_seconds_max=config.every_seconds_max
         )
         self._due_step = -1
-        self._heard: deque[tuple[str, Mapping[str, Any], int | None]] = deque(maxlen=_HEARD_MAX)
-        self._updates = UpdateTimes(optimizers if wish is not None else ())
+        self._pending_events: deque[tuple[str, Mapping[str, Any], int | None]] = deque(maxlen=_PENDING_EVENTS_MAX)
+        self._updates = UpdateTimes(optimizers if send_request is not None else ())
         self._profiled = False
-        self._looks = 0  # news about checkpoints since the last `_consider`
-        if wish is not None:
-            events.listen(lambda event, fields, step: self._heard.append((event, fields, step)))
+        self._new_outcomes = 0  # news about checkpoints since the last `_consider`
+        if send_request is not None:
+            events.listen(lambda event, fields, step: self._pending_events.append((event, fields, step)))
 
     def reach(self, step: int, shorten: Callable[[int], int]) -> bool:
         """Note that training has done `step`; return whether a save is due."""
-        if self._wish is not None:
+        if self._send_request is not None:
             self._profile.begin()
             if (seconds := self._updates.take()) > 0:
                 self._profile.updated(seconds)
-            self._consider(self._wish)
+            self._consider(self._send_request)
         due = self._schedule.reach(step, shorten)
         if due:
             self._due_step = step
             self._updates.remove()
         return due
 
-    def stepped(self, step: int, *, due: bool, saved: bool) -> None:
+    def on_step_end(self, step: int, *, due: bool, saved: bool) -> None:
         """Note at the end of `step()` whether a save was due in it, and whether it was begun."""
-        if self._wish is None:
+        if self._send_request is None:
             return
         if due and self._profile.busy:
-            self._looks += 1  # its time is unknown yet, but longer than the interval
+            self._new_outcomes += 1  # its time is unknown yet, but longer than the interval
         if saved:
             self._profile.saved(step)
             self._saved_at = self._clock() if self._saved_at is None else self._saved_at
@@ -96,14 +96,14 @@ class Pacer:
     def close(self) -> None:
         self._updates.remove()
 
-    def _consider(self, wish: Callable[[PaceRequest], None]) -> None:
+    def _consider(self, send_request: Callable[[PaceRequest], None]) -> None:
         """Take in the events; reconsider the interval if they tell something about checkpoints."""
-        looks, self._looks = self._looks, 0
-        while self._heard:
-            event, fields, step = self._heard.popleft()
-            self._take(event, fields, -1 if step is None else step)
-            looks += event in _ENDED
-        if not (looks and self._profile.complete):
+        outcomes, self._new_outcomes = self._new_outcomes, 0
+        while self._pending_events:
+            event, fields, step = self._pending_events.popleft()
+            self._handle_event(event, fields, -1 if step is None else step)
+            outcomes += event in _ENDED
+        if not (outcomes and self._profile.complete):
             return
         if not self._profiled:
             self._profiled = True
@@ -114,16 +114,16 @@ class Pacer:
         self._governor.hazard = hazard = self._hazard()
         change = self._governor.consider(self._profile.cost(), self._schedule.every if paced else None)
         if change is not None:
-            wish(PaceRequest(change.advice.every, self._due_step, f"{change.line()}; {hazard.line}"))
+            send_request(PaceRequest(change.advice.every, self._due_step, f"{change.line()}; {hazard.line}"))
 
     def _hazard(self) -> Hazard:
         config = self._config
         if config.mtbf_hours is not None:
             return Hazard.from_mtbf(config.mtbf_hours, config.dollars_per_hour)
         since = 0.0 if self._saved_at is None else self._clock() - self._saved_at
-        return Hazard.from_observed(self._seen.plus(since, failed=False), config.dollars_per_hour)
+        return Hazard.from_observed(self._observed.plus(since, failed=False), config.dollars_per_hour)
 
-    def _take(self, event: str, fields: Mapping[str, Any], step: int) -> None:
+    def _handle_event(self, event: str, fields: Mapping[str, Any], step: int) -> None:
         profile = self._profile
         match event:
             case "plan":
@@ -149,7 +149,7 @@ class UpdateTimes:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._begun: dict[int, float] = {}
+        self._started_at: dict[int, float] = {}
         self._seconds = 0.0
         self._hooks: list[RemovableHandle] = []
         for optimizer in optimizers:
@@ -158,7 +158,7 @@ class UpdateTimes:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
             self._hooks.append(optimizer.register_step_post_hook(self._after))
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Return the seconds of steps since the last call; 0 if no optimizer has stepped."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -172,10 +172,10 @@ class UpdateTimes:
     @opaque
     def _before(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if not is_fake_mode():
-            self._begun[id(optimizer)] = time.perf_counter()
+            self._started_at[id(optimizer)] = time.perf_counter()
 
     @opaque
     def _after(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        begun = self._begun.pop(id(optimizer), None)
+        begun = self._started_at.pop(id(optimizer), None)
         if begun is not None:
             self._seconds += time.perf_counter() - begun

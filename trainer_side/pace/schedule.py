@@ -81,22 +81,22 @@ class Schedule:
             due = self.promises.reach(step)
             if due:
                 self._pace, self.phase = due[-1], SchedulePhase.PACED
-            return self._is_time(step, shorten(self._pace.every))
+            return self._is_due(step, shorten(self._pace.every))
 
-    def heard(self, said: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
+    def handle(self, announcement: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
         """Take a SAVE_EVERY; return the answer, if any. ProtocolError: it is malformed. Link's thread."""
-        pace = Pace.from_json(said.body) if said.word is AnnouncementKind.APPOINTED else None
+        pace = Pace.from_json(announcement.body) if announcement.word is AnnouncementKind.APPOINTED else None
         with self.promises.lock:
-            here = StepAnswer(said.number, self.promises.last_step + 1, step_seconds)
+            here = StepAnswer(announcement.number, self.promises.last_step + 1, step_seconds)
             if not self._auto:
                 mine = {"refusal": 'it saves at its own steps, not by every="auto"'}
-                return replace(here, body=mine) if said.word is AnnouncementKind.PROPOSED else None
-            kept = self.promises.heard(said, pace)
-            if said.word is AnnouncementKind.LOOSE:
+                return replace(here, body=mine) if announcement.word is AnnouncementKind.PROPOSED else None
+            kept = self.promises.heard(announcement, pace)
+            if announcement.word is AnnouncementKind.LOOSE:
                 self._loosen()
-            if said.word is AnnouncementKind.PROPOSED:
+            if announcement.word is AnnouncementKind.PROPOSED:
                 return here
-            late = {"refusal": f"no agreement came at step {said.step}; the rank trains on"}
+            late = {"refusal": f"no agreement came at step {announcement.step}; the rank trains on"}
             return None if kept else replace(here, body=late)
 
     def end(self) -> None:
@@ -104,7 +104,7 @@ class Schedule:
         with self.promises.lock:
             self._loosen()
 
-    def _is_time(self, step: int, every: int) -> bool:
+    def _is_due(self, step: int, every: int) -> bool:
         """Whether a save is due. The lock is held."""
         match self.phase:
             case SchedulePhase.PACED:

@@ -70,16 +70,16 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
         if both:
             compared.append(DATA)
             if old != new:
-                found.append(StepDifference(DATA, f"{name} {_place(old, new)}"))
+                found.append(StepDifference(DATA, f"{name} {_format_place_change(old, new)}"))
     if same_ranks:
-        _compare_own(before, now, compared, found)
+        _compare_rank_inputs(before, now, compared, found)
     for name in sorted(before.rates.keys() & now.rates.keys()):
         compared.append(RATE)
         old_rates, new_rates = before.rates[name], now.rates[name]
         if len(old_rates) != len(new_rates) or not all(map(_same_rate, old_rates, new_rates)):
             found.append(
                 StepDifference(
-                    RATE, f"that of {name} was {_rates(old_rates)} before, and is {_rates(new_rates)}"
+                    RATE, f"that of {name} was {_format_rates(old_rates)} before, and is {_format_rates(new_rates)}"
                 )
             )
     notes = []
@@ -90,20 +90,20 @@ def compare(before: StepDigest, now: StepDigest, *, same_ranks: bool) -> Compari
         if not same_ranks or old_number is None or new_number is None:
             continue
         compared.append(what)
-        told = f"{old_number!r} before, {new_number!r} now"
+        values = f"{old_number!r} before, {new_number!r} now"
         if old_number == new_number or (math.isnan(old_number) and math.isnan(new_number)):
             continue
         if not found and math.isclose(old_number, new_number, rel_tol=_LAST_DIGITS):
             notes.append(
-                f"the {what} differs in its last digits only ({told}): kernels are not deterministic"
+                f"the {what} differs in its last digits only ({values}): kernels are not deterministic"
             )
         else:
-            found.append(StepDifference(what, told))
+            found.append(StepDifference(what, values))
     found.sort(key=lambda one: _ORDER.index(one.what))
     return Comparison(tuple(sorted(set(compared), key=_ORDER.index)), tuple(found), tuple(notes))
 
 
-def _compare_own(
+def _compare_rank_inputs(
     before: StepDigest, now: StepDigest, compared: list[str], found: list[StepDifference]
 ) -> None:
     """Compare each rank's own batch and random numbers."""
@@ -120,37 +120,37 @@ def _compare_own(
         found.append(StepDifference(RANDOM, f"the generator of {' and '.join(other)} is in another state"))
 
 
-def resume_proof(said: Sequence[Comparison | None], *, ranks_before: int) -> ResumeProof:
+def resume_proof(by_rank: Sequence[Comparison | None], *, ranks_before: int) -> ResumeProof:
     """Return the verdict from the comparisons of all ranks.
 
     Some ranks may have lost their records, by a kill or with their machines. A difference on any other rank counts,
     but the resume is verified only if every rank was compared.
 
     Args:
-        said: The comparison of each rank, in order; None if nothing was recorded.
+        by_rank: The comparison of each rank, in order; None if nothing was recorded.
         ranks_before: Number of ranks of the previous run.
     """
-    ranks, comparisons = len(said), [one for one in said if one is not None]
-    lost = [rank for rank, one in enumerate(said) if one is None]
-    missing = f"; nothing is recorded of {_ranks_named(lost)}" if lost else ""
+    ranks, comparisons = len(by_rank), [one for one in by_rank if one is not None]
+    lost = [rank for rank, one in enumerate(by_rank) if one is None]
+    missing = f"; nothing is recorded of {_format_ranks(lost)}" if lost else ""
     other = ""
     if ranks != ranks_before:
         other = (
             f"; {ranks} ranks instead of {ranks_before}, so each rank's batches, random numbers and loss cannot be "
             "compared"
         )
-    whats = [
+    items = [
         what for what in _ORDER if any(one.what == what for each in comparisons for one in each.differences)
     ]
-    if whats:
+    if items:
         causes = dict.fromkeys((LOSS, NORM), _UNSAVED) | _CAUSES
-        if any(what in _INPUTS for what in whats):
+        if any(what in _INPUTS for what in items):
             causes |= dict.fromkeys((LOSS, NORM), "")  # these follow from the inputs
-        told = "; ".join(
-            ": ".join(part for part in (_difference(what, said), causes[what]) if part) for what in whats
+        differences = "; ".join(
+            ": ".join(part for part in (_format_difference(what, by_rank), causes[what]) if part) for what in items
         )
         return ResumeProof(
-            ProofVerdict.DIFFERS, f"resume differs from the run before: {told}{other}{missing}"
+            ProofVerdict.DIFFERS, f"resume differs from the run before: {differences}{other}{missing}"
         )
     compared = [what for what in _ORDER if all(what in one.compared for one in comparisons)]
     if not compared:
@@ -158,14 +158,14 @@ def resume_proof(said: Sequence[Comparison | None], *, ranks_before: int) -> Res
     named = [f"the place in the {what}" if other and what == DATA else what for what in compared]
     verb = "is that" if len(named) == 1 and named[0] != RANDOM else "are those"
     if lost:
-        had = _ranks_named([rank for rank in range(ranks) if rank not in lost])
-        return not_proven(f"{missing[2:]}; {_listed(named)} {verb} of the run before on {had}")
+        had = _format_ranks([rank for rank in range(ranks) if rank not in lost])
+        return not_proven(f"{missing[2:]}; {_join_words(named)} {verb} of the run before on {had}")
     notes = [*dict.fromkeys(note for one in comparisons for note in one.notes)][:1]
     if DATA not in compared:
         notes.append(
             "data could not be compared: give step() the batch, or put a ResumableSampler into the state"
         )
-    text = f"resume verified: {_listed(named)} {verb} of the run before{other}"
+    text = f"resume verified: {_join_words(named)} {verb} of the run before{other}"
     return ResumeProof(ProofVerdict.VERIFIED, "; ".join([text, *notes]))
 
 
@@ -174,35 +174,35 @@ def not_proven(why: str) -> ResumeProof:
     return ResumeProof(ProofVerdict.NOT_PROVEN, f"resume not proven: {why}")
 
 
-def _ranks_named(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, sorted(ranks)[:_RANKS_NAMED_MAX]))
     return f"rank {named}{' and others' if len(ranks) > _RANKS_NAMED_MAX else ''}"
 
 
-def _difference(what: str, comparisons: Sequence[Comparison | None]) -> str:
-    said = {
+def _format_difference(what: str, comparisons: Sequence[Comparison | None]) -> str:
+    texts = {
         rank: one.text
         for rank, each in enumerate(comparisons)
         for one in reversed(each.differences if each is not None else ())
         if one.what == what
     }
-    first = min(said)
-    if len(said) == len(comparisons):
-        where = "on every rank" if len(said) > 1 else ""
+    first = min(texts)
+    if len(texts) == len(comparisons):
+        where = "on every rank" if len(texts) > 1 else ""
     else:
-        where = f"on {_ranks_named(list(said))}"
+        where = f"on {_format_ranks(list(texts))}"
     verb = "differ" if what in (DATA, RANDOM) else "differs"
-    return " ".join(part for part in (what, verb, where, f"({said[first]})") if part)
+    return " ".join(part for part in (what, verb, where, f"({texts[first]})") if part)
 
 
-def _place(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def _format_place_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     for end, verb in (("from", "began"), ("to", "ended")):
         if end in old and end in new and old[end] != new[end]:
-            return f"{verb} at {_sample(old[end])} before, and at {_sample(new[end])} now"
+            return f"{verb} at {_format_sample(old[end])} before, and at {_format_sample(new[end])} now"
     return "is at another place"
 
 
-def _sample(place: Any) -> str:
+def _format_sample(place: Any) -> str:
     try:
         epoch, sample = place
     except (TypeError, ValueError):
@@ -214,9 +214,9 @@ def _same_rate(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=_SAME_RATE) or (math.isnan(one) and math.isnan(other))
 
 
-def _rates(rates: Sequence[float]) -> str:
+def _format_rates(rates: Sequence[float]) -> str:
     return ", ".join(f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate) for rate in rates) or "none"
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -35,10 +35,10 @@ class StepInput(NamedTuple):
 class PendingDigest:
     """The digest of one step, parts of which may still be in transfer from a device."""
 
-    def __init__(self, digest: StepDigest, given: StepInput, rates: Mapping[str, list[DeferredNumber]]) -> None:
+    def __init__(self, digest: StepDigest, step_input: StepInput, rates: Mapping[str, list[DeferredNumber]]) -> None:
         self._digest, self._rates = digest, rates
-        self._batch = None if given.batch is None else ValueCrc(given.batch)
-        self._loss, self._grad_norm = DeferredNumber(given.loss), DeferredNumber(given.grad_norm)
+        self._batch = None if step_input.batch is None else ValueCrc(step_input.batch)
+        self._loss, self._grad_norm = DeferredNumber(step_input.loss), DeferredNumber(step_input.grad_norm)
 
     @property
     def ready(self) -> bool:
@@ -54,7 +54,7 @@ class PendingDigest:
             digest.data,
             None if self._batch is None else self._batch.value(),
             digest.generators,
-            {name: _apart([rate.value() for rate in rates]) for name, rates in self._rates.items()},
+            {name: _drop_repeats([rate.value() for rate in rates]) for name, rates in self._rates.items()},
             self._loss.value(),
             self._grad_norm.value(),
         )
@@ -68,10 +68,10 @@ class DigestTaker:
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        held = {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
-        self._places = {name: value for name, value in held.items() if isinstance(value, DataPlace)}
-        self._optimizers = {name: value for name, value in held.items() if hasattr(value, "param_groups")}
-        self._saves_generators = any(isinstance(value, RngState) for value in held.values())
+        objects = {name: value.value if isinstance(value, PerRank) else value for name, value in state.items()}
+        self._places = {name: value for name, value in objects.items() if isinstance(value, DataPlace)}
+        self._optimizers = {name: value for name, value in objects.items() if hasattr(value, "param_groups")}
+        self._saves_generators = any(isinstance(value, RngState) for value in objects.values())
         self._marked: dict[str, int] | None = None
 
     def mark(self) -> None:
@@ -80,12 +80,12 @@ class DigestTaker:
             place.mark_place()
         self._marked = None if self._saves_generators else generator_crcs()
 
-    def take(self, step: int, given: StepInput, *, is_marked: bool | None = None) -> PendingDigest:
+    def take(self, step: int, step_input: StepInput, *, is_marked: bool | None = None) -> PendingDigest:
         """Take the digest of the step that ends now.
 
         Args:
             step: Its number.
-            given: Arguments of `step()` for the digest.
+            step_input: Arguments of `step()` for the digest.
             is_marked: For a digest to record: whether `mark` was called at the checkpoint before the step. The digest
                 then has only generators that a resumed run must have in the same state. None: for a comparison.
         """
@@ -99,7 +99,7 @@ class DigestTaker:
                 if is_marked is False:
                     data[name].pop("from", None)
         rates = {name: _rates(optimizer) for name, optimizer in self._optimizers.items()}
-        return PendingDigest(StepDigest(step, data, generators=generators), given, rates)
+        return PendingDigest(StepDigest(step, data, generators=generators), step_input, rates)
 
 
 def generator_crcs() -> dict[str, int]:
@@ -131,7 +131,7 @@ def _rates(optimizer: Any) -> list[DeferredNumber]:
     return [DeferredNumber(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
-def _apart(rates: list[float | None]) -> tuple[float, ...]:
+def _drop_repeats(rates: list[float | None]) -> tuple[float, ...]:
     """Merge equal neighbours: many groups have one rate."""
     found: list[float] = []
     for rate in rates:

@@ -15,13 +15,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.checkpoints.publish import names_of
+from holdfast.checkpoints.publish import candidate_names
 from holdfast.errors import PeerLost, ResumeDiffers, StoreMissing
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.proof_record import Digest, ProofRecord, proof_name
 from holdfast.ring.remains import FetchKind
 from holdfast.store import open_store
-from holdfast.supervised import tell
+from holdfast.supervised import emit_progress
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.step_proof import ProofVerdict, ResumeProof
 from trainer_side.link.stager_message import StagerMessage
@@ -60,140 +60,140 @@ class ResumeCheck:
         peers: Peers,
         events: EventLog,
         *,
-        stops: bool,
+        stop_on_difference: bool,
     ) -> None:
         self._taker = DigestTaker(state)
-        self._link, self._tiers, self._peers, self._events, self._stops = link, tiers, peers, events, stops
-        self._records = link.job.has_stager or tiers.keeps_proofs
+        self._link, self._tiers, self._peers, self._events, self._stop_on_difference = link, tiers, peers, events, stop_on_difference
+        self._is_recording = link.job.has_stager or tiers.keeps_proofs
         self._resumed: CheckpointId | None = None
-        self._kept: Sequence[KeptProof] = ()
-        self._unlike = ""
+        self._kept_proofs: Sequence[KeptProof] = ()
+        self._expected_difference = ""
         self._marked: CheckpointId | None = None  # saved by `step()`, or before it
         self._recorded_step = -1
-        self._taken: tuple[CheckpointId, Order, PendingDigest] | None = None
+        self._pending_digest: tuple[CheckpointId, Order, PendingDigest] | None = None
 
-    def restored(self, key: CheckpointId, kept: Sequence[KeptProof] = (), *, unlike: str = "") -> None:
+    def set_resumed(self, key: CheckpointId, kept: Sequence[KeptProof] = (), *, expected_difference: str = "") -> None:
         """Compare the next step with the one after this checkpoint.
 
         Args:
             key: The restored checkpoint.
             kept: The proofs of that step in this rank's tiers.
-            unlike: Why that step is meant to differ, so that nothing is compared; the same on every rank.
+            expected_difference: Why that step is meant to differ, so that nothing is compared; the same on every rank.
         """
-        self._resumed, self._kept, self._unlike = key, kept, unlike
+        self._resumed, self._kept_proofs, self._expected_difference = key, kept, expected_difference
 
-    def saved(self, step: int) -> None:
+    def on_saved(self, step: int) -> None:
         """Mark the state at the end of `step()`, after a checkpoint of `step` was begun."""
-        if self._records:
+        if self._is_recording:
             self._marked = CheckpointId(self._link.job.attempt, step)
             self._taker.mark()
 
-    def step(self, step: int, given: StepInput, newest_saved: int) -> ResumeProof | None:
+    def on_step_end(self, step: int, step_input: StepInput, newest_saved: int) -> ResumeProof | None:
         """Process the end of `step`. Return the proof after the first step of a resume, which is collective.
 
         Args:
             step: Its number.
-            given: Arguments of `step()` for the digest.
+            step_input: Arguments of `step()` for the digest.
             newest_saved: The newest step of which a checkpoint was begun.
 
         Raises:
             ResumeDiffers: On every rank: the resume differs, and `stops` is set.
         """
-        if self._taken is not None:
-            self._send(*self._taken)
+        if self._pending_digest is not None:
+            self._send(*self._pending_digest)
         # A loop may omit calls, as Lightning's does before a validation; so does the resumed run.
         is_next = step == newest_saved + 1 or self._marked == CheckpointId(
             self._link.job.attempt, newest_saved
         )
-        if is_next and newest_saved > self._recorded_step and self._records:
-            self._record(step, given, newest_saved)
+        if is_next and newest_saved > self._recorded_step and self._is_recording:
+            self._record(step, step_input, newest_saved)
         if self._resumed is None:
             return None
         key, self._resumed = self._resumed, None
-        found = not_proven(self._unlike) if self._unlike else self._compare(key, step, given)
-        proof = self._say(key, found)
-        if proof.verdict is ProofVerdict.DIFFERS and self._stops:
+        found = not_proven(self._expected_difference) if self._expected_difference else self._compare(key, step, step_input)
+        proof = self._report(key, found)
+        if proof.verdict is ProofVerdict.DIFFERS and self._stop_on_difference:
             raise ResumeDiffers(f"{proof.text}. Training ends, because on_unproven is stop")
         return proof
 
-    def _record(self, step: int, given: StepInput, saved: int) -> None:
+    def _record(self, step: int, step_input: StepInput, saved: int) -> None:
         self._recorded_step, marked, self._marked = saved, self._marked, None
         is_marked = marked is not None and marked.step == saved
         key = marked if marked is not None and is_marked else CheckpointId(self._link.job.attempt, saved)
         try:
-            self._taken = key, self._tiers.begun, self._taker.take(step, given, is_marked=is_marked)
+            self._pending_digest = key, self._tiers.begun, self._taker.take(step, step_input, is_marked=is_marked)
         except Exception as error:  # noqa: BLE001 - an unreadable state must not end the training
             _log.warning("step %d: what it used is not recorded for the proof of a resume: %r", step, error)
         else:
-            self._send(*self._taken)
+            self._send(*self._pending_digest)
 
     def close(self) -> None:
         """Send a digest that is still pending; waits for the device."""
-        if self._taken is not None:
-            self._send(*self._taken, waits=True)
+        if self._pending_digest is not None:
+            self._send(*self._pending_digest, waits=True)
 
-    def _send(self, key: CheckpointId, kept: Order, taken: PendingDigest, *, waits: bool = False) -> None:
-        if waits or taken.ready:
-            self._taken = None
-            digest = taken.digest().to_json()
+    def _send(self, key: CheckpointId, kept: Order, pending: PendingDigest, *, wait: bool = False) -> None:
+        if wait or pending.ready:
+            self._pending_digest = None
+            digest = pending.digest().to_json()
             self._link.tell(StagerMessage.proof(key, digest))
             if kept[1] == key.step:  # else no tier had a slot for the checkpoint
                 self._tiers.prove(kept, digest)
 
     # -- the comparison ------------------------------------------------------------------------------------------
 
-    def _compare(self, key: CheckpointId, step: int, given: StepInput) -> ResumeProof:
+    def _compare(self, key: CheckpointId, step: int, step_input: StepInput) -> ResumeProof:
         try:
-            return self._compared(key, self._now(step, given))
+            return self._compare_on_all_ranks(key, self._digest_now(step, step_input))
         except PeerLost as error:
             return not_proven(f"not all ranks reached the first step: {error}")
 
-    def _now(self, step: int, given: StepInput) -> StepDigest | str:
+    def _digest_now(self, step: int, step_input: StepInput) -> StepDigest | str:
         """Return the digest of this step, or why it failed: the other ranks wait for either."""
         try:
-            return self._taker.take(step, given).digest().cut()
+            return self._taker.take(step, step_input).digest().cut()
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the answer
             return f"rank {self._peers.rank} cannot tell what its first step used: {error!r}"
 
-    def _compared(self, key: CheckpointId, now: StepDigest | str) -> ResumeProof:
+    def _compare_on_all_ranks(self, key: CheckpointId, now: StepDigest | str) -> ResumeProof:
         peers = self._peers
-        digests = self._known(key)
+        digests = self._gather_digests(key)
         if isinstance(digests, str):
             return not_proven(digests)
-        own = now if isinstance(now, str) else _compared_with(digests, peers, now)
+        own = now if isinstance(now, str) else _compare_with_record(digests, peers, now)
         # The common case: no rank has differences or notes, so one agreement suffices.
         if peers.all_agree(isinstance(own, Comparison) and not (own.differences or own.notes)):
             assert isinstance(own, Comparison)
             return resume_proof([own] * peers.ranks, ranks_before=len(digests))
-        told = own.to_json() if isinstance(own, Comparison) else own
-        all_told = [json.loads(one) for one in gather(peers, json.dumps(told).encode())]
-        if problems := [one for one in all_told if isinstance(one, str)]:
+        own_json = own.to_json() if isinstance(own, Comparison) else own
+        all_results = [json.loads(one) for one in gather(peers, json.dumps(own_json).encode())]
+        if problems := [one for one in all_results if isinstance(one, str)]:
             return not_proven(problems[0])
-        compared = [None if one is None else Comparison.from_json(one) for one in all_told]
+        compared = [None if one is None else Comparison.from_json(one) for one in all_results]
         return resume_proof(compared, ranks_before=len(digests))
 
-    def _known(self, key: CheckpointId) -> Sequence[Digest | None] | str:
+    def _gather_digests(self, key: CheckpointId) -> Sequence[Digest | None] | str:
         """Return each rank's digest of the step after this checkpoint, or why all are unknown. Collective."""
         peers, mine = self._peers, None
         if peers.rank == 0:
-            found = self._recorded(key)
+            found = self._find_record(key)
             mine = json.dumps(found if isinstance(found, str) else found.to_json()).encode()
-        said = json.loads(peers.broadcast(mine))
+        answer = json.loads(peers.broadcast(mine))
         kept: list[KeptProof] = []
         if self._tiers.keeps_proofs:
-            for told in gather(peers, json.dumps(self._kept).encode()):
-                kept += [KeptProof(*one) for one in json.loads(told)]
-        return united(said if isinstance(said, str) else ProofRecord.from_json(said).digests, kept)
+            for encoded in gather(peers, json.dumps(self._kept_proofs).encode()):
+                kept += [KeptProof(*one) for one in json.loads(encoded)]
+        return merge_digests(answer if isinstance(answer, str) else ProofRecord.from_json(answer).digests, kept)
 
-    def _recorded(self, key: CheckpointId) -> ProofRecord | str:
+    def _find_record(self, key: CheckpointId) -> ProofRecord | str:
         """Return the record of the step after this checkpoint, or why it was not found. Rank 0."""
-        places: list[Callable[[], ProofRecord | None]] = [lambda: self._in_store(key)]
+        places: list[Callable[[], ProofRecord | None]] = [lambda: self._read_from_store(key)]
         if self._link.job.has_stager:
-            places.insert(0, lambda: self._in_ring(key))
+            places.insert(0, lambda: self._read_from_ring(key))
         problems: Sequence[str] = []
-        for look in places:
+        for read in places:
             try:
-                found = within(look, _STORE_SECONDS_MAX, name="holdfast-proof")
+                found = within(read, _STORE_SECONDS_MAX, name="holdfast-proof")
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the answer
                 problems = [*problems, str(error)]
                 continue
@@ -205,30 +205,30 @@ class ResumeCheck:
         )
         return f"nothing is recorded of the step after {key}: {why}"
 
-    def _in_ring(self, key: CheckpointId) -> ProofRecord | None:
+    def _read_from_ring(self, key: CheckpointId) -> ProofRecord | None:
         answer = self._link.fetch(FetchKind.PROOF, attempt=key.attempt, step=key.step)
         return None if answer is None else ProofRecord.from_bytes(answer)
 
-    def _in_store(self, key: CheckpointId) -> ProofRecord | None:
+    def _read_from_store(self, key: CheckpointId) -> ProofRecord | None:
         store = open_store(self._link.job.store_url)
-        for file in names_of(key):
+        for file in candidate_names(key):
             try:
                 return ProofRecord.from_bytes(store.read(proof_name(file), _PROOF_BYTES_MAX))
             except StoreMissing:
                 continue
         return None
 
-    def _say(self, key: CheckpointId, proof: ResumeProof) -> ResumeProof:
+    def _report(self, key: CheckpointId, proof: ResumeProof) -> ResumeProof:
         if self._peers.rank != 0:
             return proof
         _log.warning("%s", proof.text)  # a warning, so that scripts that do not configure logging show it
         self._events.emit("resume_proof", {"attempt": key.attempt, **proof.to_json()}, step=key.step)
         self._link.tell(StagerMessage.verdict(key, proof))
-        tell("proof", step=key.step, **proof.to_json())
+        emit_progress("proof", step=key.step, **proof.to_json())
         return proof
 
 
-def united(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence[Digest | None] | str:
+def merge_digests(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence[Digest | None] | str:
     """Merge the digests from ring or store and tiers, by rank of the previous run; or return why all are unknown."""
     digests = [] if isinstance(found, str) else found
     ranks = len(digests) or max((one.ranks for one in kept), default=0)
@@ -244,7 +244,7 @@ def united(found: Sequence[Digest] | str, kept: Sequence[KeptProof]) -> Sequence
     return "; ".join([found, *(one.problem for one in kept if one.problem)])
 
 
-def _compared_with(
+def _compare_with_record(
     digests: Sequence[Digest | None], peers: Peers, now: StepDigest
 ) -> Comparison | str | None:
     """Compare this rank's step with the record, or return why it cannot be compared; None: nothing was recorded."""

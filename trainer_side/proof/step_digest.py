@@ -38,15 +38,15 @@ class StepDigest:
         """Return JSON that is small enough for a message, however large the state is."""
         kept = {
             "step": self.step,
-            "data": {name[:_CHARACTERS_MAX]: dict(place) for name, place in _first(self.data)},
+            "data": {name[:_CHARACTERS_MAX]: dict(place) for name, place in _first_items(self.data)},
             "batch": self.batch,
-            "random": dict(_first(self.generators)),
+            "random": dict(_first_items(self.generators)),
             "lr": {
-                name[:_CHARACTERS_MAX]: [_told(one) for one in rates[:_RATES_MAX]]
-                for name, rates in _first(self.rates)
+                name[:_CHARACTERS_MAX]: [_to_json_number(one) for one in rates[:_RATES_MAX]]
+                for name, rates in _first_items(self.rates)
             },
-            "loss": _told(self.loss),
-            "grad_norm": _told(self.grad_norm),
+            "loss": _to_json_number(self.loss),
+            "grad_norm": _to_json_number(self.grad_norm),
         }
         return {name: value for name, value in kept.items() if value not in (None, {})}
 
@@ -64,25 +64,25 @@ class StepDigest:
                     str(name): tuple(float(one) for one in rates)
                     for name, rates in dict(body.get("lr", {})).items()
                 },
-                _number(body.get("loss")),
-                _number(body.get("grad_norm")),
+                _from_json_number(body.get("loss")),
+                _from_json_number(body.get("grad_norm")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no digest of a step: {error!r:.200}") from error
 
-    def cut(self) -> StepDigest:
+    def truncated(self) -> StepDigest:
         """Return the digest as `from_json` would, to compare it with a recorded one."""
         return StepDigest.from_json(self.to_json())
 
 
-def _first(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _first_items(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return list(found.items())[:_NAMES_MAX]
 
 
-def _told(number: float | None) -> float | str | None:
+def _to_json_number(number: float | None) -> float | str | None:
     # JSON has no NaN and no infinity.
     return number if number is None or math.isfinite(number) else str(number)
 
 
-def _number(told: Any) -> float | None:
-    return None if told is None else float(told)
+def _from_json_number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -68,24 +68,24 @@ class C10dPeers:
             ) from error
         self._shared: list[_InFlight] = []
         # Messages between two ranks: gloo cannot poll these, only wait.
-        self._passed: list[_InFlight] = []
+        self._direct: list[_InFlight] = []
         self._sent, self._received = [_CLOSE_TAG] * ranks, [_CLOSE_TAG] * ranks
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
         what = f"a broadcast of rank {root}"
         length = torch.tensor([len(data) if data is not None else 0], device="cpu")
-        self._await(self._broadcast(length, root), what)
+        self._wait_for(self._broadcast(length, root), what)
         nbytes = int(length[0])
         buffer = bytearray(data) if self.rank == root and data is not None else bytearray(nbytes)
         if nbytes:
-            self._await(self._broadcast(torch.frombuffer(buffer, dtype=torch.uint8), root), what)
+            self._wait_for(self._broadcast(torch.frombuffer(buffer, dtype=torch.uint8), root), what)
         return bytes(buffer)
 
     def all_agree(self, ok: bool) -> bool:
         agreed = torch.tensor([int(ok)], device="cpu")
         options: Any = AllreduceOptions()
         options.reduceOp, options.timeout = ReduceOp.MIN, _NEVER
-        self._await(self._group.allreduce([agreed], options), "all ranks to agree")
+        self._wait_for(self._group.allreduce([agreed], options), "all ranks to agree")
         return bool(agreed[0])
 
     def share(self, pieces: Pieces, root: int) -> None:
@@ -94,13 +94,13 @@ class C10dPeers:
 
     def send(self, pieces: Pieces, rank: int) -> None:
         for memory, _ in _messages(pieces, reads=True):
-            self._pass(self._group.send, memory, (), rank, self._sent)
+            self._start_direct(self._group.send, memory, (), rank, self._sent)
 
     def receive(self, pieces: Pieces, rank: int) -> None:
         for memory, scattered in _messages(pieces, reads=False):
-            self._pass(self._group.recv, memory, scattered, rank, self._received)
+            self._start_direct(self._group.recv, memory, scattered, rank, self._received)
 
-    def _pass(
+    def _start_direct(
         self,
         call: Callable[[list[torch.Tensor], int, int], Work],
         memory: torch.Tensor,
@@ -112,8 +112,8 @@ class C10dPeers:
         try:
             work = call([memory], rank, counts[rank])
         except RuntimeError as error:
-            raise self._lost(f"a message between rank {self.rank} and rank {rank}", error) from error
-        self._passed.append(_InFlight(work, memory, scattered))
+            raise self._lost_error(f"a message between rank {self.rank} and rank {rank}", error) from error
+        self._direct.append(_InFlight(work, memory, scattered))
 
     def _broadcast(self, memory: torch.Tensor, root: int) -> Work:
         options = BroadcastOptions()
@@ -123,43 +123,43 @@ class C10dPeers:
 
     def poll(self) -> None:
         """Complete the broadcasts that have arrived; gloo needs no poll to move them."""
-        under_way = []
-        for moving in self._shared:
-            if moving.work.is_completed():
-                self._raise_if_lost(moving.work, "a shared piece of the restore")
-                _scatter(moving)
+        in_flight = []
+        for message in self._shared:
+            if message.work.is_completed():
+                self._raise_if_lost(message.work, "a shared piece of the restore")
+                _scatter(message)
             else:
-                under_way.append(moving)
-        self._shared = under_way
+                in_flight.append(message)
+        self._shared = in_flight
 
     def finish(self, deadline_seconds: float) -> None:
         deadline = time.monotonic() + deadline_seconds
-        passed, self._passed = self._passed, []
-        what = f"{len(self._shared) + len(passed)} shared pieces of the restore"
+        direct, self._direct = self._direct, []
+        what = f"{len(self._shared) + len(direct)} shared pieces of the restore"
         while self._shared:
-            self._await(self._shared[0].work, what, deadline, deadline_seconds)
+            self._wait_for(self._shared[0].work, what, deadline, deadline_seconds)
             _scatter(self._shared.pop(0))
-        if not passed:
+        if not direct:
             return
         left = max(_PAUSE_SECONDS_MAX, deadline - time.monotonic())
 
         def wait() -> None:
-            for moving in passed:
+            for message in direct:
                 # On this timeout gloo itself cuts all connections.
-                moving.work.wait(timedelta(seconds=max(_PAUSE_SECONDS_MAX, deadline - time.monotonic())))
+                message.work.wait(timedelta(seconds=max(_PAUSE_SECONDS_MAX, deadline - time.monotonic())))
 
         try:
             within(wait, left + _SLACK_SECONDS, name="holdfast-exchange")
         except TimeoutError:
-            raise self._late(what, deadline_seconds) from None
+            raise self._timeout_error(what, deadline_seconds) from None
         except RuntimeError as error:
             if time.monotonic() >= deadline:
-                raise self._late(what, deadline_seconds) from error
-            raise self._lost(what, error) from error
-        for moving in passed:
-            _scatter(moving)
+                raise self._timeout_error(what, deadline_seconds) from error
+            raise self._lost_error(what, error) from error
+        for message in direct:
+            _scatter(message)
 
-    def _await(
+    def _wait_for(
         self, work: Work, what: str, deadline: float | None = None, seconds_max: float = _SECONDS_MAX
     ) -> None:
         """Poll until `work` is complete: a blocking call of gloo would delay this process's signal handlers."""
@@ -171,7 +171,7 @@ class C10dPeers:
                 time.sleep(0)
                 continue
             if time.monotonic() > deadline:
-                raise self._late(what, seconds_max)
+                raise self._timeout_error(what, seconds_max)
             time.sleep(pause_seconds)
             pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
         self._raise_if_lost(work, what)
@@ -180,19 +180,19 @@ class C10dPeers:
         try:
             completed.wait()
         except RuntimeError as error:
-            raise self._lost(what, error) from error
+            raise self._lost_error(what, error) from error
 
-    def _lost(self, what: str, error: RuntimeError) -> PeerLost:
-        self._cut()
+    def _lost_error(self, what: str, error: RuntimeError) -> PeerLost:
+        self._close_connections()
         return PeerLost(f"a rank was lost while waiting for {what} (gloo: {_first_line(error)})")
 
-    def _late(self, what: str, seconds_max: float) -> PeerLost:
-        self._cut()
+    def _timeout_error(self, what: str, seconds_max: float) -> PeerLost:
+        self._close_connections()
         return PeerLost(
             f"waited {seconds_max:g} s for {what}; a rank of the job is stopped, slow, or does not take part"
         )
 
-    def _cut(self) -> None:
+    def _close_connections(self) -> None:
         """Close all connections of the group, and wait until its calls have failed.
 
         gloo's `abort` ends no call, but the timeout of a receive closes all connections.
@@ -202,11 +202,11 @@ class C10dPeers:
             never = self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], neighbour, _CLOSE_TAG)
             never.wait(timedelta(milliseconds=1))
         deadline = time.monotonic() + _CLOSE_SECONDS_MAX
-        while not all(moving.work.is_completed() for moving in self._shared) and time.monotonic() < deadline:
+        while not all(message.work.is_completed() for message in self._shared) and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS_MAX)
 
 
-def _messages(pieces: Pieces, *, reads: bool) -> list[tuple[torch.Tensor, Pieces]]:
+def _messages(pieces: Pieces, *, is_sender: bool) -> list[tuple[torch.Tensor, Pieces]]:
     """Divide pieces into messages: the memory of each, and the pieces to copy it to when it has arrived.
 
     All ranks that take part make the same messages: the division depends only on sizes.
@@ -219,9 +219,9 @@ def _messages(pieces: Pieces, *, reads: bool) -> list[tuple[torch.Tensor, Pieces
                 made.append((_memory(*group[0]), ()))
                 continue
             packed = torch.empty(sum(nbytes for _, nbytes in group), dtype=torch.uint8, device="cpu")
-            made.append((packed, () if reads else group))
+            made.append((packed, () if is_sender else group))
             place = packed.data_ptr()
-            for address, nbytes in group if reads else ():
+            for address, nbytes in group if is_sender else ():
                 ctypes.memmove(place, address, nbytes)
                 place += nbytes
     return made
@@ -231,9 +231,9 @@ def _memory(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _scatter(moving: _InFlight) -> None:
-    place = moving.memory.data_ptr()
-    for address, nbytes in moving.scattered:
+def _scatter(message: _InFlight) -> None:
+    place = message.memory.data_ptr()
+    for address, nbytes in message.scattered:
         ctypes.memmove(address, place, nbytes)
         place += nbytes
 

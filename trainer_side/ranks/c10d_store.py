@@ -99,9 +99,9 @@ def store_errors(place: str, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise PeerLost(
-            f"the store of this job at {place or 'this process'} is lost, {what}: {said}"
+            f"the store of this job at {place or 'this process'} is lost, {what}: {reason}"
         ) from error
 
 
@@ -140,7 +140,7 @@ class StoreMailbox:
         if now < self._next_poll_at:
             return []
         with store_errors(self._place, f"rank {self.rank} looking for messages"):
-            text = take(self._store, str(self.rank))
+            text = consume(self._store, str(self.rank))
         if text:
             self._idle_seconds, self._next_poll_at = 0.0, -1.0
         else:
@@ -167,7 +167,7 @@ def append(store: Any, key: str, line: str) -> None:
     store.append(key, line)
 
 
-def take(store: Store, key: str) -> str:
+def consume(store: Store, key: str) -> str:
     """Take the text that was appended to a key; the key is empty afterwards."""
     text = store.compare_set(key, "", "")  # reads the key, and creates it if missing
     while text:

@@ -24,19 +24,19 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from holdfast.config import OWN_PER_NODE, OWN_STAGER, TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.shares import WRITERS_MAX, ShareNumber
-from holdfast.net.handshake import Start
+from holdfast.net.handshake import JobStart
 from holdfast.net.key import read_key
 from holdfast.process import at_exit, set_parent_death_signal
 from trainer_side.ranks.c10d_peers import C10dPeers
-from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, take
+from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, consume
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
-from trainer_side.ranks.ports import no_stager
+from trainer_side.ranks.ports import no_stager_error
 from trainer_side.ranks.started_stager import (
     OwnShare,
     StagerTarget,
     StartedStager,
-    connected,
+    connect_to_stager,
     living_share,
     starting_ranks,
 )
@@ -46,12 +46,12 @@ _T = TypeVar("_T")
 
 _INCARNATION_BYTES = 16
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1e-3, 0.1
-_AGAIN_SECONDS = 5.0  # without an answer for this time, a rank sends its hello again
-_LEAVE_SECONDS_MAX = 5.0
+_RESEND_SECONDS = 5.0  # without an answer for this time, a rank sends its hello again
+_DISCONNECT_SECONDS_MAX = 5.0
 _LINGER_SECONDS_MAX = 3.0
 _SLACK_SECONDS = 5.0
 _LOOPBACK = ("127.", "localhost:", "::1", "[::1]")
-_NAMED = 8  # most missing ranks that are named
+_RANKS_SHOWN = 8  # most missing ranks that are named
 
 
 class C10dWorld:
@@ -72,9 +72,9 @@ class C10dWorld:
         self._config = config
         if "TORCHELASTIC_RUN_ID" in os.environ:
             set_parent_death_signal()  # end with torchrun's agent: a worker that outlives it would disturb the next start
-        self.rank, self.ranks = _own_place()
+        self.rank, self.ranks = _own_rank()
         self.stagers = len(config.stagers)
-        self._is_own = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint((config.stager, config.on_stager_lost))
+        self._starts_stager = not {OWN_STAGER, OWN_PER_NODE}.isdisjoint((config.stager, config.on_stager_lost))
         self.stager_advice = (
             f"start `holdfast stager --store URL --listen HOST:PORT --ranks {self.ranks}` and set "
             "HOLDFAST_STAGER=HOST:PORT; or set HOLDFAST_STAGER=own and HOLDFAST_STORE=URL, and rank 0 starts one"
@@ -82,7 +82,7 @@ class C10dWorld:
         seconds_max = config.start_seconds_max
         try:  # a store whose process is stopped has no deadline of its own
             self._job, met = within(
-                lambda: _open_and_rendezvous(self.rank, self.ranks, seconds_max, own_stager=self._is_own),
+                lambda: _open_and_rendezvous(self.rank, self.ranks, seconds_max, own_stager=self._starts_stager),
                 seconds_max + _SLACK_SECONDS,
                 name="holdfast-meeting",
             )
@@ -91,27 +91,27 @@ class C10dWorld:
                 f"rank {self.rank} waited {seconds_max:g} s for the store of this job, which does not answer; the "
                 "process that serves it (torchrun's agent or rank 0) is stopped"
             ) from None
-        incarnation, self.launch, hosts = met
+        incarnation, self.launch, hosts = rendezvous
         self.incarnation, self._key_prefix = bytes.fromhex(incarnation), f"holdfast/{incarnation}"
         self.one_machine = len(set(hosts)) == 1
-        self._roots = [0]  # ranks that start the job's own stagers: by node, from `port` on by share
+        self._starting_ranks = [0]  # ranks that start the job's own stagers: by node, from `port` on by share
         if config.stager == OWN_PER_NODE:
-            self._roots = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
-            self.stagers = len(self._roots)
+            self._starting_ranks = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+            self.stagers = len(self._starting_ranks)
             if self.stagers > WRITERS_MAX:
                 raise ConfigError(
                     f"trainer setting stager: own-per-node on {self.stagers} nodes, expected at most {WRITERS_MAX}; "
                     "set it to own, or start stagers and name them"
                 )
         of_host = [rank for rank in range(self.ranks) if hosts[rank] == hosts[self.rank]]
-        said = os.environ.get("LOCAL_RANK", "")
-        self.local_rank = int(said) if said.isdecimal() else of_host.index(self.rank)
+        variable = os.environ.get("LOCAL_RANK", "")
+        self.local_rank = int(variable) if variable.isdecimal() else of_host.index(self.rank)
         # Connect now: when an error ends this rank it is too late.
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
         self._ports: dict[int, TcpStagerPort] = {}  # by the stager's share
         self._own: dict[int, StartedStager] = {}  # by the stager's share
-        at_exit(self._leave)
+        at_exit(self._disconnect)
 
     def port(self) -> TcpStagerPort:
         """As `World.port`; collective if the job starts its own stager. ConfigError also: the key cannot be read.
@@ -119,22 +119,22 @@ class C10dWorld:
         """
         config = self._config
         if config.stager is None:
-            raise no_stager(self)
-        if not self._ports and self.stagers > 1 and self._is_own:
+            raise no_stager_error(self)
+        if not self._ports and self.stagers > 1 and self._starts_stager:
             mine = living_share(config).encode()
-            said = [self.peers().broadcast(mine if root == self.rank else None, root) for root in self._roots]
-            self._roots = starting_ranks(self._roots, [text.decode() for text in said])
-        return self._ports.get(0) or self._reach(0, 0, 0)
+            variable = [self.peers().broadcast(mine if root == self.rank else None, root) for root in self._starting_ranks]
+            self._starting_ranks = starting_ranks(self._starting_ranks, [text.decode() for text in variable])
+        return self._ports.get(0) or self._open_port(0, 0, 0)
 
     def member(self, index: int, attempt: int, generation: int = 0) -> TcpStagerPort:
         """As `World.member`; collective the first time where the stagers are the job's own."""
-        return self._reach(index, attempt, generation)
+        return self._open_port(index, attempt, generation)
 
-    def again(self, generation: int) -> TcpStagerPort:
-        return self._reach(0, 0, generation)
+    def reconnect(self, generation: int) -> TcpStagerPort:
+        return self._open_port(0, 0, generation)
 
-    def _reach(self, index: int, lead_attempt: int, generation: int) -> TcpStagerPort:
-        if not self._is_own:
+    def _open_port(self, index: int, lead_attempt: int, generation: int) -> TcpStagerPort:
+        if not self._starts_stager:
             return self._connect(index, lead_attempt, generation)
         started = self._own.get(index)
         if started is None:
@@ -144,20 +144,20 @@ class C10dWorld:
                 self._start(generation),
                 one_machine=self.one_machine,
                 announcements=_StoreAnnouncements(self.store("stager"), self._job.place) if index == 0 else None,
-                own=OwnShare(self._roots[index], ShareNumber(index, self.stagers), lead_attempt),
+                own=OwnShare(self._starting_ranks[index], ShareNumber(index, self.stagers), lead_attempt),
             )
         else:
             started.again(generation, lead_attempt)
         self._ports[index] = started.port
         return started.port
 
-    def _start(self, generation: int) -> Start:
-        return Start(self.launch, self.incarnation, generation)
+    def _start(self, generation: int) -> JobStart:
+        return JobStart(self.launch, self.incarnation, generation)
 
     def _connect(self, index: int, lead_attempt: int, generation: int) -> TcpStagerPort:
         config = self._config
         key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
-        port = self._ports[index] = connected(
+        port = self._ports[index] = connect_to_stager(
             config,
             StagerTarget(config.stagers[index], key or None, lead_attempt),
             rank=self.rank,
@@ -181,30 +181,30 @@ class C10dWorld:
     def council(self) -> StoreMailbox:
         return self._mailbox("council")
 
-    def uncaught(self) -> StoreMailbox:
+    def uncaught_port(self) -> StoreMailbox:
         return self._uncaught
 
     def store(self, name: str) -> Store:
         """Open a connection to the store, with a key prefix of its own. PeerLost: the store is lost."""
         return PrefixStore(f"{self._key_prefix}/{name}", self._job.connect(self._config.start_seconds_max))
 
-    def meeting(self) -> Store:
+    def torch_store(self) -> Store:
         return self.store("torch.distributed")
 
     def _mailbox(self, name: str) -> StoreMailbox:
         return StoreMailbox(self.store(name), self._job.place, rank=self.rank, ranks=self.ranks)
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         """At exit, say BYE to each stager; if rank 0 serves the store, it waits for the others to leave."""
         for port in self._ports.values():
-            port.leave(_LEAVE_SECONDS_MAX)
+            port.leave(_DISCONNECT_SECONDS_MAX)
         if self._job.outlives_ranks or self.ranks == 1:
             return
         key, deadline = f"{self._key_prefix}/left", time.monotonic() + _LINGER_SECONDS_MAX
         with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may have left before
             append(self._job.store, key, "x")  # does not wait for an answer
             if self.rank == 0:
-                _await(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
+                _poll_until(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
 
 
 class _StoreAnnouncements:
@@ -222,20 +222,20 @@ class _StoreAnnouncements:
             return bytes(self._store.compare_set("place", "", ""))
 
 
-def _own_place() -> tuple[int, int]:
+def _own_rank() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     if torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         _reject_srun_tasks()
         return 0, 1
-    said = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not all(text.isdecimal() for text in said) or not int(said[0]) < int(said[1]):
+    variable = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not all(text.isdecimal() for text in variable) or not int(variable[0]) < int(variable[1]):
         raise ConfigError(
-            f"RANK={said[0] or 'none'}, WORLD_SIZE={said[1] or 'none'}: expected a rank and how many there are; start "
+            f"RANK={variable[0] or 'none'}, WORLD_SIZE={variable[1] or 'none'}: expected a rank and how many there are; start "
             "the job with torchrun, or set both for every rank"
         )
-    return int(said[0]), int(said[1])
+    return int(variable[0]), int(variable[1])
 
 
 def _reject_srun_tasks() -> None:
@@ -272,35 +272,35 @@ def _launch(place: str, *, own_stager: bool = False) -> str:
 def _open_and_rendezvous(rank: int, ranks: int, seconds_max: float, *, own_stager: bool) -> tuple[JobStore, _Rendezvous]:
     job = open_job_store(rank, ranks, seconds_max)
     with store_errors(job.place, "the ranks meeting in it"):
-        return job, _meet(job, rank, ranks, seconds_max, own_stager=own_stager)
+        return job, _rendezvous(job, rank, ranks, seconds_max, own_stager=own_stager)
 
 
-def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stager: bool = False) -> _Rendezvous:
+def _rendezvous(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stager: bool = False) -> _Rendezvous:
     deadline = time.monotonic() + seconds_max
-    meeting = PrefixStore("holdfast/meeting", job.store)
+    store = PrefixStore("holdfast/meeting", job.store)
     if rank == 0:
         launch = _launch(job.place, own_stager=own_stager)
         if job.outlives_ranks:
             # Keep the first start's name; a later start may have another host, or another parent (a wrapper).
-            launch = meeting.compare_set("launch", "", launch).decode()
-        return _receive(meeting, launch, ranks, seconds_max, deadline)
+            launch = store.compare_set("launch", "", launch).decode()
+        return _welcome_ranks(store, launch, ranks, seconds_max, deadline)
     nonce = secrets.token_hex(_INCARNATION_BYTES)
 
     def told(key: str) -> str:
-        return str(meeting.compare_set(key, "", "").decode())
+        return str(store.compare_set(key, "", "").decode())
 
     while True:
-        append(meeting, "hello", f"{nonce}\n")
-        until = min(deadline, time.monotonic() + _AGAIN_SECONDS)
-        if incarnation := _await(lambda: told(f"welcome/{nonce}"), until):
+        append(store, "hello", f"{nonce}\n")
+        until = min(deadline, time.monotonic() + _RESEND_SECONDS)
+        if incarnation := _poll_until(lambda: told(f"welcome/{nonce}"), until):
             break
         if time.monotonic() >= deadline:
             raise PeerLost(
                 f"rank {rank} waited {seconds_max:g} s for rank 0 to meet it; rank 0 did not start or did not come to "
                 "holdfast"
             )
-    append(meeting, f"{incarnation}/here", f"{json.dumps([rank, platform.node()])}\n")
-    all_here = _await(lambda: told(f"{incarnation}/all"), deadline)
+    append(store, f"{incarnation}/here", f"{json.dumps([rank, platform.node()])}\n")
+    all_here = _poll_until(lambda: told(f"{incarnation}/all"), deadline)
     if not all_here:
         raise PeerLost(
             f"rank {rank} waited {seconds_max:g} s for all {ranks} ranks; rank 0's log names those that did not come"
@@ -308,34 +308,34 @@ def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float, *, own_stage
     return _Rendezvous(incarnation, *json.loads(all_here))
 
 
-def _receive(meeting: Store, launch: str, ranks: int, seconds_max: float, deadline: float) -> _Rendezvous:
+def _welcome_ranks(store: Store, launch: str, ranks: int, seconds_max: float, deadline: float) -> _Rendezvous:
     incarnation = secrets.token_hex(_INCARNATION_BYTES)
     hosts = {0: platform.node()}
 
     def all_here() -> bool:
-        for nonce in take(meeting, "hello").split():
-            meeting.set(f"welcome/{nonce}", incarnation)
-        for line in take(meeting, f"{incarnation}/here").splitlines():
+        for nonce in consume(store, "hello").split():
+            store.set(f"welcome/{nonce}", incarnation)
+        for line in consume(store, f"{incarnation}/here").splitlines():
             rank, host = json.loads(line)
             hosts[rank] = host
         return len(hosts) >= ranks
 
-    if not _await(all_here, deadline):
+    if not _poll_until(all_here, deadline):
         missing = [rank for rank in range(ranks) if rank not in hosts]
-        named = ", ".join(map(str, missing[:_NAMED]))
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        named = ", ".join(map(str, missing[:_RANKS_SHOWN]))
+        more = f" and {len(missing) - _RANKS_SHOWN} more" if len(missing) > _RANKS_SHOWN else ""
         raise PeerLost(
             f"rank 0 waited {seconds_max:g} s for all {ranks} ranks; rank {named}{more} did not come to holdfast"
         )
     in_order = [hosts[rank] for rank in range(ranks)]
-    meeting.set(f"{incarnation}/all", json.dumps([launch, in_order]))
+    store.set(f"{incarnation}/all", json.dumps([launch, in_order]))
     return _Rendezvous(incarnation, launch, in_order)
 
 
-def _await(look: Callable[[], _T], deadline: float) -> _T:
-    """Poll `look` until it finds something or the deadline passes; return its last result."""
+def _poll_until(check: Callable[[], _T], deadline: float) -> _T:
+    """Poll `check` until it finds something or the deadline passes; return its last result."""
     pause_seconds = _PAUSE_SECONDS_MIN
-    while not (found := look()) and time.monotonic() < deadline:
+    while not (found := check()) and time.monotonic() < deadline:
         time.sleep(pause_seconds)
         pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
     return found

@@ -17,7 +17,7 @@ from holdfast.net.handshake import (
     NONCE_BYTES,
     RANKS_MAX,
     Hello,
-    Start,
+    JobStart,
     Status,
     TlsRequired,
     answer_challenge,
@@ -60,7 +60,7 @@ class Connector:
         *,
         rank: int,
         ranks: int,
-        start: Start,
+        start: JobStart,
         tls: RankTls | None,
         lead_attempt: int = 0,
     ) -> None:
@@ -94,7 +94,7 @@ class Connector:
         pause_seconds, is_logged, why = _PAUSE_SECONDS_MIN, False, ""
         while True:
             try:
-                return self._try(channel, received, resuming, deadline)
+                return self._connect_once(channel, received, resuming, deadline)
             except _BusyStager as busy:
                 if time.monotonic() - begun > _BUSY_SECONDS_MAX:
                     raise ConfigError(str(busy)) from None
@@ -114,18 +114,18 @@ class Connector:
             time.sleep(pause_seconds)
             pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
 
-    def _try(self, channel: int, received: int, resuming: bool, deadline: float) -> OpenedConnection:
-        sock: AnySocket = socket.create_connection(self.address, timeout=_left(deadline))
+    def _connect_once(self, channel: int, received: int, resuming: bool, deadline: float) -> OpenedConnection:
+        sock: AnySocket = socket.create_connection(self.address, timeout=_seconds_left(deadline))
         try:
             if self._tls is not None:
                 assert isinstance(sock, socket.socket)
                 sock = self._tls.wrap(sock, self.address)
-            return self._meet(sock, channel, received, resuming, deadline)
+            return self._handshake(sock, channel, received, resuming, deadline)
         except BaseException:
             sock.close()
             raise
 
-    def _meet(
+    def _handshake(
         self, sock: AnySocket, channel: int, received: int, resuming: bool, deadline: float
     ) -> OpenedConnection:
         enable_keepalive(sock, messages=channel == MESSAGES_CHANNEL)
@@ -145,7 +145,7 @@ class Connector:
         sock.sendall(data)
         key = read_stager_key(self.address) if self._key is None else self._key
         try:
-            proof = answer_challenge(key, data, _exactly(sock, CHALLENGE_BYTES, deadline), received)
+            proof = answer_challenge(key, data, _receive_exactly(sock, CHALLENGE_BYTES, deadline), received)
         except TlsRequired:
             raise ConfigError(
                 f"the stager at {self.address} takes connections with TLS alone, and this rank has no tls_ca; name the "
@@ -157,14 +157,14 @@ class Connector:
                 "the same in HOLDFAST_KEY or HOLDFAST_KEY_FILE"
             )
         sock.sendall(proof)
-        admission = read_admission(_exactly(sock, ADMISSION_BYTES, deadline))
-        text = _exactly(sock, admission.text_bytes, deadline).decode(errors="replace")
+        admission = read_admission(_receive_exactly(sock, ADMISSION_BYTES, deadline))
+        text = _receive_exactly(sock, admission.text_bytes, deadline).decode(errors="replace")
         if admission.status is not Status.ADMITTED:
-            raise self._refusal(admission.status, text)
+            raise self._refusal_error(admission.status, text)
         sock.setblocking(False)
         return OpenedConnection(sock, admission.received)
 
-    def _refusal(self, status: Status, text: str) -> HoldfastError:
+    def _refusal_error(self, status: Status, text: str) -> HoldfastError:
         what = f"the stager at {self.address} refuses rank {self.rank}: {text}"
         match status:
             case Status.BUSY:
@@ -187,17 +187,17 @@ class Connector:
                 return ProtocolError(what)
 
 
-def _left(deadline: float) -> float:
+def _has_disconnected(deadline: float) -> float:
     left_seconds = deadline - time.monotonic()
     if left_seconds <= 0:
         raise TimeoutError("no answer in time")
     return left_seconds
 
 
-def _exactly(sock: AnySocket, nbytes: int, deadline: float) -> bytes:
+def _receive_exactly(sock: AnySocket, nbytes: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < nbytes:
-        sock.settimeout(_left(deadline))
+        sock.settimeout(_seconds_left(deadline))
         part = sock.recv(nbytes - len(data))
         if not part:
             raise ConnectionResetError("the stager has hung up")

@@ -18,9 +18,9 @@ HANGING_SHARE = 0.1
 
 
 def within(
-    call: Callable[[], _T], seconds_max: float, *, name: str, late: Callable[[_T], object] | None = None
+    call: Callable[[], _T], seconds_max: float, *, name: str, on_late: Callable[[_T], object] | None = None
 ) -> _T:
-    """Call `call` in a thread, and wait at most `seconds_max`. `late` gets a result that comes after the deadline.
+    """Call `call` in a thread, and wait at most `seconds_max`. `on_late` gets a result that comes after the deadline.
 
     Raises:
         TimeoutError: The call has not returned in time.
@@ -38,8 +38,8 @@ def within(
         try:
             done.set_result(answer)
         except InvalidStateError:
-            if late is not None:
-                late(answer)
+            if on_late is not None:
+                on_late(answer)
 
     threading.Thread(target=make, name=name, daemon=True).start()
     try:
@@ -87,6 +87,6 @@ class BoundedThreads(Generic[_T, _R]):
                 future.set_exception(error)
 
 
-def start(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[Future[_R]]:
+def run_in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[Future[_R]]:
     """The futures of a `BoundedThreads` that needs no relief."""
     return BoundedThreads(work, items, threads, name).futures

@@ -26,7 +26,7 @@ class MpiCouncilPort:
         try:
             request = self._comm.Isend([message, MPI.BYTE], rank, CONTROL_TAG)
         except MPI.Exception as error:
-            self._note(error, rank)
+            self._acknowledge_failures(error, rank)
         else:
             self._sending.append((request, message, rank))
 
@@ -41,15 +41,15 @@ class MpiCouncilPort:
                 self._comm.Recv([buffer, MPI.BYTE], source, CONTROL_TAG)
                 found.append((source, bytes(buffer)))
         except MPI.Exception as error:
-            self._note(error)
-        under_way = []
+            self._acknowledge_failures(error)
+        in_flight = []
         for request, message, rank in self._sending:
             try:
                 if not request.Test() and rank not in self._lost:
-                    under_way.append((request, message, rank))
+                    in_flight.append((request, message, rank))
             except MPI.Exception as error:
-                self._note(error, rank)
-        self._sending = under_way
+                self._acknowledge_failures(error, rank)
+        self._sending = in_flight
         return found
 
     def lost(self) -> frozenset[int]:
@@ -61,7 +61,7 @@ class MpiCouncilPort:
             self.poll()
             time.sleep(PAUSE_SECONDS_MIN)
 
-    def _note(self, error: MPI.Exception, rank: int | None = None) -> None:
+    def _acknowledge_failures(self, error: MPI.Exception, rank: int | None = None) -> None:
         """Acknowledge dead ranks, so that ANY_SOURCE probes work again."""
         if error.Get_error_class() not in LOST:
             raise lost_peer(error, "a training rank") from error

@@ -74,13 +74,13 @@ class MpiPeers:
             MPI.Request.Testsome([request for request, _ in self._shared])
         except MPI.Exception as error:
             raise lost_peer(error, "a process was lost during the restore") from error
-        under_way = []
+        in_flight = []
         for request, scattered in self._shared:
             if request == MPI.REQUEST_NULL:
                 scattered.Free()
             else:
-                under_way.append((request, scattered))
-        self._shared = under_way  # the next poll tests only these
+                in_flight.append((request, scattered))
+        self._shared = in_flight  # the next poll tests only these
 
     def finish(self, deadline_seconds: float) -> None:
         shared, self._shared = self._shared, []

@@ -17,7 +17,7 @@ _log = logging.getLogger("holdfast.trainer.mpi")
 _given_up = False
 
 
-def given_up() -> bool:
+def has_stager_timed_out() -> bool:
     """Whether the stager has timed out, so that MPI must not be finalized."""
     return _given_up
 
@@ -37,7 +37,7 @@ class MpiStagerPort:
         self._next_payload = 0
         # Receive buffer, reused: fresh memory for a large message costs more than its copy.
         self._received = bytearray()
-        self._left = False
+        self._has_disconnected = False
 
     @property
     def one_machine(self) -> bool:
@@ -71,7 +71,7 @@ class MpiStagerPort:
         self._payloads[self._next_payload] = (requests, payload)
         return self._next_payload
 
-    def sent(self, handle: int) -> bool:
+    def is_sent(self, handle: int) -> bool:
         try:
             done = MPI.Request.Testall(self._payloads[handle][0])
         except MPI.Exception as error:
@@ -101,20 +101,20 @@ class MpiStagerPort:
             raise lost_peer(error) from error
         return messages
 
-    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+    def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
         """As `StagerPort.leave`. With `lost`, MPI is not finalized at exit."""
-        global _given_up  # noqa: PLW0603 - MPI is one for the process, too
-        _given_up = _given_up or lost
-        if self._left:
+        global _stager_timed_out  # noqa: PLW0603 - MPI is one for the process, too
+        _stager_timed_out = _stager_timed_out or lost
+        if self._has_disconnected:
             return
-        self._left = True
+        self._has_disconnected = True
         deadline = time.monotonic() + seconds_max
         try:
             self.send(encode(Kind.BYE))
             while (self._sending or self._payloads) and time.monotonic() < deadline:
                 self.poll()
                 for handle in list(self._payloads):
-                    self.sent(handle)
+                    self.is_sent(handle)
                 time.sleep(PAUSE_SECONDS_MIN)
         except (PeerLost, ProtocolError) as error:
             _log.debug("left without a good-bye: %s", error)

@@ -19,26 +19,26 @@ import numpy as np
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from holdfast.image.shares import WRITERS_MAX
-from holdfast.net.handshake import INCARNATION_BYTES, Start
+from holdfast.net.handshake import INCARNATION_BYTES, JobStart
 from holdfast.process import FINALIZE_SECONDS_MAX, at_exit, call_or_exit
 from holdfast.wire.frames import Role
 from trainer_side.ranks.mpi import MPI, wait
 from trainer_side.ranks.mpi_council_port import MpiCouncilPort
 from trainer_side.ranks.mpi_peers import MpiPeers
-from trainer_side.ranks.mpi_stager_port import MpiStagerPort, given_up
-from trainer_side.ranks.ports import StagerPort, no_stager
+from trainer_side.ranks.mpi_stager_port import MpiStagerPort, has_stager_timed_out
+from trainer_side.ranks.ports import StagerPort, no_stager_error
 from trainer_side.ranks.started_stager import StartedStager
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
 _START_SECONDS_MAX = 120.0
-_LEAVE_SECONDS_MAX = 5.0
+_DISCONNECT_SECONDS_MAX = 5.0
 _END_PAUSE_SECONDS = 5e-3
 _FAILED_SECONDS = 3.0  # how long a failed rank waits for the others to end as well
 _REVOKE_POLLS = 40
 
 
 def _finalize() -> None:
-    if mpi4py.rc.finalize is not False or not MPI.Is_initialized() or MPI.Is_finalized() or given_up():
+    if mpi4py.rc.finalize is not False or not MPI.Is_initialized() or MPI.Is_finalized() or has_stager_timed_out():
         return
     # After an uncaught exception the others may wait for this rank in a collective call of the script. To wait for them
     # without a deadline would hang the job; the end of this rank is noticed.
@@ -127,7 +127,7 @@ class MpiWorld:
         """
         if cls._joined is None:
             cls._joined = cls(seconds_max)
-            at_exit(cls._joined._leave)
+            at_exit(cls._joined._disconnect)
         return cls._joined
 
     @classmethod
@@ -135,10 +135,10 @@ class MpiWorld:
         """The world, if this process has joined it."""
         return cls._joined
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         """Say BYE at exit: a rank that never made a link must do so, too, or the stagers wait for it."""
         for port in self._ports:
-            port.leave(_LEAVE_SECONDS_MAX)
+            port.leave(_DISCONNECT_SECONDS_MAX)
 
     def request_own_stager(self, config: TrainerConfig) -> None:
         """Have rank 0 start a stager when the ranks first call `port`. ConfigError: mpirun has started one as well."""
@@ -154,19 +154,19 @@ class MpiWorld:
         if not self._ports and self._own_stager_config is not None:
             peers = self.peers()
             incarnation = peers.broadcast(os.urandom(INCARNATION_BYTES) if self.rank == 0 else None)
-            start = Start(incarnation.hex(), incarnation)
+            start = JobStart(incarnation.hex(), incarnation)
             self._own = StartedStager(self._own_stager_config, peers, start, one_machine=self.one_machine)
             self._ports.append(self._own.port)
         if not self._ports:
-            raise no_stager(self)
+            raise no_stager_error(self)
         return self._ports[0]
 
     @property
-    def again(self) -> Callable[[int], StagerPort] | None:
+    def reconnect(self) -> Callable[[int], StagerPort] | None:
         """As `World.again`: only a stager that rank 0 has started can be restarted; mpirun restarts no process."""
-        return None if self._own is None else self._again
+        return None if self._own is None else self._reconnect
 
-    def _again(self, generation: int) -> StagerPort:
+    def _reconnect(self, generation: int) -> StagerPort:
         assert self._own is not None
         port = self._ports[0] = self._own.again(generation)
         return port
@@ -178,11 +178,11 @@ class MpiWorld:
     def peers(self) -> MpiPeers:
         return MpiPeers(self._trainers)
 
-    def meeting(self) -> None:
+    def torch_store(self) -> None:
         """As `World.meeting`: MPI has no store."""
 
     def council(self) -> MpiCouncilPort:
         return MpiCouncilPort(self._council)
 
-    def uncaught(self) -> MpiCouncilPort:
+    def uncaught_port(self) -> MpiCouncilPort:
         return MpiCouncilPort(self._uncaught)

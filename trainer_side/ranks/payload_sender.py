@@ -26,8 +26,8 @@ _log = logging.getLogger("holdfast.trainer.tcp")
 
 _TRY_SECONDS_MAX = 5.0  # of one try to connect; then the thread checks whether the sender was closed
 _PAUSE_SECONDS = 0.2
-_LOOK_SECONDS = 1.0
-_QUIET_SECONDS_MAX = 5.0
+_POLL_SECONDS = 1.0
+_IDLE_WAIT_SECONDS_MAX = 5.0
 _BYTES_PER_CALL_MAX = 4 << 20
 _TASK = "sends payloads to the stager"
 # More than one TLS record, so that no decrypted bytes stay behind unseen by poll.
@@ -48,24 +48,24 @@ class PayloadSender:
         connector: Connector,
         channel: int,
         *,
-        over: Callable[[int], None],
-        died: Callable[[ThreadDied], object],
+        on_receipt: Callable[[int], None],
+        on_death: Callable[[ThreadDied], object],
         stall_seconds: float,
     ) -> None:
         self._connector, self._channel = connector, channel
-        self._over, self._stall_seconds = over, stall_seconds
+        self._on_receipt, self._stall_seconds = on_receipt, stall_seconds
         self._lock = threading.Lock()
         self._waiting: deque[tuple[PayloadHeader, memoryview]] = deque()
-        self._under_way: OrderedDict[int, tuple[PayloadHeader, memoryview]] = OrderedDict()
+        self._in_flight: OrderedDict[int, tuple[PayloadHeader, memoryview]] = OrderedDict()
         self.load = 0  # bytes that have no receipt yet
         self._closed = False
         self._reconnect_requested = False
-        self._quiet = threading.Event()  # set while the thread reads no payload's memory
-        self._quiet.set()
+        self._idle = threading.Event()  # set while the thread reads no payload's memory
+        self._idle.set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._died = died
+        self._on_death = on_death
         self._thread = BackgroundThread(
-            f"holdfast-payloads-{channel}", self._run, rank=connector.rank, task=_TASK, died=self._end
+            f"holdfast-payloads-{channel}", self._run, rank=connector.rank, task=_TASK, died=self._on_thread_death
         )
         self._thread.start()
 
@@ -76,7 +76,7 @@ class PayloadSender:
             self.load += header.nbytes
         os.eventfd_write(self._wake, 1)
 
-    def renew(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect: the message connection was cut, so this one may be dead, too, without an error."""
         self._reconnect_requested = True
         os.eventfd_write(self._wake, 1)
@@ -86,11 +86,11 @@ class PayloadSender:
         self._closed = True
         os.eventfd_write(self._wake, 1)
         # Returns at once while the thread connects: it then reads no payload.
-        self._quiet.wait(_QUIET_SECONDS_MAX)
+        self._idle.wait(_IDLE_WAIT_SECONDS_MAX)
 
-    def _end(self, error: ThreadDied) -> None:
-        self._quiet.set()
-        self._died(error)
+    def _on_thread_death(self, error: ThreadDied) -> None:
+        self._idle.set()
+        self._on_death(error)
 
     def _run(self) -> None:
         while not self._closed:
@@ -103,49 +103,49 @@ class PayloadSender:
                     time.sleep(_PAUSE_SECONDS)
                 continue
             with sock:
-                self._quiet.clear()
+                self._idle.clear()
                 try:
                     _Connection(self, sock).work()
                 except OSError as error:
                     _log.debug("a connection for payloads has ended: %s", error)
                 finally:
-                    self._quiet.set()
+                    self._idle.set()
             with self._lock:
-                self._waiting.extendleft(reversed(self._under_way.values()))
-                self._under_way.clear()
+                self._waiting.extendleft(reversed(self._in_flight.values()))
+                self._in_flight.clear()
 
     # -- for the connection, in the sender's thread --------------------------------------------------------------------
 
     @property
-    def is_over(self) -> bool:
+    def must_end_connection(self) -> bool:
         return self._closed or self._reconnect_requested
 
-    def begin(self) -> int:
+    def begin_connection(self) -> int:
         """Note that a connection begins; return the descriptor that wakes its poll."""
         self._reconnect_requested = False
         return self._wake
 
-    def next(self) -> tuple[PayloadHeader, memoryview] | None:
+    def next_payload(self) -> tuple[PayloadHeader, memoryview] | None:
         """Return the next payload, and count it as in flight."""
         with self._lock:
             if not self._waiting:
                 return None
             header, payload = self._waiting.popleft()
-            self._under_way[header.number] = (header, payload)
+            self._in_flight[header.number] = (header, payload)
             return header, payload
 
-    def received(self, number: int) -> None:
+    def acknowledge(self, number: int) -> None:
         with self._lock:
-            found = self._under_way.pop(number, None)
+            found = self._in_flight.pop(number, None)
             if found is None:
                 return
             self.load -= found[0].nbytes
-        self._over(number)
+        self._on_receipt(number)
 
     @property
     def stall_seconds(self) -> float | None:
         """The longest time without progress; None while no payload is in flight."""
-        return self._stall_seconds if self._under_way else None
+        return self._stall_seconds if self._in_flight else None
 
 
 class _Connection:
@@ -157,7 +157,7 @@ class _Connection:
         self._receipts = bytearray()
         self._moved_at = time.monotonic()
 
-    def work(self) -> None:
+    def run(self) -> None:
         """Send payloads and read receipts until the sender is closed or renewed. OSError: ended, or no progress."""
         wake = self._sender.begin()
         poll = select.poll()
@@ -169,14 +169,14 @@ class _Connection:
                 self._parts.extend((memoryview(header.to_bytes()), payload))
                 self._moved_at = time.monotonic()
             poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._parts else 0))
-            for descriptor, mask in poll.poll(_LOOK_SECONDS * 1000):
+            for descriptor, mask in poll.poll(_POLL_SECONDS * 1000):
                 if descriptor == wake:
                     os.eventfd_read(wake)
                     continue
                 if mask & select.POLLOUT:
                     self._send()
                 if mask & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    self._hear()
+                    self._receive_receipts()
             stall_seconds = self._sender.stall_seconds
             if stall_seconds is not None and time.monotonic() - self._moved_at > stall_seconds:
                 raise TimeoutError(f"nothing has moved for {stall_seconds:g} s")
@@ -194,7 +194,7 @@ class _Connection:
                 self._parts.appendleft(part[sent:])
             sent -= min(sent, len(part))
 
-    def _hear(self) -> None:
+    def _receive_receipts(self) -> None:
         try:
             data = self._sock.recv(_BYTES_READ_MAX)
         except BlockingIOError:
@@ -203,7 +203,7 @@ class _Connection:
             raise ConnectionResetError("the stager has hung up")
         self._moved_at = time.monotonic()
         self._receipts += data
-        whole = len(self._receipts) - len(self._receipts) % RECEIPT.size
-        for (number,) in RECEIPT.iter_unpack(bytes(self._receipts[:whole])):
+        complete_bytes = len(self._receipts) - len(self._receipts) % RECEIPT.size
+        for (number,) in RECEIPT.iter_unpack(bytes(self._receipts[:complete_bytes])):
             self._sender.received(number)
-        del self._receipts[:whole]
+        del self._receipts[:complete_bytes]

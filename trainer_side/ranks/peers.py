@@ -109,7 +109,7 @@ def cut(pieces: Iterable[tuple[int, int]], group_bytes: int) -> list[list[tuple[
     return groups
 
 
-_NAMED = 3  # most ranks with damage that are named
+_RANKS_SHOWN = 3  # most ranks with damage that are named
 
 
 def gather(peers: Peers, mine: bytes) -> list[bytes]:
@@ -127,11 +127,11 @@ def agree(peers: Peers, error: HoldfastError | None) -> str | None:
         return None
     mine = b"" if error is None else json.dumps([error.code, str(error)]).encode()
     found: list[tuple[int, HoldfastError]] = []
-    for rank, said in enumerate(gather(peers, mine)):
+    for rank, message in enumerate(gather(peers, mine)):
         if rank == peers.rank and error is not None:
             found.append((rank, error))
-        elif said:
-            found.append((rank, peer_error(*json.loads(said))))
+        elif message:
+            found.append((rank, peer_error(*json.loads(message))))
     final = [(rank, other) for rank, other in found if not isinstance(other, DamageError | StoreMissing)]
     if final:
         rank, error_of_rank = final[0]
@@ -140,8 +140,8 @@ def agree(peers: Peers, error: HoldfastError | None) -> str | None:
         raise type(error_of_rank)(f"rank {rank}: {error_of_rank}")
     if peers.ranks == 1:
         return str(found[0][1])
-    named = "; ".join(f"rank {rank}: {other}" for rank, other in found[:_NAMED])
-    return f"{named}; and {len(found) - _NAMED} more ranks" if len(found) > _NAMED else named
+    named = "; ".join(f"rank {rank}: {other}" for rank, other in found[:_RANKS_SHOWN])
+    return f"{named}; and {len(found) - _RANKS_SHOWN} more ranks" if len(found) > _RANKS_SHOWN else named
 
 
 def raise_agreed(peers: Peers, error: HoldfastError | None) -> None:

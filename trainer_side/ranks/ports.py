@@ -60,7 +60,7 @@ class StagerPort(Protocol):
         """
         ...
 
-    def sent(self, handle: int) -> bool:
+    def is_sent(self, handle: int) -> bool:
         """Whether the payload was read to its end, so that its memory may change."""
         ...
 
@@ -68,7 +68,7 @@ class StagerPort(Protocol):
         """Return the control messages that have arrived. Never waits."""
         ...
 
-    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+    def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
         """Send BYE, once, and wait until all queued messages and payloads were sent, at most `seconds_max`.
 
         With `lost` the stager has timed out, and the call does not wait for it.
@@ -94,7 +94,7 @@ class RanksPort(Protocol):
 class CouncilPort(RanksPort, Protocol):
     """Messages among the ranks for the local tiers, in the order of sending. Only for the council's thread."""
 
-    def lost(self) -> frozenset[int]:
+    def lost_ranks(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
         ...
 
@@ -129,7 +129,7 @@ class World(Protocol):
         ...
 
     @property
-    def again(self) -> Callable[[int], StagerPort] | None:
+    def reconnect(self) -> Callable[[int], StagerPort] | None:
         """A call that reconnects to a lost stager, as a new generation of the job's start. Any thread, one at a time.
 
         The call raises `HoldfastError` if the stager cannot be reached or refuses this rank. None: a lost stager stays
@@ -141,20 +141,20 @@ class World(Protocol):
         """Connect to the other ranks for restore. Main thread, before the first step."""
         ...
 
-    def meeting(self) -> Store | None:
+    def torch_store(self) -> Store | None:
         """A part of the job's store for `torch.distributed`; None if there is no such store. PeerLost: it is lost."""
         ...
 
-    def council(self) -> CouncilPort:
+    def council_port(self) -> CouncilPort:
         """Connect to the other ranks for local tiers. At any time."""
         ...
 
-    def uncaught(self) -> RanksPort:
+    def uncaught_port(self) -> RanksPort:
         """The port to the other ranks for an error that ends this one."""
         ...
 
 
-def no_stager(world: World) -> ConfigError:
+def no_stager_error(world: World) -> ConfigError:
     return ConfigError(
         f"no stager in this job of {world.ranks} trainers; {world.stager_advice}, or set tiers "
         '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'

@@ -27,9 +27,9 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.image.shares import WHOLE, ShareNumber
 from holdfast.log_files import last_lines, log_path
 from holdfast.net.address import Address, parse_address
-from holdfast.net.handshake import Start
+from holdfast.net.handshake import JobStart
 from holdfast.net.key import new_key, read_key
-from holdfast.own_stager import OwnStagerEndpoint, heard, find_own_stager
+from holdfast.own_stager import OwnStagerEndpoint, parse_first_line, find_own_stager
 from holdfast.supervised import ATTEMPT_VARIABLE, KEPT_VARIABLE
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, raise_agreed
@@ -42,7 +42,7 @@ _ANY_ADDRESS = frozenset({_ANY, "::"})
 _LOOPBACK = "127.0.0.1"
 _PROBE_ADDRESS = ("192.0.2.1", 9)  # in a documentation network (RFC 5737); no packet is sent
 _LINE_BYTES_MAX = 1 << 16
-_LOOK_SECONDS = 0.2  # while a stager of an earlier start ends
+_POLL_SECONDS = 0.2  # while a stager of an earlier start ends
 # A launcher's variables would make it a rank; those of `holdfast run` are about another stager.
 _HIDDEN_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", ATTEMPT_VARIABLE, KEPT_VARIABLE, "HOLDFAST_KEY_FILE")
 
@@ -84,9 +84,9 @@ def starting_ranks(nodes: Sequence[int], living: Sequence[str]) -> list[int]:
         living: The result of `living_share` on each node.
     """
     texts = [str(ShareNumber(index, len(nodes))) for index in range(len(nodes))]
-    kept = dict(zip(living, nodes, strict=True))
-    rest = iter([rank for rank in nodes if rank not in {kept.get(text) for text in texts}])
-    return [kept[text] if text in kept else next(rest) for text in texts]
+    by_share = dict(zip(living, nodes, strict=True))
+    rest = iter([rank for rank in nodes if rank not in {by_share.get(text) for text in texts}])
+    return [by_share[text] if text in by_share else next(rest) for text in texts]
 
 
 class StagerStarter:
@@ -127,13 +127,13 @@ class StagerStarter:
         self._listen, self._host = listen, listen.host
         if listen.host in _ANY_ADDRESS:
             self._host = _LOOPBACK if one_machine else _own_host(is_master=own.root == 0)
-        given = read_key(
+        configured_key = read_key(
             None if stager.key is None else stager.key.get_secret_value(), stager.key_file
         ).decode()
-        self._key = given or new_key()
+        self._key = configured_key or new_key()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def living(self) -> OwnStagerEndpoint | None:
+    def find_living(self) -> OwnStagerEndpoint | None:
         """Return the living stager that this start of the job, or an earlier one, has started on this machine.
 
         If that stager has another share, because the earlier start had other nodes, wait for its end. PeerLost: it does
@@ -159,7 +159,7 @@ class StagerStarter:
                     "waiting for %s, to end: one that an earlier start has left waits idle_seconds_max for its job",
                     what,
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def start(self) -> OwnStagerEndpoint:
         """Start the stager, at its last address if it had one, and wait until it listens, at most `start_seconds_max`.
@@ -171,7 +171,7 @@ class StagerStarter:
         log = log_path("stager", self._store)
         with log.open("ab") as end:
             self._process = subprocess.Popen(
-                self._line(),
+                self._command_line(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=end,
@@ -189,7 +189,7 @@ class StagerStarter:
                 f"{self._seconds_max:g} s, and was ended; see {log}"
             ) from None
         try:
-            place = heard(line)._replace(key=self._key)
+            place = parse_first_line(line)._replace(key=self._key)
         except ValueError:
             self._process.wait()
             raise PeerLost(
@@ -200,12 +200,12 @@ class StagerStarter:
         _log.info("started a stager of this job at %s, its log is %s", place.address, log)
         return place
 
-    def take(self, place: OwnStagerEndpoint) -> None:
+    def adopt(self, place: OwnStagerEndpoint) -> None:
         """Adopt the key and port of a living stager: if it dies, it is restarted there."""
         self._key = place.key
         self._listen = self._listen._replace(port=parse_address(place.address).port)
 
-    def _line(self) -> list[str]:
+    def _command_line(self) -> list[str]:
         config = self._config
         line = [sys.executable, "-P", "-m", "holdfast", "stager", "--own", self._host]
         line += ["--listen", str(self._listen), "--store", self._store]
@@ -220,16 +220,16 @@ class StagerStarter:
         return line
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)}
-        return {**kept, "HOLDFAST_KEY": self._key}
+        by_share = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN_VARIABLES)}
+        return {**by_share, "HOLDFAST_KEY": self._key}
 
 
 class Announcements(Protocol):
     """Channel on which rank 0 announces the current stager to the other ranks, at any time. Raises `PeerLost`."""
 
-    def say(self, data: bytes) -> None: ...
+    def announce(self, data: bytes) -> None: ...
 
-    def heard(self) -> bytes:
+    def latest(self) -> bytes:
         """The last announcement; empty if there was none."""
         ...
 
@@ -254,7 +254,7 @@ class StartedStager:
         self,
         config: TrainerConfig,
         peers: Peers,
-        start: Start,
+        start: JobStart,
         *,
         one_machine: bool,
         announcements: Announcements | None = None,
@@ -266,7 +266,7 @@ class StartedStager:
         named = config.stager if config.stager not in (OWN_STAGER, OWN_PER_NODE) else None
         self._named = None if named is None else OwnStagerEndpoint(named, "")
         self._place = self._named or OwnStagerEndpoint("", "")
-        self._lost_at: float | None = None  # the named one
+        self._named_lost_at: float | None = None  # the named one
         self._process: StagerStarter | None = None
         port: TcpStagerPort | None = None
         error: HoldfastError | None = None
@@ -294,7 +294,7 @@ class StartedStager:
         assert port is not None
         self.port = port
 
-    def again(self, generation: int, lead_attempt: int = 0) -> TcpStagerPort:
+    def reconnect(self, generation: int, lead_attempt: int = 0) -> TcpStagerPort:
         """As `World.again`. Rank `own.root` restarts a dead own stager. Rank 0 replaces a named one that was lost for
         `own_after_seconds`, and the other ranks follow its announcement.
         """
@@ -322,14 +322,14 @@ class StartedStager:
             self.port = self._connect(generation, seconds_max)
         else:
             if self._place == self._named:
-                self._lost_at = None
+                self._named_lost_at = None
         return self.port
 
     def _is_lost_for_long(self) -> bool:
         """Whether the named stager was not reached for `own_after_seconds`, since the first try that failed."""
-        if self._lost_at is None:
-            self._lost_at = self._clock() - self._config.reconnect_seconds_max
-        return self._clock() - self._lost_at >= self._config.own_after_seconds
+        if self._named_lost_at is None:
+            self._named_lost_at = self._clock() - self._config.reconnect_seconds_max
+        return self._clock() - self._named_lost_at >= self._config.own_after_seconds
 
     def _restart_if_dead(self, process: StagerStarter) -> None:
         if process.living() is None:
@@ -367,7 +367,7 @@ class StartedStager:
         config, key = self._config, self._place.key.encode()
         if not key:
             key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
-        return connected(
+        return connect_to_stager(
             config,
             StagerTarget(self._place.address, key or None, self._own.lead_attempt),
             rank=self._rank,
@@ -391,8 +391,8 @@ class StagerTarget(NamedTuple):
     lead_attempt: int = 0
 
 
-def connected(
-    config: TrainerConfig, target: StagerTarget, *, rank: int, ranks: int, start: Start, seconds_max: float
+def connect_to_stager(
+    config: TrainerConfig, target: StagerTarget, *, rank: int, ranks: int, start: JobStart, seconds_max: float
 ) -> TcpStagerPort:
     """Connect to a stager, with the settings of `config`; raises as `TcpStagerPort.connect`."""
     return TcpStagerPort.connect(
@@ -415,13 +415,13 @@ def _own_host(*, is_master: bool) -> str:
     """Guess the address at which other machines reach this one: MASTER_ADDR on rank 0's, else that of the route to
     rank 0, or of the default route.
     """
-    told = os.environ.get("MASTER_ADDR", "")
-    if Address(told, 0).is_loopback:
-        told = ""
-    if told and is_master:
-        return told
+    master_address = os.environ.get("MASTER_ADDR", "")
+    if Address(master_address, 0).is_loopback:
+        master_address = ""
+    if master_address and is_master:
+        return master_address
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((told, _PROBE_ADDRESS[1]) if told else _PROBE_ADDRESS)
+        probe.connect((master_address, _PROBE_ADDRESS[1]) if master_address else _PROBE_ADDRESS)
         return str(probe.getsockname()[0])
     return socket.gethostname()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.net.address import parse_address
-from holdfast.net.handshake import CHANNELS_MAX, MESSAGES_CHANNEL, Start
+from holdfast.net.handshake import CHANNELS_MAX, MESSAGES_CHANNEL, JobStart
 from holdfast.net.message_line import MessageLine
 from holdfast.net.payload_frame import PayloadHeader
 from holdfast.net.tls import AnySocket, RankTls
@@ -52,17 +52,17 @@ class TcpStagerPort:
         self._reopened: queue.SimpleQueue[OpenedConnection | HoldfastError] = queue.SimpleQueue()
         self._cut_at = 0.0
         self._problem: HoldfastError | None = None
-        self._died: ThreadDied | None = None  # not raised yet
-        self._left = False
+        self._sender_error: ThreadDied | None = None  # not raised yet
+        self._has_disconnected = False
         self._last_number = 0
         # Numbers of payloads with a receipt; the senders' threads only call the atomic `add`.
-        self._over: set[int] = set()
-        self._payloads = 0  # for which `sent` was not True yet
+        self._acknowledged: set[int] = set()
+        self._payloads_in_flight = 0  # for which `sent` was not True yet
         self._senders = [
             PayloadSender(
                 connector,
                 channel,
-                over=self._over.add,
+                over=self._acknowledged.add,
                 died=self._on_sender_died,
                 stall_seconds=reconnect_seconds_max,
             )
@@ -97,7 +97,7 @@ class TcpStagerPort:
             key,
             rank=rank,
             ranks=ranks,
-            start=Start(launch, incarnation, generation),
+            start=JobStart(launch, incarnation, generation),
             tls=None if tls_ca is None else RankTls(tls_ca),
             lead_attempt=lead_attempt,
         )
@@ -108,16 +108,16 @@ class TcpStagerPort:
 
     def send(self, message: bytes) -> None:
         """As `StagerPort.send`; a cut connection loses no message."""
-        self._check()
+        self._raise_if_failed()
         try:
             self._line.put(message)
         except ProtocolError as error:
             self._fail(ProtocolError(f"the stager: {error}"))
-            self._check()
+            self._raise_if_failed()
         self._write()
 
     def poll(self) -> list[bytes]:
-        self._check()
+        self._raise_if_failed()
         if self._sock is None:
             self._resume_if_reopened()
         messages: list[bytes] = []
@@ -129,16 +129,16 @@ class TcpStagerPort:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._cut(error)
+                self._on_connection_cut(error)
                 break
             if nbytes == 0:
-                self._cut(ConnectionResetError("the stager has hung up"))
+                self._on_connection_cut(ConnectionResetError("the stager has hung up"))
                 break
             try:
                 messages += self._line.arrived(nbytes)
             except ProtocolError as error:
                 self._fail(ProtocolError(f"the stager: {error}; install the same holdfast on all machines"))
-                self._check()
+                self._raise_if_failed()
         self._write()
         return messages
 
@@ -149,14 +149,14 @@ class TcpStagerPort:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._cut(error)
+                self._on_connection_cut(error)
 
-    def _cut(self, error: OSError) -> None:
+    def _on_connection_cut(self, error: OSError) -> None:
         assert self._sock is not None
         self._sock.close()
         self._sock, self._cut_at = None, time.monotonic()
         _log.log(
-            logging.DEBUG if self._left else logging.WARNING,
+            logging.DEBUG if self._has_disconnected else logging.WARNING,
             "the connection to the stager was cut (%s); it is made again within %g s",
             error.strerror or error,
             self._reconnect_seconds_max,
@@ -195,14 +195,14 @@ class TcpStagerPort:
             return
         if isinstance(found, HoldfastError):
             self._fail(found)
-            self._check()
+            self._raise_if_failed()
             return
         try:
             self._line.resume(found.received)
         except ProtocolError as error:
             found.sock.close()
             self._fail(ProtocolError(f"the stager: {error}"))
-            self._check()
+            self._raise_if_failed()
             return
         self._sock = found.sock
         _log.info("connected to the stager again after %.1f s", time.monotonic() - self._cut_at)
@@ -213,32 +213,32 @@ class TcpStagerPort:
 
     def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:  # noqa: ARG002
         """As `StagerPort.send_payload`. `pieces` is unused: the stager knows where each piece belongs."""
-        self._check()
+        self._raise_if_failed()
         self._last_number += 1
-        self._payloads += 1
+        self._payloads_in_flight += 1
         header = PayloadHeader(self._last_number, slot, payload.nbytes)
         min(self._senders, key=lambda sender: sender.load).send(header, payload)
         return self._last_number
 
-    def sent(self, handle: int) -> bool:
-        self._check()
-        if handle not in self._over:
+    def is_sent(self, handle: int) -> bool:
+        self._raise_if_failed()
+        if handle not in self._acknowledged:
             return False
-        self._over.discard(handle)
-        self._payloads -= 1
+        self._acknowledged.discard(handle)
+        self._payloads_in_flight -= 1
         return True
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
-        if self._left:
+    def disconnect(self, seconds_max: float, *, lost: bool = False) -> None:
+        if self._has_disconnected:
             return
-        self._left = True
+        self._has_disconnected = True
         deadline = time.monotonic() + (0.0 if lost else seconds_max)
         try:
             self.send(encode(Kind.BYE))
             while time.monotonic() < deadline and (
-                self._line.unacknowledged or self._payloads > len(self._over)
+                self._line.unacknowledged or self._payloads_in_flight > len(self._acknowledged)
             ):
                 self.poll()
                 time.sleep(_PAUSE_SECONDS)
@@ -248,11 +248,11 @@ class TcpStagerPort:
 
     def _on_sender_died(self, error: ThreadDied) -> None:
         """Keep the error for the next call of the link's thread. Called in the sender's thread."""
-        self._died = error
+        self._sender_error = error
 
-    def _check(self) -> None:
-        if self._died is not None:
-            died, self._died = self._died, None  # raise once: BYE to the stager may follow
+    def _raise_if_failed(self) -> None:
+        if self._sender_error is not None:
+            died, self._sender_error = self._sender_error, None  # raise once: BYE to the stager may follow
             raise died
         if self._problem is not None:
             raise self._problem

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from holdfast.errors import HoldfastError
-from holdfast.supervised import last_words, own_rank
+from holdfast.supervised import format_final_error, own_rank
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.joined import joined_world
 from trainer_side.ranks.ports import RanksPort
@@ -49,22 +49,22 @@ def install_exit_code_hook() -> None:
             previous(kind, error, trace)
             return
         _log.debug("traceback of the error", exc_info=(kind, error, trace))
-        _say(error, trace)
+        _report(error, trace)
         sys.stdout.flush()
         # The interpreter runs its exit handlers, then ends with this code.
         raise SystemExit(error.exit_code)
 
-    hook.says_refusals = True  # type: ignore[attr-defined]
+    hook.is_holdfast_hook = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def _say(error: HoldfastError, trace: TracebackType | None) -> None:
+def _report(error: HoldfastError, trace: TracebackType | None) -> None:
     world = joined_world()  # None before the ranks have met
     port = None if world is None else world.uncaught()
     if (port is None or _must_print_in_time(port, error)) and sys.__stderr__ is not None:
         # Not sys.stderr: torch.distributed replaces it while its own hook runs around this one.
         rank = own_rank() if port is None else port.rank
-        sys.__stderr__.write(last_words(error, rank=rank, place=_place(trace)))
+        sys.__stderr__.write(format_final_error(error, rank=rank, place=_caller_location(trace)))
         sys.__stderr__.flush()
 
 
@@ -86,7 +86,7 @@ def must_print(port: RanksPort, error: HoldfastError, *, seconds_max: float = _L
             port.send(rank, message)
         deadline = time.monotonic() + seconds_max
         while port.rank > 0 and time.monotonic() < deadline:
-            if any(rank < port.rank and json.loads(said) == mine for rank, said in port.poll()):
+            if any(rank < port.rank and json.loads(received) == mine for rank, received in port.poll()):
                 return False
             time.sleep(_PAUSE_SECONDS)
     except HoldfastError as lost:
@@ -94,7 +94,7 @@ def must_print(port: RanksPort, error: HoldfastError, *, seconds_max: float = _L
     return True
 
 
-def _place(trace: TracebackType | None) -> str:
+def _caller_location(trace: TracebackType | None) -> str:
     """Where the script has called holdfast, as `train.py:45`."""
     frames = traceback.extract_tb(trace)
     own = [Path(__file__).parents[2] / package for package in _PACKAGES]

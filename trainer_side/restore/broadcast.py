@@ -53,7 +53,7 @@ class _Packed(NamedTuple):
         ends = [*itertools.accumulate((part.nbytes for part in packed), initial=0)]
         return cls(packed, ends[:-1], ends[-1])
 
-    def place(self, offset: int) -> int:
+    def position(self, offset: int) -> int:
         """Return where in the window a byte of the image is."""
         number = bisect.bisect_right(self.parts, offset, key=_by_offset) - 1
         return self.places[number] + offset - self.parts[number].offset
@@ -73,23 +73,23 @@ class Broadcast(Exchange):
         windows: ChunkWindows,
         targets: Mapping[int, EntrySink],
         own: Iterable[Unit],
-        crossing: DeviceSections | None,
+        device_sections: DeviceSections | None,
     ) -> None:
         super().__init__(_AHEAD)
-        self._windows, self._targets, self._device_sections = windows, targets, crossing
+        self._windows, self._targets, self._device_sections = windows, targets, device_sections
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
         self._place_bytes = -(-self._chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
         self._send_indexes: dict[_Key, int] = {}
         if any(not isinstance(target, EntryTarget) for target in targets.values()):
-            passed = (unit for unit in own if any(map(self.passes, windows.parts(unit.extents))))
-            self._send_indexes = {_key(unit): turn for turn, unit in enumerate(passed)}
+            through_window = (unit for unit in own if any(map(self.uses_window, windows.parts(unit.extents))))
+            self._send_indexes = {_key(unit): turn for turn, unit in enumerate(through_window)}
         self._packed: dict[_Key, _Packed] = {}  # of units that are being read or sent
-        self._ahead: dict[int, ReadWindow] = {}
-        self._coming: dict[int, ReadWindow] = {}
+        self._send_windows: dict[int, ReadWindow] = {}
+        self._receive_windows: dict[int, ReadWindow] = {}
         self._section: SectionWindow | None = None  # receives in flight, if some are for a device
         self._batch: list[Unit] = []
 
-    def passes(self, part: EntryPart) -> bool:
+    def uses_window(self, part: EntryPart) -> bool:
         """Whether a part goes through a window."""
         return not isinstance(self._targets[part.entry], EntryTarget)
 
@@ -97,20 +97,20 @@ class Broadcast(Exchange):
         return self._send_indexes.get(_key(unit))
 
     def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
-        if self.passes(part):
+        if self.uses_window(part):
             window, packed = self._window(unit)
             ctypes.memmove(window.address + packed.place(part.offset), address, view.nbytes)
 
     def share(self, unit: Unit, peers: Peers) -> None:
         pieces = []
-        passed = False
+        through_window = False
         for part in self._windows.parts(unit.extents):
             target = self._targets[part.entry]
             if isinstance(target, EntryTarget):
                 pieces.append((target.address + part.inside, part.nbytes))
             else:
-                passed = True
-        if passed:
+                through_window = True
+        if through_window:
             self._batch.append(unit)
             window, packed = self._window(unit)
             pieces.append((window.address, packed.nbytes))
@@ -121,41 +121,41 @@ class Broadcast(Exchange):
         return len(self._batch) >= _BATCH
 
     def settle(self) -> None:
-        given = 0
-        crossing: list[SectionPart] = []
+        sent = 0
+        device_sections: list[SectionPart] = []
         for place, unit in enumerate(self._batch):
             with self._changed:
                 packed = self._packed.pop(_key(unit))
             if _key(unit) in self._send_indexes:
-                given += 1
+                sent += 1
                 continue
-            window, first = self._coming[place], place * self._place_bytes
+            window, first = self._receive_windows[place], place * self._place_bytes
             for part, begin in zip(packed.parts, packed.places, strict=True):
                 view = window.memory[begin : begin + part.nbytes]
                 self.received[part.offset] = Sum.of(view)
                 target = self._targets[part.entry]
                 target.put(part.inside, window.address + begin, view)
-                crossing += target.parts(part.inside, first + begin, part.nbytes)
+                device_sections += target.parts(part.inside, first + begin, part.nbytes)
         self._batch.clear()
         if self._section is not None and self._device_sections is not None:
-            self._device_sections.send(self._section, crossing)
+            self._device_sections.send(self._section, device_sections)
             self._section = None  # the other window receives next, while this one is transferred
-            self._coming.clear()
-        self._left(given)
+            self._receive_windows.clear()
+        self._left(sent)
 
     def _window(self, unit: Unit) -> tuple[ReadWindow, _Packed]:
         turn = self._turn(unit)
-        windows = self._coming if turn is None else self._ahead
+        windows = self._receive_windows if turn is None else self._send_windows
         place = len(self._batch) - 1 if turn is None else turn % _AHEAD
         with self._changed:
             if place not in windows:
-                windows[place] = self._fresh(place) if turn is None else ReadWindow.of_size(self._chunk_bytes)
+                windows[place] = self._receive_window(place) if turn is None else ReadWindow.of_size(self._chunk_bytes)
             if _key(unit) not in self._packed:
                 parts = self._windows.parts(unit.extents)
-                self._packed[_key(unit)] = _Packed.of(part for part in parts if self.passes(part))
+                self._packed[_key(unit)] = _Packed.of(part for part in parts if self.uses_window(part))
             return windows[place], self._packed[_key(unit)]
 
-    def _fresh(self, place: int) -> ReadWindow:
+    def _receive_window(self, place: int) -> ReadWindow:
         """Return memory to receive the unit at `place` of a batch."""
         if self._device_sections is None:
             return ReadWindow.of_size(self._chunk_bytes)

@@ -19,7 +19,7 @@ from holdfast.errors import ConfigError
 from holdfast.image.best_rule import BestMode, BestRule, is_metric_name, no_best_error, rule_of
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.replicas import describe_drifted_groups, group_by_digest
-from trainer_side.whole_number import shown
+from trainer_side.whole_number import describe_value
 
 STORE = -1  # as the number of a slice: the portable file
 RING = "ring"  # as the name of a job: attempt and step identify slices in the ring
@@ -87,7 +87,7 @@ class SkippedCheckpoint:
     attempt: int
     step: int
     reason: str
-    lost: bool  # it existed once; False: perhaps it was never finished
+    was_complete: bool  # it existed once; False: perhaps it was never finished
     is_unreadable: bool = False  # the store lists its manifest but does not return it: it may be whole
 
 
@@ -135,7 +135,7 @@ def candidates(
             rank: tuple(sorted(by_rank[rank], key=lambda one: (one.nearness, one.rank, one.number)))
             for rank in sorted(by_rank)
         }
-        same = next((one.number for one in stored if not one.fault and _is_same(one, key)), STORE)
+        same = next((one.number for one in stored if not one.fault and _is_same_checkpoint(one, key)), STORE)
         newest_first = (-key.attempt, -key.step)
         if same != STORE or len(found) == key.ranks:
             drift = _drift(key, found, stored)
@@ -144,13 +144,13 @@ def candidates(
             ranked.append(((int(bool(drift)), *newest_first, 0, -len(found), farthest), candidate))
         else:
             was_complete = any(holder.complete for some in found.values() for holder in some)
-            passed = SkippedCheckpoint(key.attempt, key.step, _describe_gap(key, found, places, was_complete), lost=was_complete)
-            ranked.append(((0, *newest_first, 3, 0), passed))
+            skipped = SkippedCheckpoint(key.attempt, key.step, _describe_gap(key, found, places, was_complete), lost=was_complete)
+            ranked.append(((0, *newest_first, 3, 0), skipped))
     for one in stored:
         newest_first = (-one.attempt, -one.step)
         if one.fault:
-            passed = SkippedCheckpoint(one.attempt, one.step, one.fault, lost=True, is_unreadable=one.is_unreadable)
-            ranked.append(((0, *newest_first, 2, 0), passed))
+            skipped = SkippedCheckpoint(one.attempt, one.step, one.fault, lost=True, is_unreadable=one.is_unreadable)
+            ranked.append(((0, *newest_first, 2, 0), skipped))
         else:
             alone = Candidate(one.attempt, one.step, one.number, drift=one.drift)
             ranked.append(((int(bool(one.drift)), *newest_first, 1, 0), alone))
@@ -176,17 +176,17 @@ def skip_set_aside(
 
 
 def _drift(key: SliceKey, found: Mapping[int, tuple[Holder, ...]], stored: Sequence[StoreCandidate]) -> str:
-    said = next((one.drift for one in stored if one.drift and _is_same(one, key)), "")
-    said = said or next((one.drift for some in found.values() for one in some if one.drift), "")
+    drift = next((one.drift for one in stored if one.drift and _is_same_checkpoint(one, key)), "")
+    drift = drift or next((one.drift for some in found.values() for one in some if one.drift), "")
     digests = {rank: some[0].replicas for rank, some in found.items()}
-    return said or describe_drifted_groups(group_by_digest(digests), key.step)
+    return drift or describe_drifted_groups(group_by_digest(digests), key.step)
 
 
 def _merge_ring_slices(groups: dict[SliceKey, dict[int, list[Holder]]], stored: Sequence[StoreCandidate]) -> None:
     """Merge the ring's slices into those of tiers, if the store's manifest shows that both are one checkpoint."""
     for key in [key for key in groups if key.job == RING]:
         tiers = [other for other in groups if other[:4] == key[:4] and other.job != RING]
-        if not any(not one.fault and _is_same(one, key) for one in stored):
+        if not any(not one.fault and _is_same_checkpoint(one, key) for one in stored):
             continue
         for other in tiers:
             for rank, some in groups[key].items():
@@ -195,7 +195,7 @@ def _merge_ring_slices(groups: dict[SliceKey, dict[int, list[Holder]]], stored: 
             del groups[key]
 
 
-def _is_same(one: StoreCandidate, key: SliceKey) -> bool:
+def _is_same_checkpoint(one: StoreCandidate, key: SliceKey) -> bool:
     return (one.attempt, one.step, one.ranks, one.digest) == (key.attempt, key.step, key.ranks, key.digest)
 
 
@@ -206,12 +206,12 @@ def _describe_gap(
     named = ", ".join(map(str, missing))
     count = key.ranks - len(found)
     more = f" and {count - len(missing)} more" if count > len(missing) else ""
-    said = (
+    drift = (
         f"step {key.step} (attempt {key.attempt}): the local tiers have {len(found)} of its {key.ranks} slices; those "
         f"of ranks {named}{more} are missing, and the store does not have this step"
     )
     if not (was_complete and places):
-        return said
+        return drift
     having = {holder.rank for some in found.values() for holder in some}
     lacking = [rank for rank in range(len(places)) if rank not in having]
     what = "no slice of it"
@@ -227,7 +227,7 @@ def _describe_gap(
     nobody = (
         "each rank of this job has some slices, so the missing ones were on a machine that is not in this job"
     )
-    return f"{said}. Every rank had sealed it: {'; '.join(who) or nobody}"
+    return f"{drift}. Every rank had sealed it: {'; '.join(who) or nobody}"
 
 
 class WantedBest(NamedTuple):
@@ -240,14 +240,14 @@ class WantedBest(NamedTuple):
 def parse_best(best: Any, mode: Any, step: Any) -> WantedBest | None:
     """Check the arguments of `restore()`; return None without `best`. ConfigError: wrong, or not allowed together."""
     if mode not in (None, "min", "max"):
-        raise ConfigError(f'restore(): mode: expected "min" or "max", got {shown(mode)}')
+        raise ConfigError(f'restore(): mode: expected "min" or "max", got {describe_value(mode)}')
     if best is None:
         if mode is not None:
             raise ConfigError(f'restore(): mode="{mode}" is for a metric; give best="NAME" with it')
         return None
     if not is_metric_name(best):
         raise ConfigError(
-            f'restore(): best: expected the name of a metric, such as "val_loss", got {shown(best)}'
+            f'restore(): best: expected the name of a metric, such as "val_loss", got {describe_value(best)}'
         )
     if step is not None:
         raise ConfigError("restore(): step and best name a checkpoint each; give one of them")
@@ -269,9 +269,9 @@ def best_first(
     if rule is None or all(rule.metric not in metrics[one.checkpoint] for one in usable):
         raise no_best_error(where, wanted.metric, [metrics[one.checkpoint] for one in usable])
     found = [
-        (rule.key(said, order, has_caveat=isinstance(one, Candidate) and bool(one.drift)), number)
+        (rule.key(drift, order, has_caveat=isinstance(one, Candidate) and bool(one.drift)), number)
         for number, one in enumerate(listed)
-        if rule.metric in (said := metrics.get(order := CheckpointId(one.attempt, one.step), {}))
+        if rule.metric in (drift := metrics.get(order := CheckpointId(one.attempt, one.step), {}))
     ]
     return [listed[number] for _, number in sorted(found)]
 

@@ -22,13 +22,13 @@ import torch
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.device_sections import DeviceSections, PinnedAllocator
 from trainer_side.restore.split_parts import PlacedParts
-from trainer_side.restore.structure import Structure, once
+from trainer_side.restore.structure import Structure, unique_paths
 from trainer_side.restore.targets import RegionTarget, bytes_in
-from trainer_side.restore.uncast import elsewhere
+from trainer_side.restore.uncast import device_overrides
 from trainer_side.state.accelerator import module_of
-from trainer_side.state.optimizer_places import matched
+from trainer_side.state.optimizer_places import match_parameters
 from trainer_side.state.split_tensor import is_split
-from trainer_side.state.tree import Named, refusal, tensor_paths
+from trainer_side.state.tree import NamedTensor, tensor_refusal, tensor_paths
 
 _SPARE_SHARE = 10  # a tenth of the device's memory stays free
 _NO_BYTES = np.empty(0, np.uint8)
@@ -38,7 +38,7 @@ class _DeviceRequest(NamedTuple):
     """The tensors that this rank wants to read into its device."""
 
     device: torch.device | None
-    whole: dict[int, list[Named]]  # entry → the tensors in it; the entry is read whole
+    whole: dict[int, list[NamedTensor]]  # entry → the tensors in it; the entry is read whole
     regions: dict[int, list[int]]  # entry → numbers of this rank's regions of it
 
     def nbytes(self, structure: Structure, placed: PlacedParts) -> int:
@@ -55,7 +55,7 @@ def allocate_on_device(
     placed: PlacedParts,
     state: Mapping[str, Any],
     live: Mapping[str, Any],
-    locked: PinnedAllocator,
+    allocate_pinned: PinnedAllocator,
     peers: Peers,
     on_host: Collection[int] = (),
 ) -> DeviceSections | None:
@@ -63,62 +63,62 @@ def allocate_on_device(
 
     An entry that is read whole goes to a device on every rank or on none, since the ranks exchange it. `structure`:
     After `adopt` and `place`; its storages are replaced. `placed`: The parts of this rank; those on a device get memory
-    there. `live`: Result of `live_trees`. `locked`: Allocates page-locked memory. `on_host`: Tensors of the tree that
+    there. `live`: Result of `live_trees`. `allocate_pinned`: Allocates page-locked memory. `on_host`: Tensors of the tree that
     stay in host memory (`uncast.offloaded`). Returns None if this rank has no tensor for a device, or a rank lacks
     room.
     """
-    wish = _wish(structure, placed, dict(_destinations(state, live, structure.tree, on_host)))
-    is_empty = not wish.whole and not wish.regions
-    has_room = wish.device is None or _has_room(wish.device, wish.nbytes(structure, placed))
+    request = _device_request(structure, placed, dict(_destinations(state, live, structure.tree, on_host)))
+    is_empty = not request.whole and not request.regions
+    has_room = request.device is None or _has_room(request.device, request.nbytes(structure, placed))
     if peers.all_agree(is_empty or not has_room):
         return None
-    offered = [json.loads(said) for said in gather(peers, json.dumps(sorted(wish.whole)).encode())]
-    everywhere = set(wish.whole).intersection(*offered)
-    wish = wish._replace(whole={entry: group for entry, group in wish.whole.items() if entry in everywhere})
-    taken: dict[int, torch.Tensor] = {}
+    offered = [json.loads(said) for said in gather(peers, json.dumps(sorted(request.whole)).encode())]
+    everywhere = set(request.whole).intersection(*offered)
+    request = request._replace(whole={entry: group for entry, group in request.whole.items() if entry in everywhere})
+    allocated: dict[int, torch.Tensor] = {}
     parts: dict[tuple[int, int], RegionTarget] = {}
-    if has_room and wish.device is not None:
+    if has_room and request.device is not None:
         try:
-            taken = {
-                entry: torch.empty(structure.storages[entry].nbytes(), dtype=torch.uint8, device=wish.device)
-                for entry in wish.whole
+            allocated = {
+                entry: torch.empty(structure.storages[entry].nbytes(), dtype=torch.uint8, device=request.device)
+                for entry in request.whole
             }
             parts = {
                 (entry, number): _on_device(placed.regions[entry].regions[number])
-                for entry, some in wish.regions.items()
+                for entry, some in request.regions.items()
                 for number in some
             }
         except torch.OutOfMemoryError:
             has_room = False
-    if not peers.all_agree(has_room) or wish.device is None:
+    if not peers.all_agree(has_room) or request.device is None:
         return None
-    for entry, group in wish.whole.items():
-        storage = taken[entry].untyped_storage()
+    for entry, group in request.whole.items():
+        storage = allocated[entry].untyped_storage()
         for _, tensor in group:
-            there = torch.empty(0, dtype=tensor.dtype, device=wish.device)
+            there = torch.empty(0, dtype=tensor.dtype, device=request.device)
             tensor.data = there.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         structure.storages[entry] = storage
     for (entry, number), part in parts.items():
         placed.regions[entry].regions[number] = part
-    return DeviceSections(wish.device, locked)
+    return DeviceSections(request.device, allocate_pinned)
 
 
-def _wish(structure: Structure, placed: PlacedParts, wanted: Mapping[str, _Destination]) -> _DeviceRequest:
-    groups: dict[int, list[Named]] = {}
+def _device_request(structure: Structure, placed: PlacedParts, wanted: Mapping[str, _Destination]) -> _DeviceRequest:
+    groups: dict[int, list[NamedTensor]] = {}
     tensors = structure.tensors
-    clear = once(path for path, _ in tensors)
+    unambiguous = unique_paths(path for path, _ in tensors)
     for named in tensors:
         if named.tensor.layout is torch.strided and not is_split(named.tensor):
             groups.setdefault(named.tensor.untyped_storage().data_ptr(), []).append(named)
-    whole: dict[int, list[Named]] = {}
+    whole: dict[int, list[NamedTensor]] = {}
     devices: set[torch.device] = set()
     for entry, storage in structure.storages.items():
         group = groups.get(storage.data_ptr(), [])
-        ends = {
-            _device_of(named, wanted.get(named.path), len(group)) for named in group if named.path in clear
+        destinations = {
+            _device_of(named, wanted.get(named.path), len(group)) for named in group if named.path in unambiguous
         }
-        if len(ends) == 1 and all(named.path in clear for named in group) and entry not in placed.regions:
-            (device,) = ends
+        if len(destinations) == 1 and all(named.path in unambiguous for named in group) and entry not in placed.regions:
+            (device,) = destinations
             if device is not None:
                 whole[entry] = group
                 devices.add(device)
@@ -155,16 +155,16 @@ class _Destination(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype | None
-    alone: bool
+    is_exclusive: bool
 
 
-def _device_of(named: Named, end: _Destination | None, tensors: int) -> torch.device | None:
+def _device_of(named: NamedTensor, destination: _Destination | None, tensors: int) -> torch.device | None:
     """The device for a tensor of the tree; None: host memory. `tensors`: how many share its storage."""
     tensor = named.tensor
-    if end is None or refusal(tensor) is not None or end.dtype not in (None, tensor.dtype):
+    if destination is None or tensor_refusal(tensor) is not None or destination.dtype not in (None, tensor.dtype):
         return None
     whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-    return None if end.alone and (tensors > 1 or not whole) else end.device
+    return None if destination.alone and (tensors > 1 or not whole) else destination.device
 
 
 def _destinations(
@@ -177,9 +177,9 @@ def _destinations(
             yield from _moments(name, value, tree[name], on_host)
         elif isinstance(value, torch.nn.Module | torch.Tensor):
             here = tensor_paths({name: live[name]})
-            clear = once(path for path, _ in here)
+            unambiguous = unique_paths(path for path, _ in here)
             for path, tensor in here:
-                if path in clear and refusal(tensor) is None and tensor.device.type == "cuda":
+                if path in unambiguous and tensor_refusal(tensor) is None and tensor.device.type == "cuda":
                     yield path, _Destination(tensor.device, tensor.dtype, alone=False)
 
 
@@ -189,13 +189,13 @@ def _moments(
     """Yield the destinations in torch's own loading: the parameter's device, for step counters only if configured."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
-    pairs, others = matched(optimizer, saved), elsewhere(optimizer, saved, on_host)
+    pairs, others = match_parameters(optimizer, saved), device_overrides(optimizer, saved, on_host)
     group_of = (
         {number: group for group in saved["param_groups"] for number in group["params"]} if pairs else {}
     )
     for number, parameter in pairs:
         moments = saved["state"].get(number)
-        if parameter.device.type != "cuda" or refusal(parameter) or not isinstance(moments, Mapping):
+        if parameter.device.type != "cuda" or tensor_refusal(parameter) or not isinstance(moments, Mapping):
             continue
         for key, moment in moments.items():
             path = f"{name}/state/{number}/{key}"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer_side.state.accelerator import StreamEvent, module_of, record
+from trainer_side.state.accelerator import StreamEvent, module_of, record_event
 
 PinnedAllocator = Callable[[int], torch.Tensor]  # page-locked host memory of this size, for DMA
 
@@ -62,7 +62,7 @@ class SectionWindow:
         self.bytes: np.ndarray = section.numpy()
         self.memory = self.bytes.data
         # End of the last transfer from this window; None: nothing was sent.
-        self.crossed: StreamEvent | None = None
+        self.transfer_done: StreamEvent | None = None
 
 
 class DeviceSections:
@@ -71,9 +71,9 @@ class DeviceSections:
     `device`: A CUDA device. The memory of the parts was allocated on its current stream before.
     """
 
-    def __init__(self, device: torch.device, locked: PinnedAllocator) -> None:
-        self._device, self._module, self._locked = device, module_of(device), locked
-        self._begin = record(device)
+    def __init__(self, device: torch.device, allocate_pinned: PinnedAllocator) -> None:
+        self._device, self._module, self._allocate_pinned = device, module_of(device), allocate_pinned
+        self._begin = record_event(device)
         self._stream = self._new_stream()  # of all sections that are distributed on the device
         self._queue = threading.Lock()  # keeps uses of the scratch in the order of that stream
         self._scratch: torch.Tensor | None = None
@@ -84,7 +84,7 @@ class DeviceSections:
         """Return the next window of this thread, once its previous transfer is complete."""
         mine: deque[SectionWindow] | None = getattr(self._local, "windows", None)
         if mine is None or len(mine[0].memory) < nbytes:
-            mine = self._local.windows = deque(SectionWindow(self._locked(nbytes)) for _ in range(_WINDOWS))
+            mine = self._local.windows = deque(SectionWindow(self._allocate_pinned(nbytes)) for _ in range(_WINDOWS))
             self._windows += mine
         mine.rotate()
         if mine[0].crossed is not None:
@@ -105,14 +105,14 @@ class DeviceSections:
                         memory[at : at + nbytes].copy_(
                             window.section[begin : begin + nbytes], non_blocking=True
                         )
-                    window.crossed = record(self._device)
+                    window.crossed = record_event(self._device)
                 return
             with self._queue, self._module.stream(self._stream):
                 begin = min(part.begin for part in parts) // WIDEST_BYTES * WIDEST_BYTES
                 self._distribute(
                     self._on_device(window.section[begin : max(part.end for part in parts)]), begin, parts
                 )
-                window.crossed = record(self._device)
+                window.crossed = record_event(self._device)
 
     def finish(self) -> None:
         """Wait until all transfers are complete. No thread may call `send` any more."""
@@ -120,7 +120,7 @@ class DeviceSections:
             if window.crossed is not None:
                 self._stream.wait_event(window.crossed)
         with self._module.device(self._device), self._module.stream(self._stream):
-            event = record(self._device)
+            event = record_event(self._device)
         event.synchronize()
         self._windows.clear()
         self._local = threading.local()

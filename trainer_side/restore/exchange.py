@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, HoldfastError, ProtocolError
 from holdfast.image.manifest import Manifest
-from trainer_side.ranks.deadlines import start
+from trainer_side.ranks.deadlines import run_in_threads
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
@@ -37,32 +37,32 @@ class Exchange(ABC):
 
     def __init__(self, ahead_max: int) -> None:
         self._ahead_max = ahead_max
-        self._given = 0  # own units that were sent
+        self._sent_count = 0  # own units that were sent
         self._changed = threading.Condition()
         self.received: dict[int, Sum] = {}  # of parts from other ranks, by offset in the image
         self.error: HoldfastError | None = None  # received bytes differ from those that were sent
 
-    def wait(self, unit: Unit, stopped: threading.Event) -> None:
+    def wait_for_room(self, unit: Unit, stopped: threading.Event) -> None:
         """Wait until there is memory for a unit that this rank reads. Any thread."""
-        turn = self._turn(unit)
+        turn = self._send_index(unit)
         if turn is None:
             return
         with self._changed:
-            while turn - self._given >= self._ahead_max and not stopped.is_set():
+            while turn - self._sent_count >= self._ahead_max and not stopped.is_set():
                 self._changed.wait(_WAIT_SECONDS)
 
-    def _left(self, units: int) -> None:
+    def _count_sent(self, units: int) -> None:
         """Count own units that have arrived everywhere, so that `wait` hands out their memory again."""
         with self._changed:
-            self._given += units
+            self._sent_count += units
             self._changed.notify_all()
 
     @abstractmethod
-    def _turn(self, unit: Unit) -> int | None:
+    def _send_index(self, unit: Unit) -> int | None:
         """Return the unit's index among this rank's units that others need; None if it is not one of them."""
 
     @abstractmethod
-    def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
+    def pack(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
         """Keep bytes of a unit until they are sent. Any thread."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Exchange(ABC):
         """Whether nothing more may be shared before `Peers.finish` and `settle`."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def process_received(self) -> None:
         """Process the received bytes, after `Peers.finish`."""
 
 
@@ -107,7 +107,7 @@ def check_received(
         return combine_all(found) == manifest.entries[index].crc32
 
     order = sorted(received, key=lambda index: manifest.entries[index].offset)
-    for index, result in zip(order, start(check, order, threads, "check"), strict=True):
+    for index, result in zip(order, run_in_threads(check, order, threads, "check"), strict=True):
         if not result.result():
             entry = manifest.entries[index]
             return DamageError(
@@ -117,7 +117,7 @@ def check_received(
     return None
 
 
-def tell(
+def exchange_sums(
     image: ImageMap,
     units: Sequence[Unit],
     entries: Mapping[int, EntrySink],
@@ -134,24 +134,24 @@ def tell(
     for unit in units:
         of_rank[unit.reader] += windows.parts(unit.extents)
     own = [sums[part.offset].crc32 for part in of_rank[peers.rank]]
-    told: dict[int, tuple[EntryPart, Sum]] = {}
-    for rank, said in enumerate(gather(peers, struct.pack(f"<{len(own)}I", *own))):
-        if len(said) != 4 * len(of_rank[rank]):
+    reported_sums: dict[int, tuple[EntryPart, Sum]] = {}
+    for rank, data in enumerate(gather(peers, struct.pack(f"<{len(own)}I", *own))):
+        if len(data) != 4 * len(of_rank[rank]):
             raise ProtocolError(
-                f"rank {rank} sent {len(said)} bytes of CRCs, expected {4 * len(of_rank[rank])}; the ranks run "
+                f"rank {rank} sent {len(data)} bytes of CRCs, expected {4 * len(of_rank[rank])}; the ranks run "
                 "different versions: install the same holdfast on all machines"
             )
-        crcs = struct.unpack(f"<{len(of_rank[rank])}I", said)
-        told.update(
+        crcs = struct.unpack(f"<{len(of_rank[rank])}I", data)
+        reported_sums.update(
             (part.offset, (part, Sum(crc, part.nbytes)))
             for part, crc in zip(of_rank[rank], crcs, strict=True)
         )
-    return told
+    return reported_sums
 
 
 def check_sums(
     image: ImageMap,
-    told: Mapping[int, tuple[EntryPart, Sum]],
+    reported_sums: Mapping[int, tuple[EntryPart, Sum]],
     targets: Mapping[int, EntrySink],
     sums: Mapping[int, Sum],
     *,
@@ -163,24 +163,24 @@ def check_sums(
     `sums`: `Reading.sums`, of parts that this rank read. `received`: `Reading.received`, of parts that came through
     windows.
     """
-    from_others = [(part, said) for offset, (part, said) in sorted(told.items()) if offset not in sums]
+    from_others = [(part, data) for offset, (part, data) in sorted(reported_sums.items()) if offset not in sums]
 
     def check(item: tuple[EntryPart, Sum]) -> bool:
         part, said = item
         target = targets[part.entry]
-        return (_sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)) == said
+        return (_sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)) == data
 
-    for (part, said), result in zip(from_others, start(check, from_others, threads, "check"), strict=True):
+    for (part, data), result in zip(from_others, run_in_threads(check, from_others, threads, "check"), strict=True):
         if not result.result():
             return DamageError(
                 f"{image.entries[part.entry].name} ({part.nbytes} bytes at {part.offset}): its CRC-32 is not "
-                f"{said.crc32:08x} after the exchange among the ranks, although it was read whole"
+                f"{data.crc32:08x} after the exchange among the ranks, although it was read whole"
             )
     return None
 
 
 def check_entries(
-    manifest: Manifest, image: ImageMap, told: Mapping[int, tuple[EntryPart, Sum]], tier: str
+    manifest: Manifest, image: ImageMap, reported_sums: Mapping[int, tuple[EntryPart, Sum]], tier: str
 ) -> DamageError | None:
     """Check the bytes from the tiers against the store's manifest of the same checkpoint, without reading any byte.
 
@@ -188,8 +188,8 @@ def check_entries(
     """
     expected = {entry.name: entry.crc32 for entry in manifest.entries}
     of_entries: dict[int, list[Sum]] = {}
-    for _, (part, said) in sorted(told.items()):
-        of_entries.setdefault(part.entry, []).append(said)
+    for _, (part, data) in sorted(reported_sums.items()):
+        of_entries.setdefault(part.entry, []).append(data)
     for index, sums in of_entries.items():
         name, found = image.entries[index].name, combine_all(sums)
         if found != expected.get(name):

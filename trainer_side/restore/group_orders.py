@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
-from trainer_side.state.optimizer_places import at, reachable
+from trainer_side.state.optimizer_places import value_at, reachable
 from trainer_side.state.tree import containers
 
 # Per-group lists of torch's and timm's schedulers.
@@ -61,10 +61,10 @@ def reorder_schedulers(
         for path in dict.fromkeys(known):
             if path not in done:
                 done.add(path)
-                _reorder(path, at(tree, path) if path else tree, order, scheduler)
+                _reorder(path, value_at(tree, path) if path else tree, order, scheduler)
     for path, key, value in list(_lists(tree)):
         for order in moved.values():
-            if path not in done and key in _PER_GROUP and _changes(value, order):
+            if path not in done and key in _PER_GROUP and _would_change(value, order):
                 raise StateError(
                     f"{path}/{key}: the groups of {order.path} are in another order than in the checkpoint, and it "
                     f"cannot be told whether this list is of that optimizer; {_ADVICE}"
@@ -80,15 +80,15 @@ def check_kinds(live: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
         if key == "param_groups" or len(values) < 2 or not all(isinstance(one, dict) for one in values):
             continue
         place = f"{path}/{key}" if path else str(key)
-        saved = at(tree, place)
+        saved = value_at(tree, place)
         if not isinstance(saved, list | tuple) or not all(isinstance(one, dict) for one in saved):
             continue
         own, there = [*map(_kind, values)], [*map(_kind, saved)]
         if own != there and Counter(own) == Counter(there):
             number = next(number for number, kind in enumerate(own) if kind != there[number])
             raise StateError(
-                f"{place}/{number}: expected what the checkpoint has there ({_some(there[number] - own[number])}), "
-                f"got another kind ({_some(own[number] - there[number])}): all kinds were saved, in another "
+                f"{place}/{number}: expected what the checkpoint has there ({_format_keys(there[number] - own[number])}), "
+                f"got another kind ({_format_keys(own[number] - there[number])}): all kinds were saved, in another "
                 "order; make the list in the order in which it was saved; nothing was loaded"
             )
 
@@ -97,7 +97,7 @@ def _kind(value: Mapping[Any, Any]) -> frozenset[str]:
     return frozenset(str(key) for key in value if not str(key).startswith("_"))
 
 
-def _some(keys: frozenset[str]) -> str:
+def _format_keys(keys: frozenset[str]) -> str:
     return ", ".join(sorted(keys)[:3]) or "less"
 
 
@@ -105,7 +105,7 @@ def _reorder(path: str, saved: Any, order: GroupOrder, scheduler: Any) -> None:
     if not isinstance(saved, dict):
         return
     for key, value in saved.items():
-        if not _changes(value, order):
+        if not _would_change(value, order):
             continue
         if key in _PER_GROUP:
             saved[key] = type(value)(order.of(value))
@@ -116,7 +116,7 @@ def _reorder(path: str, saved: Any, order: GroupOrder, scheduler: Any) -> None:
             )
 
 
-def _changes(value: Any, order: GroupOrder) -> bool:
+def _would_change(value: Any, order: GroupOrder) -> bool:
     """Whether the value may be a per-group list, and reordering would change it."""
     if not isinstance(value, list | tuple) or len(value) != len(order.groups):
         return False

@@ -47,7 +47,7 @@ _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")
 _DIGEST_CHARACTERS_MAX = 64
 _DAMAGE_REPORTED_MAX = 100  # of one tier
-_AHEAD_MAX = 64  # manifests that are read and kept at once
+_BATCH_SIZE_MAX = 64  # manifests that are read and kept at once
 _SECONDS_MAX = 60.0  # default limit for a tier or the store
 _NEARNESS = {
     Nearness.MEMORY: 0,
@@ -65,9 +65,9 @@ class TierListing:
     own: list[tuple[SliceKeeper, SealedSlice]] = field(default_factory=list)  # of this rank, by `Holder.number`
     holders: list[Holder] = field(default_factory=list)
     # Why tiers of any rank could not be listed, and damage in them.
-    lost: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     # Entries of `lost` that may hide slices of a whole checkpoint.
-    missed: list[str] = field(default_factory=list)
+    blocking_problems: list[str] = field(default_factory=list)
     places: list[RankPlace] = field(default_factory=list)  # where each rank is; empty if no rank has a tier
 
     def layout(self, candidate: Candidate, peers: Peers) -> Layout:
@@ -76,11 +76,11 @@ class TierListing:
             (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
         )
         layout = self.own[first.number][1].layout if first.rank == peers.rank else None
-        said = peers.broadcast(layout.to_bytes() if layout is not None else None, first.rank)
+        layout_bytes = peers.broadcast(layout.to_bytes() if layout is not None else None, first.rank)
         problem: DamageError | None = None
         if layout is None:
             try:
-                layout = Layout.from_bytes(said)
+                layout = Layout.from_bytes(layout_bytes)
             except ProtocolError as error:
                 problem = DamageError(f"{candidate.name}: from rank {first.rank}: {error}")
             if layout is not None and candidate.key is not None and layout.digest != candidate.key.digest:
@@ -92,7 +92,7 @@ class TierListing:
         return layout
 
 
-def find(tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
+def list_tiers(tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> TierListing:
     """List the slices in every tier of every rank, in at most `seconds_max` per tier. Collective.
 
     Tiers that fail or hang, and slices whose layout is not that of their seal, are left out and named in `lost`: other
@@ -121,14 +121,14 @@ def find(tiers: Sequence[SliceKeeper], peers: Peers, *, seconds_max: float = _SE
     mine = json.dumps(
         [[_row(tier, kept) for tier, kept in found.own], lost, [socket.gethostname(), names]]
     ).encode()
-    for rank, said in enumerate(gather(peers, mine)):
-        rows, lost_there, (host, tiers_there) = json.loads(said)
+    for rank, layout_bytes in enumerate(gather(peers, mine)):
+        rows, lost_there, (host, tiers_there) = json.loads(layout_bytes)
         found.lost += [what for what, _ in lost_there]
         found.missed += [what for what, is_missed in lost_there if is_missed]
         found.places.append(RankPlace(host, tuple(tiers_there)))
         for number, (key, slice_rank, nearness, name, place, absent, *seal) in enumerate(rows):
-            lies = nearness, name, place, frozenset(absent)
-            found.holders.append(Holder(SliceKey(*key), slice_rank, rank, number, *lies, *seal))
+            location = nearness, name, place, frozenset(absent)
+            found.holders.append(Holder(SliceKey(*key), slice_rank, rank, number, *location, *seal))
     return found
 
 
@@ -153,15 +153,15 @@ class StoreListing:
         self.newest: CheckpointId | None = None  # of the current branch, regardless of `step`
         # None: never rewound. Checkpoints of older branches are not read.
         self.branches: Branches | None = None
-        self.left = 0  # number of listed checkpoints that belong to older branches
+        self.older_branch_count = 0  # number of listed checkpoints that belong to older branches
         self._store, self._seconds_max = store, seconds_max
-        self._look: CatalogListing | None = None  # on rank 0
-        self._names: list[tuple[int, ListedManifest]] = []  # unread manifests, numbered
+        self._catalog: CatalogListing | None = None  # on rank 0
+        self._unread_manifests: list[tuple[int, ListedManifest]] = []  # unread manifests, numbered
         self._items: dict[int, CatalogItem] = {}  # manifests of the last read, by number
-        self._ahead = 1
+        self._batch_size = 1
 
     @classmethod
-    def look(
+    def open(
         cls,
         store: Store | None,
         peers: Peers,
@@ -179,16 +179,16 @@ class StoreListing:
         store_listing = cls(store, seconds_max / 2, step)
 
         def begin(store: Store) -> list[StoreCandidate]:
-            store_listing._look = look = CatalogListing(store, step)
-            if step is None and look.old_slices:
-                _log.warning("%s", look.old_slices)
-            store_listing.branches, current = look.branches, look.current
+            store_listing._look = catalog = CatalogListing(store, step)
+            if step is None and catalog.old_slices:
+                _log.warning("%s", catalog.old_slices)
+            store_listing.branches, current = catalog.branches, catalog.current
             names = current if current or step is None else CatalogListing(store).current
             store_listing.newest = names[0].order if names else None
-            store_listing.left = len(look.names) - len(current)
+            store_listing.left = len(catalog.names) - len(current)
             store_listing._names = [
                 (number, listed)
-                for number, listed in enumerate(look.names)
+                for number, listed in enumerate(catalog.names)
                 if store_listing.branches is None or store_listing.branches.is_current(listed.order)
             ]
             numbers = [number for number, listed in store_listing._names if listed.order in also]
@@ -196,12 +196,12 @@ class StoreListing:
 
         return store_listing, store_listing._read_on_rank_0(peers, begin)
 
-    def more(self, peers: Peers) -> None:
+    def read_more(self, peers: Peers) -> None:
         """Read the next manifests, twice as many each time. Collective; raises as `look`, and `StoreError`."""
-        self._ahead = min(2 * self._ahead, _AHEAD_MAX)
-        silent = self._read_on_rank_0(peers, lambda _: self._read(self._first(self._ahead)))
-        if silent is not None:
-            raise silent
+        self._batch_size = min(2 * self._batch_size, _BATCH_SIZE_MAX)
+        store_error = self._read_on_rank_0(peers, lambda _: self._read_manifests(self._first_unread(self._batch_size)))
+        if store_error is not None:
+            raise store_error
 
     def manifest(self, number: int, peers: Peers) -> Manifest:
         """Return the manifest with this number. Collective."""
@@ -215,29 +215,29 @@ class StoreListing:
         raise_agreed(peers, failed)
         if mine is not None and peers.ranks == 1:
             return mine
-        said = peers.broadcast(mine.to_bytes() if mine is not None else None)
-        return mine or Manifest.from_bytes(said, source="the store (from rank 0)")
+        layout_bytes = peers.broadcast(mine.to_bytes() if mine is not None else None)
+        return mine or Manifest.from_bytes(layout_bytes, source="the store (from rank 0)")
 
     # -- on rank 0
 
-    def _first(self, count: int) -> list[int]:
-        return [number for number, _ in self._names[:count]]
+    def _first_unread(self, count: int) -> list[int]:
+        return [number for number, _ in self._unread_manifests[:count]]
 
-    def _read(self, numbers: Collection[int]) -> list[StoreCandidate]:
-        assert self._look is not None
-        wanted = {one.name: number for number, one in self._names if number in numbers}
-        self._names = [one for one in self._names if one[0] not in numbers]
-        by_name = {self._look.names[number].name: number for number in wanted.values()}
-        listed = [self._look.names[number] for number in sorted(wanted.values())]
-        self._items = {by_name[item.name]: item for item in self._look.items(listed)}
+    def _read_manifests(self, numbers: Collection[int]) -> list[StoreCandidate]:
+        assert self._catalog is not None
+        wanted = {one.name: number for number, one in self._unread_manifests if number in numbers}
+        self._unread_manifests = [one for one in self._unread_manifests if one[0] not in numbers]
+        by_name = {self._catalog.names[number].name: number for number in wanted.values()}
+        listed = [self._catalog.names[number] for number in sorted(wanted.values())]
+        self._items = {by_name[item.name]: item for item in self._catalog.items(listed)}
         return [_candidate(number, item) for number, item in self._items.items()]
 
     def _manifest(self, number: int) -> Manifest:
         item = self._items.get(number)
         if item is None:
-            assert self._look is not None
-            listed = self._look.names[number]
-            item = next(self._look.items([listed]), None)
+            assert self._catalog is not None
+            listed = self._catalog.names[number]
+            item = next(self._catalog.items([listed]), None)
             if item is None or _candidate(number, item) not in self.stored:
                 raise DamageError(f"{listed.name}: was removed or replaced meanwhile")
         assert item.manifest is not None
@@ -247,26 +247,26 @@ class StoreListing:
         self, peers: Peers, read: Callable[[Store], list[StoreCandidate]]
     ) -> HoldfastError | None:
         """Call `read` on rank 0, and broadcast the result. Returns the error if the store does not answer."""
-        said = b""
+        layout_bytes = b""
         failed: HoldfastError | None = None
-        silent: HoldfastError | None = None
+        store_error: HoldfastError | None = None
         if peers.rank == 0:
             try:
                 rows = [] if self._store is None else _query_store(read, self._store, self._seconds_max)
-                unread = self._names[0][1].order if self._names else None
+                unread = self._unread_manifests[0][1].order if self._unread_manifests else None
                 rewinds = (
                     [one.model_dump(mode="json") for one in self.branches.rewinds] if self.branches else []
                 )
-                said = json.dumps([rows, unread, self.newest, self.left, rewinds]).encode()
+                layout_bytes = json.dumps([rows, unread, self.newest, self.older_branch_count, rewinds]).encode()
             except StoreError as error:
-                silent, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
+                store_error, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
             except HoldfastError as error:
                 failed = error
         raise_agreed(peers, failed)
-        answer = json.loads(peers.broadcast(said if peers.rank == 0 else None))
+        answer = json.loads(peers.broadcast(layout_bytes if peers.rank == 0 else None))
         if isinstance(answer, dict):
-            return silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
-        rows, unread, newest, self.left, rewinds = answer
+            return store_error or peer_error(answer["code"], f"rank 0: {answer['text']}")
+        rows, unread, newest, self.older_branch_count, rewinds = answer
         if self.branches is None and rewinds:
             self.branches = Branches(map(Rewind.model_validate, rewinds))
         self.unread, self.newest = (None if one is None else CheckpointId(*one) for one in (unread, newest))
@@ -277,20 +277,20 @@ class StoreListing:
 def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
     if item.manifest is None:
         return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault, is_unreadable=item.is_unreadable)
-    said, rule = item.manifest, item.manifest.best
+    layout_bytes, rule = item.manifest, item.manifest.best
     best = () if rule is None else (rule.metric, rule.mode)
     return StoreCandidate(
         number,
-        *(item.attempt, item.step, said.ranks, said.layout_digest, item.fault, item.caveat),
+        *(item.attempt, item.step, layout_bytes.ranks, layout_bytes.layout_digest, item.fault, item.caveat),
         False,
-        said.metrics,
+        layout_bytes.metrics,
         *best,
     )
 
 
-def _query_store(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
+def _query_store(query: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
     try:
-        return within(lambda: ask(store), seconds_max, name="holdfast-store-ask")
+        return within(lambda: query(store), seconds_max, name="holdfast-store-ask")
     except TimeoutError:
         raise StoreError(
             f"{store.url}: rank 0 waited {seconds_max:g} s for the list of checkpoints; the store hangs: look at its "
@@ -312,14 +312,14 @@ def newest_attempt(
     Only rank 0 asks the store. `without_store`: If the store does not answer, use the tiers alone; else StoreError.
     `seconds_max`: For the store, and for each tier.
     """
-    found = find(tiers, peers, seconds_max=seconds_max)
+    found = list_tiers(tiers, peers, seconds_max=seconds_max)
     newest = max((holder.key.attempt for holder in found.holders), default=0)
-    said, error = 0, None
+    layout_bytes, error = 0, None
     if peers.rank == 0 and store is not None:
         try:
-            said = _query_store(newest_of_store, store, seconds_max)
+            layout_bytes = _query_store(newest_of_store, store, seconds_max)
         except StoreMissing:
-            said = 0
+            layout_bytes = 0
         except StoreError as refused:
             if not without_store:
                 error = refused
@@ -329,7 +329,7 @@ def newest_attempt(
                     refused,
                 )
     agree(peers, error)
-    return max(newest, int(peers.broadcast(b"%d" % said if peers.rank == 0 else None)))
+    return max(newest, int(peers.broadcast(b"%d" % layout_bytes if peers.rank == 0 else None)))
 
 
 class CandidateListing:
@@ -351,7 +351,7 @@ class CandidateListing:
     ) -> None:
         self._places = places
         self._holders, self._store_listing, self._peers, self._set_aside = holders, store_listing, peers, set_aside
-        self._older: list[Candidate | SkippedCheckpoint] = []
+        self._older_branches: list[Candidate | SkippedCheckpoint] = []
         if store_listing.branches is not None:
             self._holders = [one for one in holders if store_listing.branches.is_current(CheckpointId(*one.key[:2]))]
             if store_listing.left or len(self._holders) < len(holders):
@@ -360,12 +360,12 @@ class CandidateListing:
                     f"the run was rewound to {fork}, and checkpoints of older branches are not restored; "
                     "`holdfast rewind --to` goes back to one of them"
                 )
-                self._older = [SkippedCheckpoint(fork.attempt, fork.step, reason, lost=store_listing.step is None)]
+                self._older_branches = [SkippedCheckpoint(fork.attempt, fork.step, reason, lost=store_listing.step is None)]
 
     def __iter__(self) -> Iterator[Candidate | SkippedCheckpoint]:
         number = 0
         while True:
-            listed = self.known()
+            listed = self.known_candidates()
             while number < len(listed) and self._is_position_final(listed[number]):
                 yield listed[number]
                 number += 1
@@ -375,10 +375,10 @@ class CandidateListing:
             # yielded yet.
             self._store_listing.more(self._peers)
 
-    def known(self) -> Sequence[Candidate | SkippedCheckpoint]:
+    def known_candidates(self) -> Sequence[Candidate | SkippedCheckpoint]:
         """Return the candidates known so far, in order; unread ones may belong between them. Not collective."""
         listed = skip_set_aside(candidates(self._holders, self._store_listing.stored, self._places), self._set_aside)
-        return listed if self._store_listing.unread is not None else [*listed, *self._older]
+        return listed if self._store_listing.unread is not None else [*listed, *self._older_branches]
 
     def first(self) -> Candidate | None:
         """Return the first candidate, once all newer checkpoints are known. Collective."""

@@ -22,7 +22,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.group_orders import GroupOrder, reorder_schedulers, check_kinds
 from trainer_side.restore.torch_loading import WRAPPERS
-from trainer_side.state.optimizer_places import at, is_optimizer_dict, numbers_of, parameters_of, sizes
+from trainer_side.state.optimizer_places import value_at, is_optimizer_dict, numbers_of, parameters_of, group_sizes
 from trainer_side.state.position_names import Position, Positions, positions, tensor_lists
 from trainer_side.state.tree import tensor_paths
 
@@ -71,11 +71,11 @@ def join_by_name(
     side_of_file = functools.partial(_Side.of, _bare(shapes) | _bare(_names_of(names)), tree)
     orders: dict[int, GroupOrder] = {}
     for path, optimizer in optimizers.items():
-        saved = at(tree, path)
+        saved = value_at(tree, path)
         if not is_optimizer_dict(saved):
             continue
         there = _saved_positions(saved, names.get(path))
-        own, counts = here[path], sizes(saved["param_groups"])
+        own, counts = here[path], group_sizes(saved["param_groups"])
         if sorted(map(len, own)) != sorted(counts) or list(map(len, there)) != counts:
             continue
         join = _ParameterMatcher(path, side_of_script(own), side_of_file(there), names)
@@ -87,7 +87,7 @@ def join_by_name(
         groups = join.groups(order, len(own))
         moved = order != sorted(order) or groups != sorted(groups)
         if moved or any(isinstance(key, str) for key in numbers_of(saved)):
-            _renumber(saved, at(live, path), order, groups)
+            _renumber(saved, value_at(live, path), order, groups)
             orders[id(optimizer)] = GroupOrder(path, groups)
         if moved:
             _log.warning(
@@ -95,7 +95,7 @@ def join_by_name(
                 path,
             )
     for path in sorted((here.keys() - optimizers.keys()) & names.keys()):
-        saved, own, there = at(tree, path), here[path], [list(group) for group in names[path]]
+        saved, own, there = value_at(tree, path), here[path], [list(group) for group in names[path]]
         if isinstance(saved, list) and len(saved) == sum(map(len, own)) == sum(map(len, there)):
             join = _ParameterMatcher(path, side_of_script(own), side_of_file(there), names)
             saved[:] = [saved[number] for number in join.order()]
@@ -108,7 +108,7 @@ def _check_lists(state: Mapping[str, Any], live: Mapping[str, Any], tree: Mappin
     """Refuse a list of tensors that has the saved shapes in another order."""
     for name, value in state.items():
         for path, tensors in tensor_lists(name, value, live.get(name)):
-            saved = at(tree, path)
+            saved = value_at(tree, path)
             if not isinstance(saved, list) or not all(isinstance(one, torch.Tensor) for one in saved):
                 continue
             own, there = [one.shape for one in tensors], [one.shape for one in saved]
@@ -159,7 +159,7 @@ def _bare(names: Any) -> frozenset[str]:
     return frozenset(map(_without_wrappers, names))
 
 
-def _inside(name: str) -> str:
+def _name_in_object(name: str) -> str:
     """The name within its object of the state."""
     return _without_wrappers(name.partition("/")[2] or name)
 
@@ -169,7 +169,7 @@ def _name_in_module(name: str) -> str:
     return _without_wrappers(name.rpartition("/")[2])
 
 
-_RENAMED = (_inside, _name_in_module)
+_RENAMED = (_name_in_object, _name_in_module)
 
 
 class _ParameterMatcher:
@@ -185,20 +185,20 @@ class _ParameterMatcher:
     def order(self) -> list[int]:
         """Return each parameter's number in the checkpoint. StateError: one has no counterpart."""
         found: dict[int, int] = {}
-        for level in (str, _without_wrappers, _inside, _name_in_module):
+        for level in (str, _without_wrappers, _name_in_object, _name_in_module):
             self._match(level, found)
-        taken = set(found.values())
+        matched = set(found.values())
         rest_here = [number for number in range(len(self._here.flat)) if number not in found]
-        rest_there = [number for number in range(len(self._there.flat)) if number not in taken]
+        rest_there = [number for number in range(len(self._there.flat)) if number not in matched]
         self._check_unmatched(rest_here, rest_there)
         found.update(zip(rest_here, rest_there, strict=True))
         self._by_order = rest_here
         return [found[number] for number in range(len(found))]
 
     def _match(self, level: Callable[[str], str], found: dict[int, int]) -> None:
-        taken = set(found.values())
+        matched = set(found.values())
         here = _unique(self._here, level, found)
-        there = _unique(self._there, level, taken)
+        there = _unique(self._there, level, matched)
         pairs: dict[int, int] = {}
         for name, own in here.items():
             other = there.get(name)
@@ -206,8 +206,8 @@ class _ParameterMatcher:
                 continue
             if pairs.setdefault(own, other) != other:
                 raise StateError(
-                    f"{self._path}: {self._say(self._here, own)} is one parameter in the script, in the checkpoint it "
-                    f"is two, {self._say(self._there, pairs[own])} and {self._say(self._there, other)}; tie them as "
+                    f"{self._path}: {self._describe(self._here, own)} is one parameter in the script, in the checkpoint it "
+                    f"is two, {self._describe(self._there, pairs[own])} and {self._describe(self._there, other)}; tie them as "
                     "they were when it was saved; nothing was loaded"
                 )
         if len(set(pairs.values())) == len(pairs):
@@ -229,27 +229,27 @@ class _ParameterMatcher:
         named_there = [number for number in rest_there if self._there.flat[number].names]
         if not named_here or not named_there:
             return
-        strange = [n for n in named_here if _bare(self._here.flat[n].names) & self._there.paths]
+        unexpected = [n for n in named_here if _bare(self._here.flat[n].names) & self._there.paths]
         missing = [n for n in named_there if _bare(self._there.flat[n].names) & self._here.paths]
-        if not strange and not missing:
+        if not unexpected and not missing:
             return  # the model has other names now, and its own loading maps them
-        own = self._first(strange or named_here, self._here, self._there)
-        other = self._first(missing or named_there, self._there, self._here)
-        elsewhere = self._elsewhere(self._here.flat[own])
+        own = self._first_unknown(unexpected or named_here, self._here, self._there)
+        other = self._first_unknown(missing or named_there, self._there, self._here)
+        other_path = self._other_optimizer_with(self._here.flat[own])
         raise StateError(
-            f"{self._path}: expected the parameters that were saved, such as {self._say(self._there, other)}, "
-            f"got {self._say(self._here, own)}, which was not among them"
-            f"{f' (the checkpoint has it in {elsewhere})' if elsewhere else ''}; give it the parameters with "
+            f"{self._path}: expected the parameters that were saved, such as {self._describe(self._there, other)}, "
+            f"got {self._describe(self._here, own)}, which was not among them"
+            f"{f' (the checkpoint has it in {elsewhere})' if other_path else ''}; give it the parameters with "
             "which it was saved, in any order; nothing was loaded"
         )
 
     @staticmethod
-    def _first(numbers: Sequence[int], side: _Side, other: _Side) -> int:
+    def _first_unknown(numbers: Sequence[int], side: _Side, other: _Side) -> int:
         """Return the first parameter whose names the other side lacks altogether, or else the first."""
         known = _bare(name for position in other.flat for name in position.names)
         return next((n for n in numbers if not _bare(side.flat[n].names) & known), numbers[0])
 
-    def _elsewhere(self, position: Position) -> str:
+    def _other_optimizer_with(self, position: Position) -> str:
         wanted = _bare(position.names)
         for path, groups in self._names.items():
             if path != self._path and any(wanted & _bare(one.names) for group in groups for one in group):
@@ -264,7 +264,7 @@ class _ParameterMatcher:
             if found.setdefault(own, its) != its or sum(one == its for one in found.values()) > 1:
                 split = next(n for n in range(len(order)) if self._clashes(order, n, number))
                 raise StateError(
-                    f"{self._path}: {self._say(self._here, split)} and {self._say(self._here, number)} are in groups "
+                    f"{self._path}: {self._describe(self._here, split)} and {self._describe(self._here, number)} are in groups "
                     f"{self._here.group_of[split]} and {own} of the script, in the checkpoint in groups "
                     f"{self._there.group_of[order[split]]} and {its}, and each group has settings of its own; group "
                     "the parameters as they were when it was saved; nothing was loaded"
@@ -303,7 +303,7 @@ class _ParameterMatcher:
         for number, shape in expected.items():
             if tuple(parameters[number].shape) != shape:
                 raise StateError(
-                    f"{self._path}: expected {self._say(self._here, number)} to have the shape {list(shape)} of the "
+                    f"{self._path}: expected {self._describe(self._here, number)} to have the shape {list(shape)} of the "
                     f"parameter in its place in the checkpoint, it has {list(parameters[number].shape)}: the "
                     "parameters were in another order, and no names say which is which; nothing was loaded"
                 )
@@ -321,8 +321,8 @@ class _ParameterMatcher:
                 "order now, their moments are exchanged",
                 self._path,
                 len(alike),
-                self._say(self._here, alike[0]),
-                self._say(self._here, alike[1]),
+                self._describe(self._here, alike[0]),
+                self._describe(self._here, alike[1]),
             )
 
     def check_duplicates(
@@ -336,13 +336,13 @@ class _ParameterMatcher:
             both = numbers[order[one]], numbers[order[number]]
             if both[0] != both[1] and all(key in saved["state"] for key in both):
                 raise StateError(
-                    f"{self._path}: {self._say(self._here, number)} is in this optimizer twice, and two parameters of "
-                    f"the checkpoint are in its places, {self._say(self._there, order[one])} and "
-                    f"{self._say(self._there, order[number])}; give it each parameter once; nothing was loaded"
+                    f"{self._path}: {self._describe(self._here, number)} is in this optimizer twice, and two parameters of "
+                    f"the checkpoint are in its places, {self._describe(self._there, order[one])} and "
+                    f"{self._describe(self._there, order[number])}; give it each parameter once; nothing was loaded"
                 )
 
     @staticmethod
-    def _say(side: _Side, number: int) -> str:
+    def _describe(side: _Side, number: int) -> str:
         position = side.flat[number]
         if position.names:
             return position.names[0]

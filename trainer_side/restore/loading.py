@@ -24,16 +24,16 @@ from holdfast.errors import StateError
 from trainer_side.restore.joining_by_name import join_by_name
 from trainer_side.restore.mismatch import describe_mismatch
 from trainer_side.restore.split_parts import SplitPart
-from trainer_side.restore.structure import once
+from trainer_side.restore.structure import unique_paths
 from trainer_side.restore.torch_loading import is_loaded_by_torch, in_place_tensors, rewrap
 from trainer_side.restore.uncast import uncast, uncasting
-from trainer_side.state.optimizer_places import located, optimizers_of
+from trainer_side.state.optimizer_places import locate_optimizers, optimizers_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import read_trailer, decode
 from trainer_side.state.position_names import Positions, from_record, tensor_lists
 from trainer_side.state.rng import RngState
 from trainer_side.state.split_tensor import local_of, writable
-from trainer_side.state.tree import refusal, record_param_groups, tensor_paths, unwrap_per_rank, with_inner_optimizers
+from trainer_side.state.tree import tensor_refusal, record_param_groups, tensor_paths, unwrap_per_rank, with_inner_optimizers
 
 
 @contextmanager
@@ -77,15 +77,15 @@ def refill(live: Any, saved: Any) -> bool:
     """
     if live is saved:
         return True
-    if not _alike(live, saved):
+    if not _same_kind(live, saved):
         return False
     if isinstance(live, dict):
-        content = {key: _merged(live.get(key), value) for key, value in saved.items()}
+        content = {key: _merge(live.get(key), value) for key, value in saved.items()}
         live.clear()
         live.update(content)
     elif isinstance(live, list):
         old = [*live, *[None] * (len(saved) - len(live))]
-        live[:] = [_merged(before, value) for before, value in zip(old, saved, strict=False)]
+        live[:] = [_merge(before, value) for before, value in zip(old, saved, strict=False)]
     elif isinstance(live, set):
         live.clear()
         live.update(saved)
@@ -103,13 +103,13 @@ def differs(live: Any, saved: Any) -> bool:
         return True
 
 
-def _alike(live: Any, saved: Any) -> bool:
+def _same_kind(live: Any, saved: Any) -> bool:
     if isinstance(live, dict):
         return isinstance(saved, Mapping)
     return any(isinstance(live, kind) and isinstance(saved, kind) for kind in _REFILLED)
 
 
-def _merged(live: Any, saved: Any) -> Any:
+def _merge(live: Any, saved: Any) -> Any:
     if live is saved:
         return live
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
@@ -128,7 +128,7 @@ def rolled_back_on_error(value: Any, live: Any) -> Iterator[None]:
     """
     held = [local_of(tensor).detach() for tensor in _tensors(value, live)]
     kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in held if not tensor.is_meta]
-    members = [(of, dict(of)) for of in _members(value)]
+    members = [(holder, dict(holder)) for holder in _tensor_dicts(value)]
     of_optimizer = ("state", "param_groups") if isinstance(value, Optimizer) else ()
     optimizer = {name: vars(value)[name] for name in of_optimizer}
     try:
@@ -136,9 +136,9 @@ def rolled_back_on_error(value: Any, live: Any) -> Iterator[None]:
     except BaseException:
         if optimizer:
             vars(value).update(optimizer)
-        for of, before in members:
-            of.clear()
-            of.update(before)
+        for holder, before in members:
+            holder.clear()
+            holder.update(before)
         with torch.no_grad():
             for tensor, copied in kept:
                 tensor.copy_(copied)
@@ -154,19 +154,19 @@ def _tensors(value: Any, live: Any) -> list[torch.Tensor]:
     return [tensor for _, tensor in tensor_paths(live)]
 
 
-def _members(value: Any) -> list[dict[Any, Any]]:
+def _tensor_dicts(value: Any) -> list[dict[Any, Any]]:
     """The dictionaries in which the object keeps tensors, which loading may replace."""
     if isinstance(value, torch.nn.Module):
-        return [of for module in value.modules() for of in (module._parameters, module._buffers)]
+        return [holder for module in value.modules() for holder in (module._parameters, module._buffers)]
     if isinstance(value, Optimizer):
         return [
-            of for of in (value.state, *value.state.values(), *value.param_groups) if isinstance(of, dict)
+            holder for holder in (value.state, *value.state.values(), *value.param_groups) if isinstance(holder, dict)
         ]
     return []
 
 
 _log = logging.getLogger("holdfast.restore")
-_NAMED = 5  # at most this many problems of one kind are named
+_NAMES_SHOWN = 5  # at most this many problems of one kind are named
 
 
 def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
     return trees
 
 
-def check(
+def check_state_fits(
     state: Mapping[str, Any],
     live: Mapping[str, Any],
     parts: Mapping[str, SplitPart],
@@ -222,16 +222,16 @@ def check(
             step,
             ", ".join(map(repr, lacking)),
         )
-    mute = [name for name, value in state.items() if _savable(value) and not _loadable(value)]
-    if mute:
+    without_load = [name for name, value in state.items() if _savable(value) and not _loadable(value)]
+    if without_load:
         raise StateError(
-            f"{', '.join(map(repr, mute))}: state_dict() is there, but load_state_dict() is missing; add it, so that "
+            f"{', '.join(map(repr, without_load))}: state_dict() is there, but load_state_dict() is missing; add it, so that "
             "the object can be restored"
         )
-    others = [describe_mismatch(name, value, tree[name], ranks=ranks) for name, value in state.items() if name in tree]
-    if any(others):
+    mismatches = [describe_mismatch(name, value, tree[name], ranks=ranks) for name, value in state.items() if name in tree]
+    if any(mismatches):
         raise StateError(
-            f"step {step}: {_few([other for other in others if other])}; pass the objects that were saved, or "
+            f"step {step}: {_few([other for other in mismatches if other])}; pass the objects that were saved, or "
             "give new ones another name and restore with may_lack; nothing was loaded"
         )
     extra = [name for name in tree if name not in state]
@@ -261,13 +261,13 @@ def _differences(
     fixed = in_place_tensors(state, live, tree)
     own = {path for path, _ in tensor_paths({name: live[name] for name in live if name not in fixed})}
     here, there = tensor_paths(fixed), tensor_paths(tree)
-    clear_there = once(path for path, _ in there)
-    clear = once(path for path, _ in here) & clear_there
+    clear_there = unique_paths(path for path, _ in there)
+    clear = unique_paths(path for path, _ in here) & clear_there
     saved = dict(there)
     whole = [
         (path, tensor.shape, tensor.dtype)
         for path, tensor in here
-        if path in clear and path not in parts and refusal(tensor) is None
+        if path in clear and path not in parts and tensor_refusal(tensor) is None
     ]
     for path, part in parts.items():
         if path in clear_there and path not in own:
@@ -322,7 +322,7 @@ def open_per_rank(
                 raise StateError(f"{wrong}; nothing was loaded")
         with record_param_groups(optimizers_of({name: held})) as given:
             here = value.snapshot()
-        optimizers = located({name: here}, {name: held}, given)
+        optimizers = locate_optimizers({name: here}, {name: held}, given)
         if optimizers or any(tensor_lists(name, held, here)):
             join_by_name(inner, {**live, name: here}, tree, own, optimizers)
 
@@ -345,7 +345,7 @@ def load(
     that differ are logged. StateError: an object refused its state.
     """
     values: dict[str, Any] = {}
-    names = [name for name, value in sorted(state.items(), key=lambda item: _turn(item[1])) if name in tree]
+    names = [name for name, value in sorted(state.items(), key=lambda item: _load_order(item[1])) if name in tree]
     for turn, name in enumerate(names):
         value, saved = state[name], tree.pop(name)
         try:
@@ -377,7 +377,7 @@ def load(
     return values
 
 
-def _turn(value: Any) -> int:
+def _load_order(value: Any) -> int:
     """Order of loading: first objects, since they may refuse; random states last."""
     if isinstance(value.value if isinstance(value, PerRank) else value, RngState):
         return 3
@@ -392,8 +392,8 @@ def _describe_progress(names: list[str], refused: int, in_place: Collection[str]
         ("read in place, but not loaded", [name for name in rest if name in in_place]),
         ("not touched", [name for name in rest if name not in in_place]),
     ]
-    said = [f"{what}: {', '.join(map(repr, some))}" for what, some in parts if some]
-    return "; ".join([*said, "do not train on with this state"])
+    texts = [f"{what}: {', '.join(map(repr, some))}" for what, some in parts if some]
+    return "; ".join([*texts, "do not train on with this state"])
 
 
 def _load_per_rank(name: str, value: PerRank, saved: Any) -> None:
@@ -406,9 +406,9 @@ def _load_per_rank(name: str, value: PerRank, saved: Any) -> None:
 
 def _load_object(name: str, value: Any, saved: Any, live: Any, on_host: Collection[int] = ()) -> None:
     by_torch, is_optimizer = is_loaded_by_torch(value, saved), isinstance(value, Optimizer)
-    undone = nullcontext() if by_torch else rolled_back_on_error(value, live)
+    rollback = nullcontext() if by_torch else rolled_back_on_error(value, live)
     lists = same_group_lists(value) if is_optimizer else nullcontext()
-    with _name_refusals(name, value), undone:
+    with _name_refusals(name, value), rollback:
         optimizers = optimizers_of({name: value})
         casts: AbstractContextManager[list[Optimizer]] = nullcontext([])
         if optimizers:
@@ -438,5 +438,5 @@ def _savable(value: Any) -> bool:
 
 
 def _few(texts: list[str]) -> str:
-    more = f"; and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    return "; ".join(texts[:_NAMED]) + more
+    more = f"; and {len(texts) - _NAMES_SHOWN} more" if len(texts) > _NAMES_SHOWN else ""
+    return "; ".join(texts[:_NAMES_SHOWN]) + more

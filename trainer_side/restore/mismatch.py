@@ -23,7 +23,7 @@ from trainer_side.state.per_rank import PerRank
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 # The layers that torch adapts complete these themselves, from an older version's names.
 _COMPLETED, _RENAMED = ("num_batches_tracked", "original0", "original1"), ("_g", "_v")
-_NAMED = 4
+_NAMES_SHOWN = 4
 _SIZES = 8  # up to this many groups, the message has the size of each
 
 
@@ -36,16 +36,16 @@ def describe_mismatch(name: str, value: Any, saved: Any, *, ranks: int) -> str:
         return ""
     if isinstance(value, torch.nn.Module):
         if not isinstance(saved, Mapping):
-            return _other_kind(name, f"a {type(value).__name__}", saved)
+            return _kind_mismatch(name, f"a {type(value).__name__}", saved)
         return _names_mismatch(name, value, saved, is_adapted=loading is Loading.ADAPTED)
     if isinstance(value, torch.optim.Optimizer):
         if not is_optimizer_dict(saved):
-            return _other_kind(name, f"the optimizer {type(value).__name__}", saved)
+            return _kind_mismatch(name, f"the optimizer {type(value).__name__}", saved)
         return _optimizer_mismatch(name, value, saved["param_groups"]) or _groups_mismatch(name, value, saved)
-    return "" if isinstance(saved, torch.Tensor) else _other_kind(name, "a tensor", saved)
+    return "" if isinstance(saved, torch.Tensor) else _kind_mismatch(name, "a tensor", saved)
 
 
-def _other_kind(name: str, here: str, saved: Any) -> str:
+def _kind_mismatch(name: str, here: str, saved: Any) -> str:
     return f"{name}: it is {here} here, and the checkpoint has a {type(saved).__name__} of another kind under that name"
 
 
@@ -57,24 +57,24 @@ def _names_mismatch(name: str, module: torch.nn.Module, saved: Mapping[Any, Any]
         missing = [key for key in missing if not key.endswith(_COMPLETED)]
         unexpected = [key for key in unexpected if not key.endswith(_RENAMED)]
     if missing or unexpected:
-        said = [f"{name}: the model has {len(here)} tensors, the checkpoint {len(saved)}"]
+        texts = [f"{name}: the model has {len(here)} tensors, the checkpoint {len(saved)}"]
         if missing:
-            said.append(f"only the model has {_few(missing)}")
+            texts.append(f"only the model has {_format_names(missing)}")
         if unexpected:
-            said.append(f"only the checkpoint has {_few(unexpected)}")
+            texts.append(f"only the checkpoint has {_format_names(unexpected)}")
         wrappers = describe_other_wrappers([*map(str, saved)], here)
         if wrappers:
-            said.append(
+            texts.append(
                 f"{wrappers}: wrap the model as it was when it was saved, or take the wrapper off both"
             )
-        return "; ".join(said)
-    if nowhere := [key for key, tensor in here.items() if tensor.is_meta]:
+        return "; ".join(texts)
+    if on_meta := [key for key, tensor in here.items() if tensor.is_meta]:
         return (
-            f"{name}: without memory (on the device meta): {_few(nowhere)}; give the model memory by to_empty() before "
+            f"{name}: without memory (on the device meta): {_format_names(on_meta)}; give the model memory by to_empty() before "
             "restore()"
         )
-    odd = [key for key in here if key in saved and not isinstance(saved[key], torch.Tensor)]
-    return f"{name}: no tensors in the checkpoint: {_few(odd)}" if odd else ""
+    not_tensors = [key for key in here if key in saved and not isinstance(saved[key], torch.Tensor)]
+    return f"{name}: no tensors in the checkpoint: {_format_names(not_tensors)}" if not_tensors else ""
 
 
 def _optimizer_mismatch(name: str, value: torch.optim.Optimizer, groups: Any) -> str:
@@ -137,6 +137,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _few(names: Collection[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join([*names][:_NAMED]) + more
+def _format_names(names: Collection[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join([*names][:_NAMES_SHOWN]) + more

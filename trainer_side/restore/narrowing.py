@@ -42,12 +42,12 @@ class StageNames(NamedTuple):
         except StateError:
             return cls(modules, {})  # `narrow` raises it again if names are needed
 
-    def of_all(self, peers: Peers) -> list[StageNames]:
+    def gather_all(self, peers: Peers) -> list[StageNames]:
         """The names of each rank. Collective."""
-        return [StageNames(*json.loads(said)) for said in gather(peers, json.dumps(self).encode())]
+        return [StageNames(*json.loads(message)) for message in gather(peers, json.dumps(self).encode())]
 
 
-def is_other(own: StageNames, state: Mapping[str, Any], tree: Any) -> bool:
+def needs_all_names(own: StageNames, state: Mapping[str, Any], tree: Any) -> bool:
     """Whether ranks must exchange names: the tree has more than this rank's modules, or optimizers keyed by name."""
     if not isinstance(tree, Mapping):
         return False
@@ -69,13 +69,13 @@ def narrow(
     StateError: parameters of an optimizer do not fit the saved ones; names them.
     """
     own = ranks[rank]
-    order = _order(own, tree)
+    order = _file_places(own, tree)
     staged, numbered = False, []
     for name, keys in own.modules.items():
         saved = _saved(tree, name)
-        taken = {key for one in ranks for key in one.modules.get(name, ())} & set(saved)
-        staged = staged or any(taken - set(one.modules.get(name, ())) for one in ranks)
-        left_out = taken - set(keys)
+        used = {key for one in ranks for key in one.modules.get(name, ())} & set(saved)
+        staged = staged or any(used - set(one.modules.get(name, ())) for one in ranks)
+        left_out = used - set(keys)
         if left_out:
             tree[name] = copy.copy(saved)
             for key in left_out:
@@ -85,12 +85,12 @@ def narrow(
         if named or staged:
             if name not in own.parameters:
                 parameter_names(state)  # raises what was wrong
-            every = [one.parameters.get(name, ()) for one in ranks]
+            groups_by_rank = [one.parameters.get(name, ()) for one in ranks]
             known = None if named else _names_of(tree[name], names.get(name))
             if named or known is not None:
-                keys_of = _by_name(name, tree[name], every, known)
+                keys_of = _keys_by_name(name, tree[name], groups_by_rank, known)
             else:
-                keys_of = _by_order(name, tree[name], every, order)
+                keys_of = _keys_by_order(name, tree[name], groups_by_rank, order)
             tree[name] = _numbered(tree[name], keys_of[rank])
             numbered.append(name)
     return numbered
@@ -104,7 +104,7 @@ class _FilePlace(NamedTuple):
     first: str
 
 
-def _order(own: StageNames, tree: Mapping[str, Any]) -> dict[str, _FilePlace]:
+def _file_places(own: StageNames, tree: Mapping[str, Any]) -> dict[str, _FilePlace]:
     places: dict[str, _FilePlace] = {}
     by_memory: dict[tuple[Any, ...], _FilePlace] = {}
     for module in own.modules:
@@ -139,16 +139,16 @@ def _names_of(
     return found
 
 
-def _by_name(
-    at: str, saved: Mapping[str, Any], every: Sequence[_Groups], known: Sequence[Mapping[str, Any]] | None
+def _keys_by_name(
+    at: str, saved: Mapping[str, Any], groups_by_rank: Sequence[_Groups], known: Sequence[Mapping[str, Any]] | None
 ) -> list[list[list[Any]]]:
     """Return each parameter's key in the saved state, by rank and group; `known`: result of `_names_of`."""
-    groups = _same_groups(at, saved, every)
+    groups = _same_groups(at, saved, groups_by_rank)
     if known is None:
         known = [{name: name for name in names} for names in groups]
-    taken: list[set[Any]] = [set() for _ in groups]
+    used: list[set[Any]] = [set() for _ in groups]
     keys_of: list[list[list[Any]]] = []
-    for rank, own in enumerate(every):
+    for rank, own in enumerate(groups_by_rank):
         keys_of.append([])
         for number, parameters in enumerate(own):
             keys_of[-1].append([])
@@ -159,11 +159,11 @@ def _by_name(
                         f"{at}: rank {rank} has the parameter {names[0]} in group {number}, in which the checkpoint "
                         "has none of that name; nothing was loaded"
                     )
-                taken[number].update(known[number][one] for one in names if one in known[number])
+                used[number].update(known[number][one] for one in names if one in known[number])
                 keys_of[-1][-1].append(known[number][name])
     lost = [
         name
-        for of_group, keys in zip(known, taken, strict=True)
+        for of_group, keys in zip(known, used, strict=True)
         for name, key in of_group.items()
         if key not in keys
     ]
@@ -175,15 +175,15 @@ def _by_name(
     return keys_of
 
 
-def _by_order(
-    at: str, saved: Mapping[str, Any], every: Sequence[_Groups], order: Mapping[str, _FilePlace]
+def _keys_by_order(
+    at: str, saved: Mapping[str, Any], groups_by_rank: Sequence[_Groups], order: Mapping[str, _FilePlace]
 ) -> list[list[list[Any]]]:
-    groups = _same_groups(at, saved, every)
-    keys_of: list[list[list[Any]]] = [[] for _ in every]
+    groups = _same_groups(at, saved, groups_by_rank)
+    keys_of: list[list[list[Any]]] = [[] for _ in groups_by_rank]
     for number, numbers in enumerate(groups):
-        of_rank = [[_file_place(at, names, order) for names in own[number]] for own in every]
+        of_rank = [[_file_place(at, names, order) for names in own[number]] for own in groups_by_rank]
         places = sorted({place for own in of_rank for place in own})
-        in_order = all(_is_in_file_order(own[number], found) for own, found in zip(every, of_rank, strict=True))
+        in_order = all(_is_in_file_order(own[number], found) for own, found in zip(groups_by_rank, of_rank, strict=True))
         if len(places) != len(numbers) or not in_order:
             raise StateError(
                 f"{at}: group {number} has {len(numbers)} parameters in the checkpoint and {len(places)} on all ranks, "
@@ -221,9 +221,9 @@ def _file_place(at: str, names: Sequence[str], order: Mapping[str, _FilePlace]) 
     return min(found)
 
 
-def _same_groups(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) -> list[list[Any]]:
+def _same_groups(at: str, saved: Mapping[str, Any], groups_by_rank: Sequence[_Groups]) -> list[list[Any]]:
     groups = [list(group["params"]) for group in saved["param_groups"]]
-    for rank, own in enumerate(every):
+    for rank, own in enumerate(groups_by_rank):
         if len(own) != len(groups):
             raise StateError(
                 f"{at}: rank {rank} has {len(own)} groups of parameters, the checkpoint {len(groups)}; give each rank "

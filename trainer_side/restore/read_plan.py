@@ -31,7 +31,7 @@ from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import NEARNESS_OF_STORE, STORE, Candidate
 from trainer_side.restore.split_parts import PlacedParts
 from trainer_side.restore.structure import Structure, ends_of
-from trainer_side.restore.targets import EntrySink, EntryTarget, ScatterTarget, settle, whole_entry
+from trainer_side.restore.targets import EntrySink, EntryTarget, ScatterTarget, copy_regions, whole_entry
 from trainer_side.tiers.first_touch import cores_of_rank
 from trainer_side.tiers.tier import SliceKeeper, SealedSlice, Nearness
 
@@ -53,14 +53,14 @@ class ReadPlan:
     def targets(self) -> Mapping[int, EntrySink]:
         return {**self.shared, **self.own}
 
-    def settle(self) -> None:
+    def copy_remaining(self) -> None:
         """Copy bytes that could not be read in place to where they belong. Training thread, after they arrived."""
         for index, target in self.mixed.items():
             whole = self.shared[index]
             assert isinstance(whole, EntryTarget)
             target.put(0, whole.address, whole.memory)
         if self.own or self.mixed:
-            settle([*self.own.values(), *self.mixed.values()])
+            copy_regions([*self.own.values(), *self.mixed.values()])
 
 
 def agree_on_plan(structure: Structure, placed: PlacedParts, peers: Peers) -> ReadPlan:
@@ -69,9 +69,9 @@ def agree_on_plan(structure: Structure, placed: PlacedParts, peers: Peers) -> Re
     wanted: set[int] = set()
     if not peers.all_agree(not placed.free and not placed.regions):
         mine = json.dumps([sorted(placed.free), sorted(placed.regions)]).encode()
-        for said in gather(peers, mine):
-            free_there, regions_there = json.loads(said)
-            free.append(set(free_there))
+        for message in gather(peers, mine):
+            remote_free, regions_there = json.loads(message)
+            free.append(set(remote_free))
             wanted.update(regions_there)
     unshared = frozenset[int]().union(*free)
     wanted.update(index for index in unshared if any(index not in there for there in free))
@@ -141,7 +141,7 @@ def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[in
     for chunk in range(layout.chunks):
         for rank in layout.senders(chunk):
             extents = layout.pieces(chunk, rank)
-            if within is None or any(_overlap(extent, wish) for extent in extents for wish in within):
+            if within is None or any(_overlap(extent, needed) for extent in extents for needed in within):
                 nbytes = sum(extent.nbytes for extent in extents)
                 pieces[count] = FramePiece(rank, frames[rank], chunk, extents, nbytes)
             frames[rank] += 1
@@ -176,19 +176,19 @@ def divide(
     for chunk, numbers in sorted(by_chunk.items()):
         chosen: dict[int, FrameSource] = {}
         for number in numbers:
-            source = _nearest(candidate, number, pieces[number], loads, failed, broken)
+            source = _nearest_source(candidate, number, pieces[number], loads, failed, broken)
             if source is None:
                 lost.append(number)
                 continue
             chosen[number] = source
         if _STORE_SOURCE in chosen.values():
             # A chunk of the store is read whole for its CRC anyway.
-            fits = [number for number in chosen if (number, _STORE_SOURCE) not in failed]
-            extents = sorted(extent for number in fits for extent in pieces[number].extents)
+            from_store = [number for number in chosen if (number, _STORE_SOURCE) not in failed]
+            extents = sorted(extent for number in from_store for extent in pieces[number].extents)
             reader = loads.index(min(loads))
             loads[reader] += chunk_bytes
-            units.append(Unit(reader, STORE, chunk, -1, tuple(extents), tuple(fits)))
-            chosen = {number: source for number, source in chosen.items() if number not in fits}
+            units.append(Unit(reader, STORE, chunk, -1, tuple(extents), tuple(from_store)))
+            chosen = {number: source for number, source in chosen.items() if number not in from_store}
         for number, source in chosen.items():
             piece = pieces[number]
             loads[source.rank] += piece.nbytes
@@ -196,7 +196,7 @@ def divide(
     return units, lost
 
 
-def _nearest(
+def _nearest_source(
     candidate: Candidate,
     number: int,
     piece: FramePiece,
@@ -254,7 +254,7 @@ def _chunks_without(image: Manifest, without: Collection[int]) -> list[int]:
 _TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; small enough to stay in the processor's cache
 
 
-class Lying(NamedTuple):
+class UnitLocation(NamedTuple):
     """A unit's place in its source: `extents` of the image, back to back from `offset` on, under one CRC-32."""
 
     extents: tuple[Extent, ...]
@@ -275,13 +275,13 @@ class StoredFile:
         self.what = f"{store.url}/{manifest.file}"  # for messages
         self.request_bytes = store.request_bytes  # size of one request
 
-    def lying(self, unit: Unit) -> Lying:
+    def locate(self, unit: Unit) -> UnitLocation:
         """Return the place of the whole chunk, as the CRC covers all of it."""
         manifest = self._manifest
         offset = unit.chunk * manifest.chunk_bytes
         extent = Extent(offset, min(manifest.chunk_bytes, manifest.image_bytes - offset))
         what = f"chunk {unit.chunk} ({extent.nbytes} bytes from {offset})"
-        return Lying((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
+        return UnitLocation((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset` on. DamageError: the file ends before; StoreError: the store failed."""
@@ -306,10 +306,10 @@ class KeptSlice:
         whose = f"rank {seal.rank}'s slice of step {seal.step} (attempt {seal.attempt})"
         self.what = f"{tier.name}: {whose} in {kept.place} slot {kept.slot}"
 
-    def lying(self, unit: Unit) -> Lying:
+    def locate(self, unit: Unit) -> UnitLocation:
         frame = self._frames[unit.frame]
         what = f"frame {unit.frame} ({frame.nbytes} bytes from {frame.offset})"
-        return Lying(frame.extents, frame.offset, self._kept.seal.frame_crc32s[unit.frame], what)
+        return UnitLocation(frame.extents, frame.offset, self._kept.seal.frame_crc32s[unit.frame], what)
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset` on. DamageError: as the tier raises it; all its other errors become StoreError."""

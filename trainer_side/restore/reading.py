@@ -48,7 +48,7 @@ _log = logging.getLogger("holdfast.restore")
 _SHARES_IN_FLIGHT = 64
 _READS_MAX = 2
 _POLL_SECONDS = 4e-3  # between polls of the exchange while this rank waits for its own next unit
-_LOOK_SECONDS = 50e-3  # between checks for hanging requests while there is no exchange to poll
+_CHECK_SECONDS = 50e-3  # between checks for hanging requests while there is no exchange to poll
 _PAGE_BYTES = 4096
 
 
@@ -82,7 +82,7 @@ class Reading:
     sums: dict[int, Sum] = field(default_factory=dict)
     # CRC of each part from another rank that came through a window, and is no longer in one piece.
     received: dict[int, Sum] = field(default_factory=dict)
-    uses: dict[str, SourceUsage] = field(default_factory=dict)
+    usage: dict[str, SourceUsage] = field(default_factory=dict)
 
     def add(self, other: Reading) -> None:
         """Add the counts of another result, without its error and failures."""
@@ -92,7 +92,7 @@ class Reading:
         for phase, seconds in other.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
         for tier, use in other.uses.items():
-            before = self.uses.setdefault(tier, SourceUsage())
+            before = self.usage.setdefault(tier, SourceUsage())
             before.nbytes += use.nbytes
             before.seconds += use.seconds
 
@@ -106,13 +106,13 @@ class ReadOptions(NamedTuple):
     crossing: DeviceSections | None = None
 
 
-def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
+def sharing_order(units: Sequence[Unit], ranks: int) -> list[Unit]:
     """Return the units in the order in which they are shared."""
-    of_rank: list[list[Unit]] = [[] for _ in range(ranks)]
+    by_rank: list[list[Unit]] = [[] for _ in range(ranks)]
     for unit in units:
-        of_rank[unit.reader].append(unit)
-    rounds = range(max((len(own) for own in of_rank), default=0))
-    return [own[turn] for turn in rounds for own in of_rank if turn < len(own)]
+        by_rank[unit.reader].append(unit)
+    rounds = range(max((len(own) for own in by_rank), default=0))
+    return [own[turn] for turn in rounds for own in by_rank if turn < len(own)]
 
 
 def read(
@@ -121,7 +121,7 @@ def read(
     origins: Mapping[int, Origin],
     targets: Mapping[int, EntrySink],
     peers: Peers,
-    means: ReadOptions,
+    read_options: ReadOptions,
 ) -> Reading:
     """Fill the targets of every rank from the units. Collective; training thread.
 
@@ -133,14 +133,14 @@ def read(
     `Reading.error` is the first problem that no other source can fix: a CRC of the store is wrong, the file is short,
     or the store failed. PeerLost: a rank is gone.
     """
-    threads, seconds_max, crossing = means
+    threads, seconds_max, crossing = read_options
     exchange: Exchange | None = units if isinstance(units, Scatter) else None
     units = units.units if isinstance(units, Scatter) else units
     own = [unit for unit in units if unit.reader == peers.rank]
     windows = ChunkWindows(image, targets)
     if exchange is None and peers.ranks > 1:
-        exchange = Broadcast(image, windows, targets, own, crossing)
-    pool = ReaderPool(image, origins, targets, windows, exchange, seconds_max, crossing)
+        exchange = Broadcast(image, windows, targets, own, device_sections)
+    pool = ReaderPool(image, origins, targets, windows, exchange, seconds_max, device_sections)
     what = origins[own[0].number].what if own else ""
     outcome = Reading()
     begun = time.monotonic()
@@ -148,9 +148,9 @@ def read(
     used = [origins[number] for number in {unit.number for unit in own}]
     readings = pool.start(own, threads or reader_count(used))
     own_done, shared = begun, 0
-    for unit in turns(units, peers.ranks):
+    for unit in sharing_order(units, peers.ranks):
         if unit.reader == peers.rank:
-            _await(unit, readings[unit], deadline, outcome, pool, peers)
+            _wait_for_unit(unit, readings[unit], deadline, outcome, pool, peers)
             own_done = time.monotonic()
         if exchange is not None:
             exchange.share(unit, peers)
@@ -158,7 +158,7 @@ def read(
             if shared % _SHARES_IN_FLIGHT == 0 or exchange.is_full:
                 peers.finish(deadline + seconds_max - time.monotonic())
                 exchange.settle()
-    _settle(readings, deadline, outcome, pool, what)
+    _wait_for_readers(readings, deadline, outcome, pool, what)
     outcome.seconds["read"] = own_done - begun
     outcome.bytes_read, outcome.sums, outcome.uses = pool.bytes_read, pool.sums, pool.uses()
     if exchange is not None:
@@ -170,7 +170,7 @@ def read(
     return outcome
 
 
-def _await(
+def _wait_for_unit(
     unit: Unit, reading: Future[None], deadline: float, outcome: Reading, pool: ReaderPool, peers: Peers
 ) -> None:
     """Wait for one of this rank's units. The first error that no other source can fix stops the readers."""
@@ -180,7 +180,7 @@ def _await(
     while not reading.done() and lost is None and time.monotonic() < deadline:
         if peers.ranks > 1:
             peers.poll()
-        wait([reading], _POLL_SECONDS if peers.ranks > 1 else _LOOK_SECONDS)
+        wait([reading], _POLL_SECONDS if peers.ranks > 1 else _CHECK_SECONDS)
         lost = pool.look(unit)
     try:
         if lost is not None:
@@ -193,24 +193,24 @@ def _await(
             broken = not isinstance(error, DamageError)
             outcome.failures.append(Failure(unit, error, broken, pool.hangs(unit)))
     except TimeoutError:
-        outcome.error = _late(pool.name(unit))
+        outcome.error = _timeout_error(pool.name(unit))
     if outcome.error is not None:
         pool.stop()
 
 
-def _settle(
+def _wait_for_readers(
     readings: Mapping[Unit, Future[None]], deadline: float, outcome: Reading, pool: ReaderPool, what: str
 ) -> None:
     """Wait until all readers are done: after damage, the next candidate is read into the same memory."""
     for unit, reading in readings.items():
         while not reading.done() and pool.look(unit) is None:
             if time.monotonic() > deadline:
-                outcome.error = _late(what)
+                outcome.error = _timeout_error(what)
                 return
-            wait([reading], _LOOK_SECONDS)
+            wait([reading], _CHECK_SECONDS)
 
 
-def _late(what: str) -> StoreError:
+def _timeout_error(what: str) -> StoreError:
     return StoreError(
         f"{what}: not read within the time for restoring; is the store slow or hanging?", retriable=True
     )
@@ -234,9 +234,9 @@ class ReaderPool:
         windows: ChunkWindows,
         exchange: Exchange | None,
         seconds_max: float,
-        crossing: DeviceSections | None = None,
+        device_sections: DeviceSections | None = None,
     ) -> None:
-        self._device_sections = crossing
+        self._device_sections = device_sections
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
         self._windows, self._exchange = windows, exchange
         self._largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
@@ -262,18 +262,18 @@ class ReaderPool:
         self._readers = BoundedThreads(self.read, own, threads, "read")
         return dict(zip(own, self._readers.futures, strict=True))
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close the origins, and break the reference cycle that would keep the targets until a collection."""
         for origin in self._origins.values():
             origin.close()
         del self._readers
 
-    def look(self, unit: Unit) -> HoldfastError | None:
+    def check_hanging(self, unit: Unit) -> HoldfastError | None:
         """Detect hanging requests, and replace their threads. Return why `unit` will not arrive, or None."""
         now = time.monotonic()
         with self._lock:
             for late in [one for one in self._requests.values() if now > one.limit]:
-                self._give_up(late.unit)
+                self._abandon_tier(late.unit)
             stuck = {
                 thread: one
                 for thread, one in self._requests.items()
@@ -286,7 +286,7 @@ class ReaderPool:
         self._readers.add_threads(len(stuck))
         return lost
 
-    def _give_up(self, unit: Unit) -> None:
+    def _abandon_tier(self, unit: Unit) -> None:
         """Send no more requests to the tier of this unit. The caller holds the lock."""
         origin = self._origins[unit.number]
         if origin.tier in self._hanging:
@@ -294,23 +294,23 @@ class ReaderPool:
         self._hanging.add(origin.tier)
         seconds = origin.seconds_share * self._seconds_max
         error = StoreError(
-            f"{self.name(unit)}: no bytes for {seconds:g} s, {origin.seconds_share:.0%} of "
+            f"{self.describe(unit)}: no bytes for {seconds:g} s, {origin.seconds_share:.0%} of "
             f"restore_seconds_max = {self._seconds_max:g} s: the device hangs, and this rank sends it no more "
             "requests; check the kernel log (dmesg), or remove it from tiers"
         )
-        self._broken.update((number, error) for number, of in self._origins.items() if of.tier == origin.tier)
+        self._broken.update((number, error) for number, other in self._origins.items() if other.tier == origin.tier)
 
-    def hangs(self, unit: Unit) -> bool:
+    def is_hanging(self, unit: Unit) -> bool:
         return self._origins[unit.number].tier in self._hanging
 
     def stop(self) -> None:
         self._stopped.set()
 
-    def name(self, unit: Unit) -> str:
+    def describe(self, unit: Unit) -> str:
         origin = self._origins[unit.number]
         return f"{origin.what}: {origin.lying(unit).what}"
 
-    def uses(self) -> dict[str, SourceUsage]:
+    def usage(self) -> dict[str, SourceUsage]:
         return {tier: SourceUsage(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
 
     def read(self, unit: Unit) -> None:
@@ -319,7 +319,7 @@ class ReaderPool:
         DamageError: its CRC-32 is wrong, or the origin ends within it. StoreError: store or tier failed.
         """
         origin = self._origins[unit.number]
-        lying = origin.lying(unit)
+        location = origin.lying(unit)
         if self._exchange is not None:
             self._exchange.wait(unit, self._stopped)
         begun = time.monotonic()
@@ -330,21 +330,21 @@ class ReaderPool:
             sums: list[Sum] = []
             of_parts: list[list[Sum]] = [[] for _ in parts]
             section = _Section(self._window())
-            for run in self._windows.runs(lying.extents, lying.offset, request_bytes, wanted=unit.extents):
+            for run in self._windows.runs(location.extents, location.offset, request_bytes, wanted=unit.extents):
                 if self._stopped.is_set():
                     return
                 if not section.has_room(run.nbytes):
-                    self._cross(section)
+                    self._send_to_device(section)
                     section = _Section(self._window())
                 for part_begin, found in self._read(unit, origin, run, sums, section):
                     of_parts[bisect.bisect_right(begins, part_begin) - 1].append(found)
             summed = combine_all(sums)
-            if summed == lying.crc32:
-                self._cross(section)
+            if summed == location.crc32:
+                self._send_to_device(section)
                 break
         else:
             raise DamageError(
-                f"{origin.what}: {lying.what}: CRC-32 expected {lying.crc32:08x}, got {summed:08x}"
+                f"{origin.what}: {location.what}: CRC-32 expected {location.crc32:08x}, got {summed:08x}"
             )
         nbytes, end = sum(s.nbytes for s in sums), time.monotonic()
         with self._lock:
@@ -399,7 +399,7 @@ class ReaderPool:
             sums.append(Sum.of(view[position:]))
         return found
 
-    def _cross(self, section: _Section) -> None:
+    def _send_to_device(self, section: _Section) -> None:
         if self._device_sections is not None and isinstance(section.window, SectionWindow):
             self._device_sections.send(section.window, section.parts)
 
@@ -424,7 +424,7 @@ class _Section:
     def has_room(self, nbytes: int) -> bool:
         return self._end + nbytes <= len(self.window.memory)
 
-    def take(self, nbytes: int) -> tuple[int, memoryview]:
+    def reserve(self, nbytes: int) -> tuple[int, memoryview]:
         """Return where the next `nbytes` of the window begin, and a view of them."""
         begin, self._end = self._end, self._end + nbytes
         return begin, self.window.memory[begin : self._end]

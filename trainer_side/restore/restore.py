@@ -23,9 +23,9 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import Candidate, SkippedCheckpoint, best_first
-from trainer_side.restore.inventory import CandidateListing, StoreListing, find
+from trainer_side.restore.inventory import CandidateListing, StoreListing, list_tiers
 from trainer_side.restore.restore_attempt import RestoreAttempt, Restored, RestoreJob, RestoreOptions
-from trainer_side.restore.ring_slices import Fetch, look
+from trainer_side.restore.ring_slices import Fetch, fetch_ring_contents
 from trainer_side.tiers.tier import Tier
 
 _log = logging.getLogger("holdfast.restore")
@@ -63,50 +63,50 @@ def restore(
     """
     begun = time.monotonic()
     # List the ring before the store, so that a step that becomes durable in between is in one of the two lists.
-    held = None if peers.all_agree(fetch is None) else look(fetch, peers)
+    ring_contents = None if peers.all_agree(fetch is None) else fetch_ring_contents(fetch, peers)
     seconds_max, step = options.seconds_max, options.step
     store_listing, silent = StoreListing.look(
-        store, peers, step=step, also=held.keys if held else (), seconds_max=seconds_max
+        store, peers, step=step, also=ring_contents.keys if ring_contents else (), seconds_max=seconds_max
     )
-    ring = held.known(store_listing.stored, peers) if held else None
-    found = find([*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE)
+    ring = ring_contents.known(store_listing.stored, peers) if ring_contents else None
+    found = list_tiers([*tiers, ring] if ring else tiers, peers, seconds_max=seconds_max * HANGING_SHARE)
     near = ring is not None and ring.near_on_all_ranks
     job = RestoreJob(state, store, peers, events, found, store_listing, options, near)
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     wanted = [one for one in found.holders if step in (None, one.key.step)]
     listed = CandidateListing(wanted, store_listing, peers, options.set_aside, found.places)
-    if silent is not None and options.best is not None:
-        raise silent  # only manifests have metrics
-    if silent is not None:
-        _proceed_without_store(job, silent, listed.first(), without_store=options.without_store)
+    if store_error is not None and options.best is not None:
+        raise store_error  # only manifests have metrics
+    if store_error is not None:
+        _proceed_without_store(job, store_error, listed.first(), without_store=options.without_store)
     if step is not None:
         known = [CheckpointId(one.key.attempt, one.key.step) for one in found.holders]
         known += [] if store_listing.newest is None else [store_listing.newest]
-        _see_step([*listed], step, max(known, default=None), job.where)
+        _check_step([*listed], step, max(known, default=None), job.where)
     if options.best is not None:
-        in_turn = iter(best_first([*listed], store_listing.stored, options.best, job.where))
+        ordered = iter(best_first([*listed], store_listing.stored, options.best, job.where))
     else:
         if (first := listed.first()) is not None:
             job.tell(_drift_of_newer(listed.known(), first), "an older checkpoint is preferred")
-        in_turn = iter(listed)
+        ordered = iter(listed)
     seconds = {"catalog": time.monotonic() - begun}
-    return _first_good(job, in_turn, seconds, can_skip=options.can_skip)
+    return _first_good(job, ordered, seconds, can_skip=options.can_skip)
 
 
 def _first_good(
-    job: RestoreJob, in_turn: Iterator[Candidate | SkippedCheckpoint], seconds: dict[str, float], *, can_skip: bool
+    job: RestoreJob, ordered: Iterator[Candidate | SkippedCheckpoint], seconds: dict[str, float], *, can_skip: bool
 ) -> Restored | None:
     skipped: list[str] = []
-    told, lost, damaged = 0, False, False
-    for candidate in in_turn:
+    reported, lost, damaged = 0, False, False
+    for candidate in ordered:
         if isinstance(candidate, SkippedCheckpoint):
             skipped.append(candidate.reason)
             lost = lost or candidate.lost
             damaged = damaged or (candidate.lost and not candidate.is_unreadable)
             continue
-        if told < len(skipped):
-            job.tell(skipped[told:], f"trying {candidate.name} instead")
-            told = len(skipped)
+        if reported < len(skipped):
+            job.tell(skipped[reported:], f"trying {candidate.name} instead")
+            reported = len(skipped)
         rewound = None if job.store_listing.branches is None else job.store_listing.branches.rewound(candidate.checkpoint)
         if rewound is not None and rewound.skipped and job.peers.all_agree(not can_skip):
             raise StateError(rewound.refusal())
@@ -117,7 +117,7 @@ def _first_good(
                 job.tell(
                     [candidate.drift], f"{candidate.name} is restored all the same, as there is no other"
                 )
-            return trial.load(skipped, _checkpoint_before(in_turn, candidate))
+            return trial.load(skipped, _checkpoint_before(ordered, candidate))
         skipped.append(f"{candidate.name}: {problem}")
         lost = damaged = True
     if lost or job.found.missed:
@@ -138,15 +138,15 @@ def _no_usable_checkpoint_error(job: RestoreJob, skipped: Sequence[str], *, dama
     )
 
 
-def _checkpoint_before(later: Iterator[Candidate | SkippedCheckpoint], taken: Candidate) -> CheckpointId | None:
-    """Return the checkpoint to restore if `taken` were set aside; `later` follows it in order. Collective."""
+def _checkpoint_before(later: Iterator[Candidate | SkippedCheckpoint], candidate: Candidate) -> CheckpointId | None:
+    """Return the checkpoint to restore if `candidate` were set aside; `later` follows it in order. Collective."""
     try:
         for one in later:
-            if isinstance(one, Candidate) and not one.checkpoint.is_set_aside([taken.checkpoint]):
+            if isinstance(one, Candidate) and not one.checkpoint.is_set_aside([candidate.checkpoint]):
                 return one.checkpoint
     except StoreError as error:
-        # All bytes of `taken` are read, so this error does not end the restore.
-        _log.warning("restore: it is not known which checkpoint comes before %s: %s", taken.name, error)
+        # All bytes of `candidate` are read, so this error does not end the restore.
+        _log.warning("restore: it is not known which checkpoint comes before %s: %s", candidate.name, error)
     return None
 
 
@@ -157,22 +157,22 @@ def _drift_of_newer(listed: Sequence[Candidate | SkippedCheckpoint], first: Cand
 
 
 def _proceed_without_store(
-    job: RestoreJob, silent: HoldfastError, newest: Candidate | None, *, without_store: bool
+    job: RestoreJob, store_error: HoldfastError, newest: Candidate | None, *, without_store: bool
 ) -> None:
     """Raise if the store does not answer, unless the tiers have a whole checkpoint and `without_store` is set."""
     if newest is None:
-        raise silent
+        raise store_error
     if not without_store:
         raise StoreError(
-            f"{silent}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
+            f"{store_error}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
             f"may hold a newer one. To resume from {newest.name} all the same, set restore_without_store = true"
-        ) from silent
+        ) from store_error
     job.tell(
-        [f"the store does not answer: {silent}"], f"resuming from {newest.name}, the newest of the tiers"
+        [f"the store does not answer: {store_error}"], f"resuming from {newest.name}, the newest of the tiers"
     )
 
 
-def _see_step(
+def _check_step(
     wanted: Sequence[Candidate | SkippedCheckpoint], step: int, newest: CheckpointId | None, where: str
 ) -> None:
     """Raise `StoreMissing` if the wanted step has no checkpoint, or none that was ever whole."""

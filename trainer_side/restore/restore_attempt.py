@@ -38,8 +38,8 @@ from trainer_side.restore.device_sections import DeviceSections, PinnedAllocator
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.inventory import StoreListing, TierListing
 from trainer_side.restore.joining_by_name import join_by_name
-from trainer_side.restore.loading import check, live_trees, load, may_refuse, open_per_rank
-from trainer_side.restore.narrowing import StageNames, is_other, narrow
+from trainer_side.restore.loading import check_state_fits, live_trees, load, may_refuse, open_per_rank
+from trainer_side.restore.narrowing import StageNames, needs_all_names, narrow
 from trainer_side.restore.read_plan import (
     KeptSlice,
     Origin,
@@ -52,12 +52,12 @@ from trainer_side.restore.read_plan import (
 from trainer_side.restore.reading import ReadOptions, Reading, SourceUsage, read
 from trainer_side.restore.scatter import Scatter
 from trainer_side.restore.slice_reader import SliceReader
-from trainer_side.restore.split_parts import PlacedParts, with_separate_memory, place, allocate_split_moments, split_parts
+from trainer_side.restore.split_parts import PlacedParts, with_separate_memory, place_parts, allocate_split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 from trainer_side.restore.torch_loading import in_place_tensors, rewrap
 from trainer_side.restore.two_values import Suspects, check_suspects, find_suspects
 from trainer_side.restore.uncast import offloaded
-from trainer_side.state.optimizer_places import located, optimizers_of
+from trainer_side.state.optimizer_places import locate_optimizers, optimizers_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import record_param_groups, tensor_paths
 from trainer_side.tiers.slot_proof import KeptProof
@@ -143,7 +143,7 @@ class RestoreJob:
     store: Store | None
     peers: Peers
     events: EventLog | None
-    found: TierListing
+    tier_listing: TierListing
     store_listing: StoreListing
     options: RestoreOptions
     ring_is_near: bool = False  # every rank reads the stager's ring itself
@@ -154,7 +154,7 @@ class RestoreJob:
         """The run, for messages."""
         return "the tiers" if self.store is None else self.store.url
 
-    def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
+    def report(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
         """Report unused checkpoints or slices: rank 0 in the log, every rank in its events."""
         for reason in reasons:
             if self.peers.rank == 0:
@@ -174,19 +174,19 @@ class RestoreAttempt:
         self._seconds = dict(seconds)
         self._image: Manifest | Layout
         self._manifest: Manifest | None = None
-        self._rounds: SliceReader | None = None
+        self._slice_reader: SliceReader | None = None
         self._structure: Structure | None = None
         self._live: dict[str, Any] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._names, self._needs_all_names = StageNames({}, {}), False
         self._reading = Reading()
         self._suspects: Suspects = ()
-        self._placed = PlacedParts({}, frozenset(), 0)
+        self._placed_parts = PlacedParts({}, frozenset(), 0)
         self._plan = ReadPlan()
         self._adopted_bytes = 0
         self._offloaded: frozenset[int] = frozenset()  # tensors of the tree, by id()
         self._in_place: frozenset[str] = frozenset()  # names of the state
-        self._has_own = any(isinstance(value, PerRank) for value in job.state.values())
+        self._has_per_rank_values = any(isinstance(value, PerRank) for value in job.state.values())
         self._device_sections: DeviceSections | None = None
 
     def read(self) -> str | None:
@@ -201,41 +201,41 @@ class RestoreAttempt:
     def _prepare(self) -> None:
         """Open, parse and fit. Raises `DamageError` on every rank, as `_read_all` does. Collective."""
         begun = time.monotonic()
-        error = self._guarded(functools.partial(self._parse, self._open()))
+        error = self._capture_stage_error(functools.partial(self._parse, self._open()))
         ranks: list[StageNames] = []
         if not self._peers.all_agree(error is None and not self._needs_all_names):
             raise_agreed(self._peers, error)
             ranks = self._names.of_all(self._peers)
-        error = self._guarded(functools.partial(self._fit, ranks))
+        error = self._capture_stage_error(functools.partial(self._fit, ranks))
         self._seconds["structure"] = time.monotonic() - begun
         raise_agreed(self._peers, error)
 
     def _read_all(self) -> None:
         assert self._structure is not None
         job = self._job
-        if (locked := job.options.locked) is not None:
+        if (allocate_pinned := job.options.locked) is not None:
             self._device_sections = allocate_on_device(
-                self._structure, self._placed, job.state, self._live, locked, self._peers, self._offloaded
+                self._structure, self._placed_parts, job.state, self._live, allocate_pinned, self._peers, self._offloaded
             )
-        self._plan = agree_on_plan(self._structure, self._placed, self._peers)
+        self._plan = agree_on_plan(self._structure, self._placed_parts, self._peers)
         try:
-            if self._rounds is None:
+            if self._slice_reader is None:
                 self._read_file()
             else:
-                self._read_slices(self._rounds)
+                self._read_slices(self._slice_reader)
         finally:
             if self._device_sections is not None:
                 self._device_sections.finish()
 
-    def _read_slices(self, rounds: SliceReader) -> None:
+    def _read_slices(self, slice_reader: SliceReader) -> None:
         try:
-            rounds.read(self._plan.targets, self._device_sections)
+            slice_reader.read(self._plan.targets, self._device_sections)
         except DamageError:
-            self._job.tell(rounds.mended, "and nothing else has all of it", event="damaged")
+            self._job.tell(slice_reader.mended, "and nothing else has all of it", event="damaged")
             raise
-        self._reading = rounds.reading
+        self._reading = slice_reader.reading
         self._seconds.update(self._reading.seconds)
-        self._job.tell(rounds.mended, "read from elsewhere", event="damaged")
+        self._job.tell(slice_reader.mended, "read from elsewhere", event="damaged")
 
     def _open(self) -> bytes:
         """Find the manifest or layout of the image, and return its head and tail. Collective."""
@@ -269,7 +269,7 @@ class RestoreAttempt:
         }
         if self._manifest is not None and job.store is not None:
             origins[STORE] = StoredFile(job.store, self._manifest)
-        self._rounds = SliceReader(
+        self._slice_reader = SliceReader(
             candidate,
             layout,
             origins,
@@ -279,23 +279,23 @@ class RestoreAttempt:
             job.hanging,
             ring_is_near=job.ring_is_near,
         )
-        return self._rounds.ends()
+        return self._slice_reader.ends()
 
     def _read_file(self) -> None:
         """Read all bytes from the store. Collective."""
-        job, manifest, whole, own = self._job, self._manifest, self._plan.shared, self._plan.own
+        job, manifest, shared, own = self._job, self._manifest, self._plan.shared, self._plan.own
         assert manifest is not None
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._plan.unshared)
         threads, seconds_max = job.options.threads, job.options.seconds_max
-        means = ReadOptions(threads, seconds_max, self._device_sections)
-        self._reading = read(manifest, units, origins, whole, self._peers, means)
+        read_options = ReadOptions(threads, seconds_max, self._device_sections)
+        self._reading = read(manifest, units, origins, shared, self._peers, read_options)
         raise_agreed(self._peers, self._reading.error)
         if own:
             left = seconds_max - self._reading.seconds["read"]
             scatter = Scatter(manifest, own, self._peers, self._device_sections)
-            parts = read(manifest, scatter, origins, own, self._peers, means._replace(seconds_max=left))
+            parts = read(manifest, scatter, origins, own, self._peers, read_options._replace(seconds_max=left))
             self._reading.add(parts)
             raise_agreed(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
@@ -303,7 +303,7 @@ class RestoreAttempt:
             return
         begun = time.monotonic()
         sums = {**self._reading.sums, **self._reading.received}
-        error = check_received(manifest, units, whole, sums, self._peers, threads=threads or cores_to_use())
+        error = check_received(manifest, units, shared, sums, self._peers, threads=threads or cores_to_use())
         self._seconds["check"] = time.monotonic() - begun
         raise_agreed(self._peers, error)
 
@@ -318,17 +318,17 @@ class RestoreAttempt:
         def open_all() -> None:
             self._plan.settle()
             check_suspects(self._suspects, tree, candidate.step)
-            if self._has_own:
+            if self._has_per_rank_values:
                 open_per_rank(job.state, self._live, tree, names, rank=rank)
 
         def load_all() -> None:
             # From here on only the tree holds bytes outside live memory, so that loading an object frees its part.
-            self._structure, self._plan, self._placed = None, ReadPlan(), PlacedParts({}, frozenset(), 0)
+            self._structure, self._plan, self._placed_parts = None, ReadPlan(), PlacedParts({}, frozenset(), 0)
             in_place, on_host = self._in_place, self._offloaded
             values.update(load(job.state, self._live, tree, in_place=in_place, on_host=on_host))
 
         for work in (open_all, load_all):
-            problem = agree(self._peers, _error_of(work))
+            problem = agree(self._peers, _capture_error(work))
             if problem is not None:
                 raise DamageError(f"step {candidate.step}: {problem}")
         self._seconds["load"] = time.monotonic() - begun
@@ -343,7 +343,7 @@ class RestoreAttempt:
             mended=self._mended,
             skipped=skipped,
             values=values,
-            whole_in=self._whole_in,
+            whole_in=self._complete_in,
             before=before,
             rewound=self._rewound,
             kept_trackers=candidate.trackers,
@@ -365,10 +365,10 @@ class RestoreAttempt:
             tier, kept = job.found.own[one.number]
             if not tier.keeps_proofs or (rank, one.tier) in job.hanging:
                 continue
-            look = functools.partial(tier.proof, kept)
+            read_proof = functools.partial(tier.proof, kept)
             digest, problem = None, ""
             try:
-                digest = within(look, job.options.seconds_max * HANGING_SHARE, name="holdfast-tier-proof")
+                digest = within(read_proof, job.options.seconds_max * HANGING_SHARE, name="holdfast-tier-proof")
             except (HoldfastError, OSError) as error:  # includes the TimeoutError of a hanging device
                 problem = f"rank {rank}: tier {one.tier}: {error}"
             proof = KeptProof(one.slice_rank, one.key.ranks, digest, problem)
@@ -377,21 +377,21 @@ class RestoreAttempt:
         return tuple(proofs)
 
     @property
-    def _whole_in(self) -> frozenset[str]:
-        tiers = self._rounds.whole_in if self._rounds is not None else frozenset[str]()
+    def _complete_in(self) -> frozenset[str]:
+        tiers = self._slice_reader.whole_in if self._slice_reader is not None else frozenset[str]()
         job = self._job
         return tiers | {job.store.url} if job.store is not None and self._candidate.stored != STORE else tiers
 
     @property
     def _mended(self) -> list[str]:
-        return self._rounds.mended if self._rounds is not None else []
+        return self._slice_reader.mended if self._slice_reader is not None else []
 
     def _report(self, skipped: list[str]) -> None:
         """Report the sources: rank 0 logs those of all ranks, each rank emits its own as an event. Collective."""
         uses = {tier: [use.nbytes, round(use.seconds, 6)] for tier, use in self._reading.uses.items()}
         parts, places = [], dict[str, None]()
-        for rank, said in enumerate(gather(self._peers, json.dumps(uses).encode())):
-            for tier, (nbytes, seconds) in json.loads(said).items():
+        for rank, message in enumerate(gather(self._peers, json.dumps(uses).encode())):
+            for tier, (nbytes, seconds) in json.loads(message).items():
                 places[tier] = None
                 parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
         saved_ranks = self._image.ranks
@@ -438,23 +438,23 @@ class RestoreAttempt:
             step=self._candidate.step,
         )
 
-    def _guarded(self, work: Callable[[], None]) -> HoldfastError | None:
+    def _capture_stage_error(self, work: Callable[[], None]) -> HoldfastError | None:
         try:
-            error = _error_of(work)
+            error = _capture_error(work)
         except RecursionError as deep:
             return StateError(
                 f"step {self._candidate.step}: the saved state is nested too deep to be loaded: {deep}"
             )
-        if isinstance(error, StateError) and self._rounds is None:
+        if isinstance(error, StateError) and self._slice_reader is None:
             assert self._job.store is not None
             assert self._manifest is not None
             # The structure was parsed before its chunks were checked, so a flipped bit may be why it does not fit.
-            check = functools.partial(check_structure_chunks, self._job.store, self._manifest)
-            return _error_of(check) or error
+            check_state_fits = functools.partial(check_structure_chunks, self._job.store, self._manifest)
+            return _capture_error(check_state_fits) or error
         return error
 
     def _parse(self, data: bytes) -> None:
-        if self._rounds is None:
+        if self._slice_reader is None:
             assert self._manifest is not None
             file, store = self._manifest.file, self._job.store
         else:
@@ -466,9 +466,9 @@ class RestoreAttempt:
             self._live = live_trees(self._job.state)
         if isinstance(self._structure.tree, dict):
             rewrap(self._job.state, self._live, self._structure.tree)
-        self._optimizers = located(self._live, self._job.state, given)
+        self._optimizers = locate_optimizers(self._live, self._job.state, given)
         self._names = StageNames.of(self._job.state, self._live)
-        self._needs_all_names = is_other(self._names, self._job.state, self._structure.tree)
+        self._needs_all_names = needs_all_names(self._names, self._job.state, self._structure.tree)
 
     def _fit(self, ranks: Sequence[StageNames]) -> None:
         """Check that the state fits, and let tensors of the tree share live memory where possible.
@@ -488,21 +488,21 @@ class RestoreAttempt:
             join_by_name(job.state, self._live, structure.tree, structure.names, self._optimizers)
         parts = split_parts(job.state, self._live)
         may_lack, ranks_now = job.options.may_lack, self._peers.ranks
-        check(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=may_lack)
+        check_state_fits(job.state, self._live, parts, structure.tree, step, ranks=ranks_now, may_lack=may_lack)
         self._suspects = find_suspects(
             job.state, self._live, structure.tree, self._image, structure.entry_of, step
         )
         # If an object may still refuse the bytes, none is read into live memory.
-        is_open = bool(self._suspects) or (self._has_own and may_refuse(job.state))
-        in_place = {} if is_open else in_place_tensors(job.state, self._live, structure.tree)
+        is_undecided = bool(self._suspects) or (self._has_per_rank_values and may_refuse(job.state))
+        in_place = {} if is_undecided else in_place_tensors(job.state, self._live, structure.tree)
         self._in_place = frozenset(name for name, one in in_place.items() if tensor_paths([one]))
         own = {name: tree for name, tree in self._live.items() if name not in in_place}
         parts = {**with_separate_memory(parts, own, structure.tree), **allocate_split_moments(job.state, structure.tree)}
-        self._placed = place(structure, parts, job.state, left_out)
-        self._adopted_bytes = structure.adopt(in_place) + self._placed.nbytes
+        self._placed_parts = place_parts(structure, parts, job.state, left_out)
+        self._adopted_bytes = structure.adopt(in_place) + self._placed_parts.nbytes
 
 
-def _error_of(work: Callable[[], object]) -> HoldfastError | None:
+def _capture_error(work: Callable[[], object]) -> HoldfastError | None:
     try:
         work()
     except HoldfastError as error:

@@ -26,7 +26,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.save_record import SaveRecord
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
-from holdfast.ring.near_ring import NearRing, near_ring
+from holdfast.ring.near_ring import NearRing, open_near_ring
 from holdfast.ring.remains import ANSWER_BYTES_MAX, FetchKind, HeldCheckpoint, decode_held
 from holdfast.wire.frames import to_json
 from trainer_side.ranks.peers import Peers
@@ -41,7 +41,7 @@ class Fetch(Protocol):
     """Interface of `trainer_side.link.link.Link.fetch`: ask the stager; None if it lacks the bytes. Any thread."""
 
     def __call__(
-        self, asked: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+        self, fetch_kind: FetchKind, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None: ...
 
 
@@ -61,7 +61,7 @@ class RingContents:
         """The checkpoints of which the ring may have chunks."""
         return [CheckpointId(held.attempt, held.step) for held in self._held]
 
-    def known(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
+    def staged_slices(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
         """Return the checkpoints that were staged, according to the ring or the store. Collective.
 
         `stored`: The checkpoints of `keys` that the store has. The store was listed after `look`, so a checkpoint that
@@ -79,41 +79,41 @@ class RingContents:
             layout = layouts[digest]
             if layout is None:
                 continue
-            whole = len(held.fitting(layout)) == layout.chunks
-            if whole or any(one.digest == digest and not one.fault for one in of_store):
+            is_complete = len(held.fitting(layout)) == layout.chunks
+            if is_complete or any(one.digest == digest and not one.fault for one in of_store):
                 found.append(_RingCheckpoint(held, layout))
-        near = near_ring(self._place) if self._place and found else None
+        near = open_near_ring(self._place) if self._place and found else None
         return RingSlices(self._fetch, found, near, near_on_all_ranks=peers.all_agree(near is not None))
 
     def _layout(self, digest: str, peers: Peers) -> Layout | None:
-        said = b""
+        data = b""
         if peers.rank == 0 and self._fetch is not None:
             try:
-                said = self._fetch(FetchKind.LAYOUT, body=digest.encode()) or b""
+                data = self._fetch(FetchKind.LAYOUT, body=digest.encode()) or b""
             except HoldfastError as error:
                 _log.warning("restore: %s; the ring is not used", error)
-        said = peers.broadcast(said if peers.rank == 0 else None)
+        data = peers.broadcast(data if peers.rank == 0 else None)
         try:
-            layout = Layout.from_bytes(said) if said else None
+            layout = Layout.from_bytes(data) if data else None
         except ProtocolError as error:
             _log.warning("restore: the stager's ring: %s; not used", error)
             return None
         return layout if layout is not None and layout.digest == digest else None
 
 
-def look(fetch: Fetch | None, peers: Peers) -> RingContents:
+def fetch_ring_contents(fetch: Fetch | None, peers: Peers) -> RingContents:
     """Ask the stager, from rank 0, for the contents of the ring. Collective. PeerLost: a rank is gone."""
-    said = place = b""
+    data = place = b""
     if peers.rank == 0 and fetch is not None:
         try:
-            said = fetch(FetchKind.HELD) or b""
+            data = fetch(FetchKind.HELD) or b""
             place = fetch(FetchKind.PLACE) or b""
         except HoldfastError as error:
             _log.warning("restore: %s; the ring is not used", error)
-    said = peers.broadcast(said if peers.rank == 0 else None)
+    data = peers.broadcast(data if peers.rank == 0 else None)
     place = peers.broadcast(place if peers.rank == 0 else None)
     try:
-        return RingContents(fetch, decode_held(said) if said else [], place)
+        return RingContents(fetch, decode_held(data) if data else [], place)
     except ProtocolError as error:
         _log.warning("restore: the stager's ring: %s; not used", error)
         return RingContents(None, [])
@@ -134,15 +134,15 @@ class RingSlices(SliceKeeper):
         near_on_all_ranks: bool = False,
     ) -> None:
         # `near_on_all_ranks`: every rank reads the ring itself; the same on every rank.
-        self._fetch, self._known, self._near, self.near_on_all_ranks = fetch, known, near, near_on_all_ranks
+        self._fetch, self._checkpoints, self._near, self.near_on_all_ranks = fetch, known, near, near_on_all_ranks
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
         self._frames: dict[tuple[str, int], tuple[tuple[SliceFrame, ...], list[int]]] = {}
-        self._gone = ""
+        self._problem = ""
 
     def kept(self) -> list[SealedSlice]:
         """As `trainer_side.tiers.tier.Tier.kept`; a slice may lack chunks, which are named."""
-        return [kept for known in self._known for kept in _slices(known)]
+        return [kept for known in self._checkpoints for kept in _slices(known)]
 
     def read_into(self, kept: SealedSlice, offset: int, view: memoryview) -> None:
         """Fill `view` with a part of one frame; its CRC fields are zero, as when the ranks sent them.
@@ -154,14 +154,14 @@ class RingSlices(SliceKeeper):
         parts = [*_parts(spans, view)]
         wanted = [(span.offset - base, part) for span, part in parts]
         if self._near is None or not self._near.read(kept.seal.attempt, kept.seal.step, chunk, wanted):
-            self._ask(kept, chunk, base, parts)
+            self._fetch_parts(kept, chunk, base, parts)
         for span, part in parts:
             self._zero_crc_fields(kept.layout, chunk, span, part)
 
-    def _ask(self, kept: SealedSlice, chunk: int, base: int, parts: Sequence[tuple[Extent, memoryview]]) -> None:
-        for some in _together(parts):
+    def _fetch_parts(self, kept: SealedSlice, chunk: int, base: int, parts: Sequence[tuple[Extent, memoryview]]) -> None:
+        for some in _group_neighbours(parts):
             first, end = some[0][0].offset, some[-1][0].end
-            data = memoryview(self._bytes(kept, chunk, first - base, end - first))
+            data = memoryview(self._fetch_bytes(kept, chunk, first - base, end - first))
             for span, part in some:
                 part[:] = data[span.offset - first : span.end - first]
 
@@ -175,16 +175,16 @@ class RingSlices(SliceKeeper):
                 self._frames[kept.layout.digest, kept.seal.rank] = found
         frames, begins = found
         frame = frames[bisect.bisect_right(begins, offset) - 1]
-        spans = _cut(frame, offset, nbytes)
+        spans = _extents_in(frame, offset, nbytes)
         if sum(span.nbytes for span in spans) != nbytes:
             raise DamageError(
                 f"{nbytes} bytes from byte {offset} were asked for, but the frame of chunk {frame.chunk} ends before"
             )
         return frame.chunk, spans
 
-    def _bytes(self, kept: SealedSlice, chunk: int, offset: int, nbytes: int) -> bytes:
-        if self._gone or self._fetch is None:
-            raise StoreError(f"{self.name}: {self._gone or 'this job has no stager'}")
+    def _fetch_bytes(self, kept: SealedSlice, chunk: int, offset: int, nbytes: int) -> bytes:
+        if self._problem or self._fetch is None:
+            raise StoreError(f"{self.name}: {self._problem or 'this job has no stager'}")
         try:
             data = self._fetch(
                 FetchKind.BYTES,
@@ -194,7 +194,7 @@ class RingSlices(SliceKeeper):
                 body=to_json({"offset": offset, "nbytes": nbytes}),
             )
         except HoldfastError as error:
-            self._gone = str(error)  # not asked again: each request would wait as long
+            self._problem = str(error)  # not asked again: each request would wait as long
             raise StoreError(f"{self.name}: {error}") from error
         if data is None:
             raise DamageError(
@@ -240,7 +240,7 @@ def _slices(known: _RingCheckpoint) -> Iterator[SealedSlice]:
         yield SealedSlice(seal, layout, "ring", absent=frozenset(absent))
 
 
-def _cut(frame: SliceFrame, offset: int, nbytes: int) -> list[Extent]:
+def _extents_in(frame: SliceFrame, offset: int, nbytes: int) -> list[Extent]:
     """Return the extents of the image in a part of a frame; `offset` counts from the begin of the slice."""
     found: list[Extent] = []
     position = frame.offset
@@ -262,7 +262,7 @@ def _parts(spans: Sequence[Extent], view: memoryview) -> Iterator[tuple[Extent, 
             position += nbytes
 
 
-def _together(parts: Sequence[tuple[Extent, memoryview]]) -> Iterator[list[tuple[Extent, memoryview]]]:
+def _group_neighbours(parts: Sequence[tuple[Extent, memoryview]]) -> Iterator[list[tuple[Extent, memoryview]]]:
     """Group neighbours that fit into one answer, together with the gaps between them."""
     some: list[tuple[Extent, memoryview]] = []
     for part in parts:

@@ -31,10 +31,10 @@ from trainer_side.restore.read_plan import Unit
 from trainer_side.restore.structure import ImageMap
 from trainer_side.restore.targets import EntryPart, RegionTarget, ScatterTarget, Sum, copy_runs
 
-_PACKED = 2  # own chunks whose parcels are in flight at once
-_AHEAD = _PACKED + 2  # own chunks that are read and packed but not yet sent
-_COMING = 16  # receives in flight; those into host memory need no memory of their own
-_COMING_BYTES = 64 << 20  # of receives in flight for a device
+_PACKED_MAX = 2  # own chunks whose parcels are in flight at once
+_AHEAD = _PACKED_MAX + 2  # own chunks that are read and packed but not yet sent
+_INCOMING_MAX = 16  # receives in flight; those into host memory need no memory of their own
+_INCOMING_BYTES_MAX = 64 << 20  # of receives in flight for a device
 _CRC_BYTES = 4
 
 
@@ -50,7 +50,7 @@ class _Parcel(NamedTuple):
     """A message in the reader's memory. `wishes`: Each region, where it begins, and its first byte in the message."""
 
     ranks: tuple[int, ...]
-    wishes: list[tuple[NeededRegion, int, int]]
+    regions: list[tuple[NeededRegion, int, int]]
     sizes: list[int]
     memory: np.ndarray
 
@@ -68,16 +68,16 @@ class Scatter(Exchange):
         image: ImageMap,
         targets: Mapping[int, ScatterTarget],
         peers: Peers,
-        crossing: DeviceSections | None,
+        device_sections: DeviceSections | None,
     ) -> None:
         super().__init__(_AHEAD)
-        self._image, self._peers, self._device_sections = image, peers, crossing
-        self._mine: dict[int, list[RegionTarget]] = {}
+        self._image, self._peers, self._device_sections = image, peers, device_sections
+        self._own_regions: dict[int, list[RegionTarget]] = {}
         for index in sorted(targets):
             for region in targets[index].regions:
                 for chunk in region.chunks(image):
-                    self._mine.setdefault(chunk, []).append(region)
-        readers = _readers(-(-image.image_bytes // image.chunk_bytes), self._mine, peers)
+                    self._own_regions.setdefault(chunk, []).append(region)
+        readers = _readers(-(-image.image_bytes // image.chunk_bytes), self._own_regions, peers)
         self.units = [
             Unit(int(readers[chunk]), STORE, chunk, -1, (self._extent(chunk),), ())
             for chunk in np.flatnonzero(readers >= 0).tolist()
@@ -87,9 +87,9 @@ class Scatter(Exchange):
         self._send_indexes = {chunk: turn for turn, chunk in enumerate(sorted(self._needed_regions))}
         self._packed: dict[int, list[_Parcel]] = {}
         self._memory: dict[int, np.ndarray] = {}
-        self._leaving: list[int] = []
-        self._coming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
-        self._largest = 0 if crossing is None else max(map(self._device_bytes, self._mine), default=0)
+        self._outgoing: list[int] = []
+        self._incoming: list[tuple[int, list[np.ndarray], np.ndarray]] = []
+        self._largest = 0 if device_sections is None else max(map(self._device_bytes, self._own_regions), default=0)
         self._section: SectionWindow | None = None  # of receives in flight for a device
         self._section_end = 0
         self._parts: list[SectionPart] = []
@@ -101,50 +101,50 @@ class Scatter(Exchange):
         """Pack the bytes that other ranks need. Any thread."""
         source = np.frombuffer(view, np.uint8)
         for parcel in self._parcels(unit.chunk):
-            for wish, place, first in parcel.wishes:
-                if wish.entry == part.entry:
-                    copy_runs(wish.comb, part.inside - wish.base, source, parcel.memory[place:], first)
+            for needed, place, first in parcel.wishes:
+                if needed.entry == part.entry:
+                    copy_runs(needed.comb, part.inside - needed.base, source, parcel.memory[place:], first)
 
     def share(self, unit: Unit, peers: Peers) -> None:
         if unit.reader == peers.rank:
             for parcel in self._parcels(unit.chunk):
                 end = sum(parcel.sizes)
-                sealed = Sum.of(parcel.memory[:end].data).crc32
-                parcel.memory[end : end + _CRC_BYTES] = np.frombuffer(sealed.to_bytes(4, "little"), np.uint8)
+                crc = Sum.of(parcel.memory[:end].data).crc32
+                parcel.memory[end : end + _CRC_BYTES] = np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
                 pieces = _pieces(parcel.memory, [*parcel.sizes, _CRC_BYTES])
                 for rank in parcel.ranks:
                     peers.send(pieces, rank)
             if unit.chunk in self._send_indexes:
-                self._leaving.append(unit.chunk)
-        elif unit.chunk in self._mine:
+                self._outgoing.append(unit.chunk)
+        elif unit.chunk in self._own_regions:
             runs = [self._receive_memory(region, first, end) for region, first, end in self._runs(unit.chunk)]
             received_crc = np.empty(_CRC_BYTES, np.uint8)
             peers.receive([piece for run in (*runs, received_crc) for piece in _pieces(run)], unit.reader)
-            self._coming.append((unit.chunk, runs, received_crc))
+            self._incoming.append((unit.chunk, runs, received_crc))
 
     @property
     def is_full(self) -> bool:
         has_room = self._section is None or self._section_end + self._largest <= len(self._section.memory)
-        return len(self._leaving) >= _PACKED or len(self._coming) >= _COMING or not has_room
+        return len(self._outgoing) >= _PACKED_MAX or len(self._incoming) >= _INCOMING_MAX or not has_room
 
     def settle(self) -> None:
         """Check that the received bytes are those that were sent, after `Peers.finish`."""
-        for chunk, runs, sealed in self._coming:
+        for chunk, runs, crc in self._incoming:
             found = combine_all(Sum.of(run.data) for run in runs)
-            if found != int.from_bytes(sealed.tobytes(), "little") and self.error is None:
+            if found != int.from_bytes(crc.tobytes(), "little") and self.error is None:
                 self.error = DamageError(
                     f"chunk {chunk}: its parts from another rank differ after the exchange among the ranks, although "
                     "the chunk was read whole"
                 )
-        self._coming.clear()
+        self._incoming.clear()
         if self._section is not None and self._device_sections is not None:
             self._device_sections.send(self._section, self._parts)
             self._section, self._section_end, self._parts = None, 0, []
         with self._changed:
-            for chunk in self._leaving:
+            for chunk in self._outgoing:
                 self._packed.pop(chunk, None)
-        self._left(len(self._leaving))
-        self._leaving.clear()
+        self._left(len(self._outgoing))
+        self._outgoing.clear()
 
     def _extent(self, chunk: int) -> Extent:
         offset = chunk * self._image.chunk_bytes
@@ -152,8 +152,8 @@ class Scatter(Exchange):
 
     def _runs(self, chunk: int) -> Iterator[tuple[RegionTarget, int, int]]:
         """Yield this rank's regions in a chunk, each with the range of its bytes there."""
-        for region in self._mine[chunk]:
-            first, end = self._within(region.entry, region.base, region.comb, chunk)
+        for region in self._own_regions[chunk]:
+            first, end = self._range_in_chunk(region.entry, region.base, region.comb, chunk)
             yield region, first, end
 
     def _receive_memory(self, region: RegionTarget, first: int, end: int) -> np.ndarray:
@@ -161,7 +161,7 @@ class Scatter(Exchange):
             return region.memory[first:end]
         if self._section is None:
             self._section = self._device_sections.window(
-                max(self._largest, min(_COMING * self._largest, _COMING_BYTES))
+                max(self._largest, min(_INCOMING_MAX * self._largest, _INCOMING_BYTES_MAX))
             )
         begin = _aligned(self._section_end) + first % WIDEST_BYTES
         self._section_end = begin + end - first
@@ -173,7 +173,7 @@ class Scatter(Exchange):
         runs = [end - first for region, first, end in self._runs(chunk) if region.device is not None]
         return sum(_aligned(nbytes) + 2 * WIDEST_BYTES for nbytes in runs)
 
-    def _within(self, entry: int, base: int, comb: Comb, chunk: int) -> tuple[int, int]:
+    def _range_in_chunk(self, entry: int, base: int, comb: Comb, chunk: int) -> tuple[int, int]:
         begin = chunk * self._image.chunk_bytes - self._image.entries[entry].offset - base
         return comb.before(begin), comb.before(begin + self._image.chunk_bytes)
 
@@ -193,10 +193,10 @@ class Scatter(Exchange):
         known: dict[str, NeededRegion] = {}
         wanted: dict[int, dict[int, list[str]]] = {}
         for root in range(peers.ranks):
-            said = peers.broadcast(own_rows if root == peers.rank else None, root)
+            message = peers.broadcast(own_rows if root == peers.rank else None, root)
             if root == peers.rank:
                 continue
-            for row in json.loads(said):
+            for row in json.loads(message):
                 if row[0] not in near:
                     continue
                 name = json.dumps(row)
@@ -204,19 +204,19 @@ class Scatter(Exchange):
                     entry, base, shape, item_bytes, start, size = row
                     region = Region(tuple(start), tuple(size))
                     known[name] = NeededRegion(entry, base, Comb(shape, item_bytes, region))
-                wish = known[name]
-                for chunk in spans[wish.entry]:
+                needed = known[name]
+                for chunk in spans[needed.entry]:
                     if chunk not in own:
                         continue
-                    first, end = self._within(wish.entry, wish.base, wish.comb, chunk)
+                    first, end = self._range_in_chunk(needed.entry, needed.base, needed.comb, chunk)
                     if first < end:
                         wanted.setdefault(chunk, {}).setdefault(root, []).append(name)
         found: dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]] = {}
         for chunk, of_ranks in wanted.items():
-            alike: dict[tuple[str, ...], list[int]] = {}
+            same_names: dict[tuple[str, ...], list[int]] = {}
             for rank, names in of_ranks.items():
-                alike.setdefault(tuple(names), []).append(rank)
-            found[chunk] = [(tuple(ranks), [known[name] for name in names]) for names, ranks in alike.items()]
+                same_names.setdefault(tuple(names), []).append(rank)
+            found[chunk] = [(tuple(ranks), [known[name] for name in names]) for names, ranks in same_names.items()]
         return found
 
     def _parcels(self, chunk: int) -> list[_Parcel]:
@@ -232,21 +232,21 @@ class Scatter(Exchange):
     def _make_parcels(self, chunk: int, place: int) -> list[_Parcel]:
         parcels: list[tuple[tuple[int, ...], list[tuple[NeededRegion, int, int]], list[int]]] = []
         nbytes = 0
-        for ranks, wishes in self._needed_regions[chunk]:
-            laid: list[tuple[NeededRegion, int, int]] = []
+        for ranks, needed_regions in self._needed_regions[chunk]:
+            placed: list[tuple[NeededRegion, int, int]] = []
             sizes: list[int] = []
-            for wish in wishes:
-                first, end = self._within(wish.entry, wish.base, wish.comb, chunk)
-                laid.append((wish, sum(sizes), first))
+            for needed in needed_regions:
+                first, end = self._range_in_chunk(needed.entry, needed.base, needed.comb, chunk)
+                placed.append((needed, sum(sizes), first))
                 sizes.append(end - first)
-            parcels.append((ranks, laid, sizes))
+            parcels.append((ranks, placed, sizes))
             nbytes += sum(sizes) + _CRC_BYTES
         if place not in self._memory or len(self._memory[place]) < nbytes:
             self._memory[place] = np.empty(nbytes, np.uint8)
         packed, begin = [], 0
-        for ranks, laid, sizes in parcels:
+        for ranks, placed, sizes in parcels:
             end = begin + sum(sizes) + _CRC_BYTES
-            packed.append(_Parcel(ranks, laid, sizes, self._memory[place][begin:end]))
+            packed.append(_Parcel(ranks, placed, sizes, self._memory[place][begin:end]))
             begin = end
         return packed
 
@@ -255,14 +255,14 @@ def _readers(chunks: int, needed: Collection[int], peers: Peers) -> np.ndarray:
     """Return the reader of each chunk: in turn one of the ranks that need it, -1 if none does. Collective."""
     mine = np.zeros(chunks, np.uint8)
     mine[list(needed)] = 1
-    said = [
+    message = [
         np.unpackbits(np.frombuffer(bits, np.uint8), count=chunks)
         for bits in gather(peers, np.packbits(mine).tobytes())
     ]
-    count = np.sum(said, axis=0, dtype=np.int32)
+    count = np.sum(message, axis=0, dtype=np.int32)
     chosen = np.arange(chunks, dtype=np.int32) % np.maximum(count, 1)
     readers, seen = np.full(chunks, -1, np.int32), np.zeros(chunks, np.int32)
-    for rank, bits in enumerate(said):
+    for rank, bits in enumerate(message):
         readers[(bits == 1) & (seen == chosen)] = rank
         seen += bits
     return readers

@@ -24,7 +24,7 @@ from holdfast.image.manifest import Manifest
 from trainer_side.ranks.peers import LonePeers, Peers, gather, raise_agreed
 from trainer_side.restore.choice import NEARNESS_OF_RING, STORE, Candidate, Holder
 from trainer_side.restore.device_sections import DeviceSections
-from trainer_side.restore.exchange import check_entries, check_sums, tell
+from trainer_side.restore.exchange import check_entries, check_sums, exchange_sums
 from trainer_side.restore.read_plan import (
     FramePiece,
     FrameSource,
@@ -58,10 +58,10 @@ class SliceReader:
     reading: Reading = field(default_factory=Reading)  # of the last `read` on this rank, all rounds together
     _failed: set[tuple[int, FrameSource]] = field(default_factory=set)
     _broken: set[FrameSource] = field(default_factory=set)
-    _named: set[int | str] = field(default_factory=set)
+    _reported: set[int | str] = field(default_factory=set)
 
     @property
-    def whole_in(self) -> frozenset[str]:
+    def complete_tiers(self) -> frozenset[str]:
         """Tiers that have every saved rank's slice, with no damage found. The same on every rank.
 
         The stager's ring does not count: its chunks are soon overwritten, so no damaged slice may be dropped for it.
@@ -86,7 +86,7 @@ class SliceReader:
     def _holders(self) -> Iterator[Holder]:
         return itertools.chain.from_iterable(self.candidate.slices.values())
 
-    def ends(self) -> bytes:
+    def read_ends(self) -> bytes:
         """Read and check head and tail of the image, back to back. Raises as `read`; DamageError also: too large."""
         head_bytes, tail_offset = ends_of(self.layout)
         ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
@@ -98,13 +98,13 @@ class SliceReader:
         self._read(ends, pieces_of(self.layout, within), targets)
         return bytes(memory)
 
-    def read(self, targets: Mapping[int, EntrySink], crossing: DeviceSections | None) -> None:
+    def read(self, targets: Mapping[int, EntrySink], device_sections: DeviceSections | None) -> None:
         """Fill every target on every rank.
 
         DamageError, on every rank: this candidate cannot be used, and the targets are undefined. StoreError: the store
         failed, and no other source has the bytes. PeerLost: a rank is gone.
         """
-        told = self._read(self.layout, pieces_of(self.layout), targets, crossing)
+        told = self._read(self.layout, pieces_of(self.layout), targets, device_sections)
         if self.manifest is not None:
             tiers = sorted({holder.tier for holder in self._holders})
             error = check_entries(self.manifest, self.layout, told, ", ".join(tiers))
@@ -115,7 +115,7 @@ class SliceReader:
         image: ImageMap,
         pieces: dict[int, FramePiece],
         targets: Mapping[int, EntrySink],
-        crossing: DeviceSections | None = None,
+        device_sections: DeviceSections | None = None,
     ) -> dict[int, tuple[EntryPart, Sum]]:
         self.reading = Reading()
         done: list[Unit] = []
@@ -133,16 +133,16 @@ class SliceReader:
             )
             if lost:
                 raise self._unreadable_error(left[lost[0]])
-            near, shared = self._near(units, left)
+            near, shared = self._split_near(units, left)
             failures: list[Failure] = []
             for some, peers in ((list(near.values()), LonePeers()), (shared, self.peers)):
                 if some:
-                    means = self.means._replace(crossing=crossing)
-                    reading = read(image, some, self.origins, targets, peers, means)
+                    read_options = self.means._replace(crossing=device_sections)
+                    reading = read(image, some, self.origins, targets, peers, read_options)
                     self.reading.add(reading)
                     raise_agreed(self.peers, reading.error)
                     failures += reading.failures
-            failed_units = self._failures(units, near, left, failures)
+            failed_units = self._exchange_failures(units, near, left, failures)
             numbers = {unit: number for number, unit in enumerate(units)}
             done += [unit for unit in shared if numbers[unit] not in failed_units]
             done_locally += [unit for unit in near if numbers[unit] not in failed_units]
@@ -151,9 +151,9 @@ class SliceReader:
                 [extent for number in failed_units for extent in units[number].extents]
             ):
                 self.reading.sums.pop(part.offset, None)
-            again = {piece for number in failed_units for piece in units[number].pieces}
-            left = {number: piece for number, piece in left.items() if number in again}
-        told = tell(image, done, targets, self.reading.sums, self.peers)
+            retried = {piece for number in failed_units for piece in units[number].pieces}
+            left = {number: piece for number, piece in left.items() if number in retried}
+        told = exchange_sums(image, done, targets, self.reading.sums, self.peers)
         for part in windows.parts([extent for unit in done_locally for extent in unit.extents]):
             told[part.offset] = part, self.reading.sums[part.offset]
         threads, received = self.means.threads or cores_to_use(), self.reading.received
@@ -161,24 +161,24 @@ class SliceReader:
         raise_agreed(self.peers, error)
         return told
 
-    def _near(
+    def _split_near(
         self, units: Sequence[Unit], pieces: Mapping[int, FramePiece]
     ) -> tuple[dict[Unit, Unit], list[Unit]]:
         """Return the units that every rank reads itself, each mapped to this rank's version; and all others."""
         near: dict[Unit, Unit] = {}
         if self.ring_is_near:
             for unit in units:
-                holders = self._in_ring(pieces[unit.pieces[0]].slice_rank) if unit.number != STORE else []
+                holders = self._ring_holders(pieces[unit.pieces[0]].slice_rank) if unit.number != STORE else []
                 if (unit.reader, unit.number) in {(one.rank, one.number) for one in holders}:
                     mine = next(one.number for one in holders if one.rank == self.peers.rank)
                     near[unit] = unit._replace(reader=LonePeers.rank, number=mine)
         return near, [unit for unit in units if unit not in near]
 
-    def _in_ring(self, slice_rank: int) -> list[Holder]:
+    def _ring_holders(self, slice_rank: int) -> list[Holder]:
         holders = self.candidate.slices.get(slice_rank, ())
         return [one for one in holders if one.nearness == NEARNESS_OF_RING]
 
-    def _failures(
+    def _exchange_failures(
         self,
         units: Sequence[Unit],
         near: Mapping[Unit, Unit],
@@ -196,9 +196,9 @@ class SliceReader:
             (numbers[one.unit], one.broken, self.origins[one.unit.number].tier if one.hangs else "")
             for one in mine
         ]
-        said = gather(self.peers, json.dumps([rows, self._describe_failures(mine)]).encode())
+        messages = gather(self.peers, json.dumps([rows, self._describe_failures(mine)]).encode())
         failed: set[int] = set()
-        for rank, answer in enumerate(said):
+        for rank, answer in enumerate(messages):
             rows_there, texts = json.loads(answer)
             self.mended += texts
             for number, broken, hanging in rows_there:
@@ -208,7 +208,7 @@ class SliceReader:
                 unit = units[number]
                 sources = [FrameSource(unit.reader, unit.number)]
                 if unit in near:
-                    ring = self._in_ring(pieces[unit.pieces[0]].slice_rank)
+                    ring = self._ring_holders(pieces[unit.pieces[0]].slice_rank)
                     sources = [FrameSource(one.rank, one.number) for one in ring]
                 self._failed.update((piece, source) for piece in unit.pieces for source in sources)
                 if broken:
@@ -223,12 +223,12 @@ class SliceReader:
             grouped.setdefault(self.origins[number].tier if failure.hangs else number, []).append(failure)
         texts = []
         for what, some in grouped.items():
-            if what in self._named:
+            if what in self._reported:
                 continue
-            self._named.add(what)
+            self._reported.add(what)
             more = f"; and {len(some) - 1} more of its frames" if len(some) > 1 else ""
             place, said = self.origins[some[0].unit.number].what, str(some[0].error)
-            texts.append(f"rank {self.peers.rank}: {said if place in said else f'{place}: {said}'}{more}")
+            texts.append(f"rank {self.peers.rank}: {messages if place in messages else f'{place}: {said}'}{more}")
         return texts
 
     def _unreadable_error(self, piece: FramePiece) -> DamageError:

@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer_side.restore.structure import Structure, entry_at, once
+from trainer_side.restore.structure import Structure, entry_at, unique_paths
 from trainer_side.restore.targets import Claims, ScatterTarget
-from trainer_side.state.optimizer_places import at, matched
-from trainer_side.state.split_tensor import Held, held_part_at, is_dtensor, is_split
-from trainer_side.state.tree import children, containers, replaced, tensor_paths
+from trainer_side.state.optimizer_places import value_at, match_parameters
+from trainer_side.state.split_tensor import HeldPart, held_part_at, is_dtensor, is_split
+from trainer_side.state.tree import children, containers, with_replacements, tensor_paths
 
 
 class SplitPart(NamedTuple):
     """A split tensor of this rank."""
 
     value: Any  # the DTensor or `Split` that its object takes back
-    held: Held  # the part on this rank
+    held: HeldPart  # the part on this rank
     live: bool = True  # the object holds it already
 
 
@@ -50,11 +50,11 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
         if name in live or isinstance(value, dict | list | tuple) or is_split(value)
     }
     found = list(_leaves(trees))
-    clear = once(path for path, _ in found)
+    unambiguous = unique_paths(path for path, _ in found)
     parts: dict[str, SplitPart] = {}
     for path, value in found:
         here = held_part_at(path, value)
-        if here is not None and path in clear:
+        if here is not None and path in unambiguous:
             parts[path] = SplitPart(value, here)
     return parts
 
@@ -72,7 +72,7 @@ def with_separate_memory(parts: Mapping[str, SplitPart], own: Mapping[str, Any],
         if path not in paths:
             placed[path] = part
         elif shapes.get(path) == torch.Size(part.held.shape):
-            placed[path] = _like(path, part.value, part.value.dtype)
+            placed[path] = _allocate_like(path, part.value, part.value.dtype)
     return placed
 
 
@@ -87,13 +87,13 @@ def allocate_split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) ->
             for number, parameter, moments in _saved_moments(value, tree[name]):
                 for own, saved in tensor_paths(moments):
                     path = f"{name}/state/{number}/{own}"
-                    before = at(value.state.get(parameter, {}), own)
+                    before = value_at(value.state.get(parameter, {}), own)
                     if _is_moment(own.rpartition("/")[2], saved, parameter) and not _fits(before, saved):
-                        parts[path] = _like(path, parameter, saved.dtype)
+                        parts[path] = _allocate_like(path, parameter, saved.dtype)
     return parts
 
 
-def place(
+def place_parts(
     structure: Structure,
     parts: Mapping[str, SplitPart],
     names: Collection[str],
@@ -110,17 +110,17 @@ def place(
         return PlacedParts({}, frozenset(), 0)
     entry_of = structure.entry_of
     tensors = structure.tensors
-    clear = once(path for path, _ in tensors)
+    unambiguous = unique_paths(path for path, _ in tensors)
     regions: dict[int, ScatterTarget] = {}
-    taken: dict[str, Any] = {}
+    replacements: dict[str, Any] = {}
     touched = set(left_out)
     claims, fresh = Claims(live=True), Claims(live=False)
     for path, saved in tensors:
         entry = entry_at(saved, entry_of)
-        part = parts.get(path) if path in clear else None
+        part = parts.get(path) if path in unambiguous else None
         if part is None:
             continue
-        taken[path] = part.value
+        replacements[path] = part.value
         if entry is not None:
             touched.add(entry)
             target = (claims if part.live else fresh).target(path, saved, entry, part.held)
@@ -130,9 +130,9 @@ def place(
         for _, tensor in tensor_paths([structure.tree.pop(name)]):
             entry = entry_at(tensor, entry_of)
             touched |= set() if entry is None else {entry}
-    structure.tree = replaced(
+    structure.tree = with_replacements(
         structure.tree,
-        lambda path, value: taken.get(path, value) if isinstance(value, torch.Tensor) else value,
+        lambda path, value: replacements.get(path, value) if isinstance(value, torch.Tensor) else value,
     )
     free = touched - structure.entries
     for entry in free:
@@ -140,7 +140,7 @@ def place(
     return PlacedParts(regions, frozenset(free), claims.nbytes)
 
 
-def _like(path: str, tensor: torch.Tensor, dtype: torch.dtype) -> SplitPart:
+def _allocate_like(path: str, tensor: torch.Tensor, dtype: torch.dtype) -> SplitPart:
     fresh = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
     here = held_part_at(path, fresh)
     assert here is not None
@@ -160,7 +160,7 @@ def _saved_moments(
     optimizer: torch.optim.Optimizer, saved: Any
 ) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
     """Yield each split parameter with its number in the checkpoint and its saved state, as torch matches them."""
-    for number, parameter in matched(optimizer, saved):
+    for number, parameter in match_parameters(optimizer, saved):
         moments = saved["state"].get(number)
         if is_split(parameter) and isinstance(moments, Mapping):
             yield number, parameter, moments

@@ -33,7 +33,7 @@ from holdfast.store.ranged import RangedFile
 from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, fill_disabled
 from trainer_side.state.position_names import Position, from_record, read_on_host
 from trainer_side.state.split_tensor import is_split
-from trainer_side.state.tree import Named, refusal, tensor_paths
+from trainer_side.state.tree import NamedTensor, tensor_refusal, tensor_paths
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -154,7 +154,7 @@ class Structure:
         self._what = file if store is None else f"{store.url}/{file}"
         self._image = image
         created: list[torch.UntypedStorage] = []
-        sizes = iter([image.entries[index].nbytes for index in self._numbered()])
+        sizes = iter([image.entries[index].nbytes for index in self._storage_entries()])
         sizes_are_right = _skipped_sizes_are_right()  # not in `note`: the function calls torch.load
 
         def note(storage: Any, _location: str) -> Any:
@@ -185,10 +185,10 @@ class Structure:
         self.storages = self._assign(created)
         self._check_paths()
         # Names of parameters that the tree numbers; paths of optimizer state on the host with a parameter on a device.
-        self.names, self.on_host = self._said(data)
+        self.names, self.on_host = self._recorded_names(data)
 
     @property
-    def tensors(self) -> list[Named]:
+    def tensors(self) -> list[NamedTensor]:
         return tensor_paths(self.tree)
 
     @property
@@ -212,15 +212,15 @@ class Structure:
         """
         there, here = tensor_paths(live), self.tensors
         # Two tensors at one path (`{"a/b": …}` beside `{"a": {"b": …}}`) cannot be told apart.
-        clear = once(path for path, _ in there) & once(path for path, _ in here)
-        wanted = {frozenset(path for path, _ in group): dict(group) for group in _apart(_by_storage(there))}
+        unambiguous = unique_paths(path for path, _ in there) & unique_paths(path for path, _ in here)
+        wanted = {frozenset(path for path, _ in group): dict(group) for group in _without_overlaps(_by_storage(there))}
         own = _by_storage(here)
         adopted_bytes = 0
         for index, storage in self.storages.items():
             group = own.get(storage.data_ptr(), [])
             paths = frozenset(path for path, _ in group)
             target = wanted.get(paths)
-            if target is None or not paths <= clear:
+            if target is None or not paths <= unambiguous:
                 continue
             if not _same_memory_use(group, target, storage.nbytes()):
                 continue
@@ -232,7 +232,7 @@ class Structure:
             adopted_bytes += memory.nbytes()
         return adopted_bytes
 
-    def _said(self, data: bytes) -> tuple[dict[str, list[list[Position]]], frozenset[str]]:
+    def _recorded_names(self, data: bytes) -> tuple[dict[str, list[list[Position]]], frozenset[str]]:
         """Return the names and host paths from the record behind the pickle."""
         for entry in self._image.entries:
             if entry.name.endswith("/data.pkl") and entry.offset + entry.nbytes <= ends_of(self._image)[0]:
@@ -246,7 +246,7 @@ class Structure:
         `torch.save` numbers storages in the order in which the pickle first names them, and `torch.load` makes them
         in that order. Empty storages are made once per mention, so they are left out on both sides.
         """
-        filled, numbered = [storage for storage in created if storage.nbytes()], self._numbered()
+        filled, numbered = [storage for storage in created if storage.nbytes()], self._storage_entries()
         if len(numbered) != len(filled):
             raise DamageError(
                 f"{self._what}: {len(filled)} storages in the file, {len(numbered)} in its manifest"
@@ -259,7 +259,7 @@ class Structure:
                 )
         return dict(zip(numbered, filled, strict=True))
 
-    def _numbered(self) -> list[int]:
+    def _storage_entries(self) -> list[int]:
         """Return the entries of storages that are not empty, in the order of their numbers."""
         entries: Sequence[Entry | EntryRecord] = self._image.entries
         numbered = sorted(
@@ -337,7 +337,7 @@ def entry_at(tensor: torch.Tensor, entry_of: Mapping[int, int]) -> int | None:
     return entry_of.get(tensor.untyped_storage().data_ptr())
 
 
-def once(paths: Iterable[str]) -> set[str]:
+def unique_paths(paths: Iterable[str]) -> set[str]:
     """Return the paths that occur only once."""
     return {path for path, count in Counter(paths).items() if count == 1}
 
@@ -364,16 +364,16 @@ def _resized(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage
     return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
 
 
-def _by_storage(tensors: list[Named]) -> dict[int, list[Named]]:
+def _by_storage(tensors: list[NamedTensor]) -> dict[int, list[NamedTensor]]:
     """Group plain CPU tensors that have memory by the address of their storage."""
-    groups: dict[int, list[Named]] = {}
+    groups: dict[int, list[NamedTensor]] = {}
     for named in tensors:
-        if refusal(named.tensor) is None and named.tensor.device.type == "cpu" and _nbytes(named.tensor):
+        if tensor_refusal(named.tensor) is None and named.tensor.device.type == "cpu" and _nbytes(named.tensor):
             groups.setdefault(named.tensor.untyped_storage().data_ptr(), []).append(named)
     return groups
 
 
-def _apart(groups: dict[int, list[Named]]) -> list[list[Named]]:
+def _without_overlaps(groups: dict[int, list[NamedTensor]]) -> list[list[NamedTensor]]:
     """Return the groups whose memory overlaps no other group's (two storages may be made over the same memory)."""
     spans = sorted((address, address + _nbytes(group[0].tensor)) for address, group in groups.items())
     result, reached = [], 0
@@ -384,7 +384,7 @@ def _apart(groups: dict[int, list[Named]]) -> list[list[Named]]:
     return result
 
 
-def _same_memory_use(group: list[Named], live: dict[str, torch.Tensor], nbytes: int) -> bool:
+def _same_memory_use(group: list[NamedTensor], live: dict[str, torch.Tensor], nbytes: int) -> bool:
     return all(
         _geometry(live[path]) == _geometry(tensor)
         and _nbytes(live[path]) == nbytes

@@ -28,7 +28,7 @@ from holdfast.image.regions import Comb, Region
 from holdfast.ring.pages import aligned_buffer
 from trainer_side.restore.device_sections import SectionPart
 from trainer_side.restore.structure import ImageMap
-from trainer_side.state.split_tensor import Held
+from trainer_side.state.split_tensor import HeldPart
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RegionTarget:
     entry: int  # that holds the tensor
     base: int  # where in the entry the tensor begins
     comb: Comb  # where the region's bytes lie in the tensor
-    whole: tuple[tuple[int, ...], int, Region]  # what the comb is made of: shape, bytes of an element, region
+    comb_args: tuple[tuple[int, ...], int, Region]  # what the comb is made of: shape, bytes of an element, region
     memory: np.ndarray  # of the host, as bytes; empty if the region is read into a device
     # The memory as a tensor of the region's shape, and the tensor to copy it to; None: `memory` is the live tensor's.
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -46,16 +46,16 @@ class RegionTarget:
     # The bytes can be read into the tensor itself on its device: it is not in use yet and has their memory order.
     is_fresh: bool = False
 
-    def put(self, inside: int, source: np.ndarray) -> None:
-        """Copy the region's bytes from `source`, which begins `inside` bytes into the entry."""
+    def put(self, entry_offset: int, source: np.ndarray) -> None:
+        """Copy the region's bytes from `source`, which begins `entry_offset` bytes into the entry."""
         if self.device is None:
-            copy_runs(self.comb, inside - self.base, source, self.memory, 0)
+            copy_runs(self.comb, entry_offset - self.base, source, self.memory, 0)
 
-    def parts(self, inside: int, begin: int, nbytes: int) -> Iterator[SectionPart]:
+    def parts(self, entry_offset: int, begin: int, nbytes: int) -> Iterator[SectionPart]:
         """As `ScatterTarget.parts`."""
         if self.device is None:
             return
-        first = inside - self.base  # of the tensor
+        first = entry_offset - self.base  # of the tensor
         at, end = self.comb.before(first), self.comb.before(first + nbytes)
         for offset, run_bytes, stride, runs in self.comb.blocks(at, end):
             yield SectionPart(self.device, at, begin + offset - first, run_bytes, runs, stride)
@@ -108,15 +108,15 @@ class ScatterTarget:
     def whole(cls, entry: int, storage: torch.UntypedStorage) -> ScatterTarget:
         return cls([whole_entry(entry, storage)])
 
-    def put(self, inside: int, _address: int, view: memoryview) -> None:
-        """Copy the regions' bytes from `view`, which begins `inside` bytes into the entry. Any thread."""
+    def put(self, entry_offset: int, _address: int, view: memoryview) -> None:
+        """Copy the regions' bytes from `view`, which begins `entry_offset` bytes into the entry. Any thread."""
         source = np.frombuffer(view, np.uint8)
         for region in self.regions:
-            region.put(inside, source)
+            region.put(entry_offset, source)
 
-    def parts(self, inside: int, begin: int, nbytes: int) -> list[SectionPart]:
-        """Return the parts for a device in `nbytes` of the entry from `inside` on, read to `begin` of a window."""
-        return [part for region in self.regions for part in region.parts(inside, begin, nbytes)]
+    def parts(self, entry_offset: int, begin: int, nbytes: int) -> list[SectionPart]:
+        """Return the parts for a device in `nbytes` of the entry from `entry_offset` on, read to `begin` of a window."""
+        return [part for region in self.regions for part in region.parts(entry_offset, begin, nbytes)]
 
 
 class Claims:
@@ -133,7 +133,7 @@ class Claims:
         self._sources: dict[tuple[int, int], tuple[int, int, tuple[int, ...], Region]] = {}
         self.nbytes = 0
 
-    def target(self, path: str, saved: torch.Tensor, entry: int, held: Held) -> RegionTarget | None:
+    def target(self, path: str, saved: torch.Tensor, entry: int, held: HeldPart) -> RegionTarget | None:
         """Return the target of one part; None if the part is empty, or another target fills it.
 
         `saved`: The whole tensor as the file describes it; its memory is not touched. `held`: This rank's part of it.
@@ -159,14 +159,14 @@ class Claims:
             order == sorted(order) and local.dtype == saved.dtype and not (local.is_conj() or local.is_neg())
         )
         on_cpu = local.device.type == "cpu"
-        is_own = is_same_layout and (on_cpu or not self._live) and self._claim(span)
-        if is_own and on_cpu:
+        is_in_place = is_same_layout and (on_cpu or not self._live) and self._claim(span)
+        if is_in_place and on_cpu:
             self._sources[span] = source
             self.nbytes += comb.nbytes
             return RegionTarget(entry, base, comb, whole, _bytes_of(local))
         read = torch.empty(region.size, dtype=saved.dtype, device="cpu")
         shaped = read.as_strided(local.shape, _strides(held.region.size, order))
-        return RegionTarget(entry, base, comb, whole, _bytes_of(read), (shaped, local), is_fresh=is_own)
+        return RegionTarget(entry, base, comb, whole, _bytes_of(read), (shaped, local), is_fresh=is_in_place)
 
     def _claim(self, span: tuple[int, int]) -> bool:
         place = bisect.bisect_left(self._spans, span)
@@ -178,7 +178,7 @@ class Claims:
         return True
 
 
-def settle(targets: Iterable[ScatterTarget]) -> None:
+def copy_regions(targets: Iterable[ScatterTarget]) -> None:
     """Copy regions that could not be read into their final place. Training thread, after all bytes arrived."""
     on_device: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
@@ -257,10 +257,10 @@ class EntryTarget(NamedTuple):
             storage.data_ptr(), torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data
         )
 
-    def put(self, inside: int, address: int, view: memoryview) -> None:
-        """Copy `view`, which begins `inside` bytes into the entry. Any thread."""
+    def put(self, entry_offset: int, address: int, view: memoryview) -> None:
+        """Copy `view`, which begins `entry_offset` bytes into the entry. Any thread."""
         # memmove releases the GIL, so other readers proceed.
-        ctypes.memmove(self.address + inside, address, view.nbytes)
+        ctypes.memmove(self.address + entry_offset, address, view.nbytes)
 
     def parts(self, _inside: int, _begin: int, _nbytes: int) -> Sequence[SectionPart]:
         """Nothing: the entry is in host memory."""
@@ -320,7 +320,7 @@ class ChunkWindows:
         self._ends = [image.entries[index].offset + image.entries[index].nbytes for index in self._order]
 
     def parts(self, extents: Sequence[Extent]) -> list[EntryPart]:
-        return [part for extent in extents for part in self._between(extent.offset, extent.end)]
+        return [part for extent in extents for part in self._parts_between(extent.offset, extent.end)]
 
     def runs(
         self, lying: Sequence[Extent], offset: int, run_bytes: int, *, wanted: Sequence[Extent] | None = None
@@ -334,8 +334,8 @@ class ChunkWindows:
         pieces = [
             (before + part.offset - extent.offset, part)
             for before, extent in _positions(lying)
-            for wish in ((extent,) if wanted is None else _overlaps(extent, wanted))
-            for part in self._between(wish.offset, wish.end)
+            for needed in ((extent,) if wanted is None else _overlaps(extent, wanted))
+            for part in self._parts_between(needed.offset, needed.end)
         ]
         first = 0
         for begin in range(offset, end, run_bytes):
@@ -353,7 +353,7 @@ class ChunkWindows:
                 first += 1
             yield ReadRun(begin, stop - begin, tuple(parts), tuple(begins))
 
-    def _between(self, begin: int, end: int) -> list[EntryPart]:
+    def _parts_between(self, begin: int, end: int) -> list[EntryPart]:
         found = []
         for position in range(bisect.bisect_right(self._ends, begin), len(self._order)):
             index = self._order[position]
@@ -375,7 +375,7 @@ def _positions(extents: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
 
 
 def _overlaps(extent: Extent, wanted: Sequence[Extent]) -> Iterator[Extent]:
-    for wish in wanted:
-        begin, end = max(extent.offset, wish.offset), min(extent.end, wish.end)
+    for needed in wanted:
+        begin, end = max(extent.offset, needed.offset), min(extent.end, needed.end)
         if begin < end:
             yield Extent(begin, end - begin)

@@ -206,12 +206,12 @@ def new_names(saved: Collection[str], here: Collection[str]) -> dict[str, str]:
 def describe_other_wrappers(saved: Collection[str], here: Collection[str]) -> str:
     """Name the wrappers that only one of the two sides has, for messages; empty if there are none."""
     there, own = _wrappers_in(saved), _wrappers_in(here)
-    said = [
+    texts = [
         f"only the {where} has {', '.join(f'{name!r} ({WRAPPERS[name]})' for name in sorted(some))}"
         for where, some in (("checkpoint", there - own), ("model", own - there))
         if some
     ]
-    return " and ".join(said)
+    return " and ".join(texts)
 
 
 class _Tree:
@@ -223,18 +223,18 @@ class _Tree:
         for parts in leaves:
             for depth, part in enumerate(parts):
                 self._children.setdefault(parts[:depth], set()).add(part)
-        self._here: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._full_names: dict[tuple[str, ...], tuple[str, ...]] = {}
         for parts in sorted([*self._children, *leaves], key=len):
-            self._here[self._bare(parts)] = parts  # the innermost of nested wrappers
+            self._full_names[self._bare(parts)] = parts  # the innermost of nested wrappers
 
     def bare(self, name: str) -> tuple[str, ...]:
         """Return the parts of the name that are no wrappers; none for the root module, whose name is empty."""
         return self._bare(tuple(name.split("."))) if name else ()
 
-    def named(self, bare: tuple[str, ...]) -> str:
+    def full_name(self, bare: tuple[str, ...]) -> str:
         """Return the full name here; for an unknown name, that of its innermost known module, and the rest."""
-        depth = next(depth for depth in range(len(bare), -1, -1) if bare[:depth] in self._here)
-        return ".".join((*self._here[bare[:depth]], *bare[depth:]))
+        depth = next(depth for depth in range(len(bare), -1, -1) if bare[:depth] in self._full_names)
+        return ".".join((*self._full_names[bare[:depth]], *bare[depth:]))
 
     def _bare(self, parts: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(part for depth, part in enumerate(parts) if not self._is_wrapper(parts[: depth + 1]))

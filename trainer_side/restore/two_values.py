@@ -19,7 +19,7 @@ import torch
 from holdfast.errors import StateError
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
-from trainer_side.restore.structure import entry_at, once
+from trainer_side.restore.structure import entry_at, unique_paths
 from trainer_side.state.optimizer_places import reachable
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import tensor_paths, view_key
@@ -46,8 +46,8 @@ def check_suspects(groups: Suspects, tree: Any, step: int) -> None:
         return
     saved = {path: local_of(tensor) for path, tensor in tensor_paths(tree)}
     for group in groups:
-        for one, other in _clashes(group, saved):
-            raise _refusal(step, one, other)
+        for one, other in _find_clash(group, saved):
+            raise _conflict_error(step, one, other)
 
 
 def find_suspects(
@@ -65,23 +65,23 @@ def find_suspects(
     group differ; names both.
     """
     there = tensor_paths(tree)
-    clear = once(path for path, _ in there)
-    saved = {path: tensor for path, tensor in there if path in clear}
+    unambiguous = unique_paths(path for path, _ in there)
+    saved = {path: tensor for path, tensor in there if path in unambiguous}
     undecided = []
-    for group in _sharing(state, live, saved):
+    for group in _sharing_groups(state, live, saved):
         if _is_shared_in_file(group, saved):
             continue
-        sums = [_sum(one, saved[one.path], image, entry_of) for one in group]
-        if None in sums or any(_place(one) != _place(group[0]) for one in group):
+        sums = [_crc_key(one, saved[one.path], image, entry_of) for one in group]
+        if None in sums or any(_memory_layout(one) != _memory_layout(group[0]) for one in group):
             undecided.append(group)
             continue
         for one, crc in zip(group, sums, strict=True):
             if crc != sums[0]:
-                raise _refusal(step, group[0].path, one.path)
+                raise _conflict_error(step, group[0].path, one.path)
     return undecided
 
 
-def _refusal(step: int, one: str, other: str) -> StateError:
+def _conflict_error(step: int, one: str, other: str) -> StateError:
     return StateError(
         f"step {step}: {one} and {other} share memory in this script, and have different values in the checkpoint; "
         "give each memory of its own, as when it was saved, or save a checkpoint in which they are equal; nothing was "
@@ -89,7 +89,7 @@ def _refusal(step: int, one: str, other: str) -> StateError:
     )
 
 
-def _sharing(
+def _sharing_groups(
     state: Mapping[str, Any], live: Mapping[str, Any], saved: Mapping[str, torch.Tensor]
 ) -> Iterator[list[_LiveView]]:
     """Yield groups of tensors at several paths that overlap in memory on this rank, and that loading copies into."""
@@ -143,7 +143,7 @@ def _overlapping(pool: list[_LiveView]) -> Iterator[list[_LiveView]]:
         yield group
 
 
-def _place(one: _LiveView) -> tuple[Any, ...]:
+def _memory_layout(one: _LiveView) -> tuple[Any, ...]:
     return one.begin, one.local.dtype, tuple(one.local.shape), one.local.stride()
 
 
@@ -167,7 +167,7 @@ def _is_shared_in_file(group: Sequence[_LiveView], saved: Mapping[str, torch.Ten
     return len(places) == 1
 
 
-def _sum(
+def _crc_key(
     one: _LiveView, saved: torch.Tensor, image: Manifest | Layout, entry_of: Mapping[int, int]
 ) -> tuple[Any, ...] | None:
     """Return a key that is equal for tensors with the same bytes; None if the file has no CRC for this one."""
@@ -179,7 +179,7 @@ def _sum(
     return None if crc is None or nbytes != image.entries[entry].nbytes else (crc, nbytes, saved.shape)
 
 
-def _clashes(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+def _find_clash(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the first pair of paths of which one would overwrite the other with different bytes, if any."""
     begin = group[0].begin // _ALIGNED_BYTES * _ALIGNED_BYTES
     nbytes = max(one.end for one in group) - begin
@@ -194,16 +194,16 @@ def _clashes(group: Sequence[_LiveView], saved: Mapping[str, torch.Tensor]) -> I
     for view, value in zip(views, values, strict=True):
         view.copy_(value)
     for number, (view, value) in enumerate(zip(views, values, strict=True)):
-        if _same(view, value):
+        if _same_bytes(view, value):
             continue
         for other in range(number + 1, len(group)):
             view.copy_(value)
             views[other].copy_(values[other])
-            if not _same(view, value):
+            if not _same_bytes(view, value):
                 yield group[number].path, group[other].path
                 return
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     left, right = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(left, right)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_side.restore.structure import Structure
-from trainer_side.state.optimizer_places import matched, numbers_of
+from trainer_side.state.optimizer_places import match_parameters, numbers_of
 from trainer_side.state.tree import children, tensor_paths, with_changes
 
 _HOST = "cpu"
@@ -29,10 +29,10 @@ def offloaded(structure: Structure) -> frozenset[int]:
     return frozenset(id(tensor) for path, tensor in structure.tensors if path in structure.on_host)
 
 
-def elsewhere(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> DeviceOverrides:
+def device_overrides(optimizer: torch.optim.Optimizer, saved: Any, on_host: Collection[int]) -> DeviceOverrides:
     """Return the saved tensors that do not belong on the device of their parameter, with their devices."""
     found: dict[int, Mapping[str, torch.device]] = {}
-    for number, parameter in matched(optimizer, saved):
+    for number, parameter in match_parameters(optimizer, saved):
         live = {path: one.device for path, one in tensor_paths(optimizer.state.get(parameter)) if one.dim()}
         places = {}
         for path, one in tensor_paths(saved["state"].get(number)):
@@ -88,7 +88,7 @@ class _Repair:
     def shield(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         self._saved = dict(saved)  # a copy, since other hooks may change theirs
         numbers = {*numbers_of(saved)}
-        others = elsewhere(optimizer, saved, self._on_host)
+        others = device_overrides(optimizer, saved, self._on_host)
         state = {
             key: _shielded(one, others.get(key, {})) if key in numbers else one
             for key, one in saved["state"].items()
@@ -106,7 +106,7 @@ def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = F
 
     `only_casts`: Change only tensors that are the saved ones in another dtype: own code has chosen all others.
     """
-    for number, parameter in matched(optimizer, saved):
+    for number, parameter in match_parameters(optimizer, saved):
         if number in saved["state"] and parameter in optimizer.state:
             loaded = optimizer.state[parameter]
             restored = _restored(loaded, saved["state"][number], parameter.device, only_casts=only_casts)
@@ -114,14 +114,14 @@ def uncast(optimizer: torch.optim.Optimizer, saved: Any, *, only_casts: bool = F
                 optimizer.state[parameter] = restored
 
 
-def _shielded(value: Any, elsewhere: Mapping[str, torch.device], path: str = "") -> Any:
+def _shielded(value: Any, device_overrides: Mapping[str, torch.device], path: str = "") -> Any:
     if isinstance(value, torch.Tensor):
-        device = elsewhere.get(path)
+        device = device_overrides.get(path)
         return ShieldedValue(value, device) if value.is_complex() or device is not None else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ShieldedValue(value)
     shields = {
-        key: _shielded(one, elsewhere, f"{path}/{key}" if path else str(key)) for key, one in children(value)
+        key: _shielded(one, device_overrides, f"{path}/{key}" if path else str(key)) for key, one in children(value)
     }
     changed = {key: shield for key, shield in shields.items() if shield is not value[key]}
     return with_changes(value, changed) if changed else value
@@ -129,7 +129,7 @@ def _shielded(value: Any, elsewhere: Mapping[str, torch.device], path: str = "")
 
 def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool) -> Any:
     """Return `loaded` with the dtypes of `saved`, as far as both have the same form; itself if nothing changes."""
-    again = functools.partial(_restored, device=device, only_casts=only_casts)
+    recurse = functools.partial(_restored, device=device, only_casts=only_casts)
     if isinstance(loaded, ShieldedValue):
         return _moved(loaded.value, loaded.device or device)
     if isinstance(saved, torch.Tensor):
@@ -141,10 +141,10 @@ def _restored(loaded: Any, saved: Any, device: torch.device, *, only_casts: bool
     if isinstance(saved, Mapping):
         if not isinstance(loaded, dict) or loaded.keys() != saved.keys():
             # Keys that the optimizer has added or removed stay as they are.
-            return loaded if not isinstance(loaded, dict) else _common(loaded, saved, again)
-        return _like(saved, loaded, {key: again(loaded[key], saved[key]) for key in saved})
+            return loaded if not isinstance(loaded, dict) else _restore_common_keys(loaded, saved, recurse)
+        return _in_container_of(saved, loaded, {key: recurse(loaded[key], saved[key]) for key in saved})
     if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(loaded) == len(saved):
-        return _like(saved, loaded, {n: again(loaded[n], saved[n]) for n in range(len(saved))})
+        return _in_container_of(saved, loaded, {n: recurse(loaded[n], saved[n]) for n in range(len(saved))})
     return loaded
 
 
@@ -156,15 +156,15 @@ def _is_cast(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
     )
 
 
-def _common(
-    loaded: dict[Any, Any], saved: Mapping[Any, Any], again: Callable[[Any, Any], Any]
+def _restore_common_keys(
+    loaded: dict[Any, Any], saved: Mapping[Any, Any], recurse: Callable[[Any, Any], Any]
 ) -> dict[Any, Any]:
     for key in loaded.keys() & saved.keys():
-        loaded[key] = again(loaded[key], saved[key])
+        loaded[key] = recurse(loaded[key], saved[key])
     return loaded
 
 
-def _like(saved: Any, loaded: Any, values: Mapping[Any, Any]) -> Any:
+def _in_container_of(saved: Any, loaded: Any, values: Mapping[Any, Any]) -> Any:
     """Return these values in the loaded container, or in one of the saved kind if the kinds differ."""
     changed = {key: value for key, value in values.items() if value is not loaded[key]}
     if type(loaded) is type(saved) and isinstance(loaded, dict | list):

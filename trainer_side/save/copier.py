@@ -51,7 +51,7 @@ class CopyJob:
     transfer: Transfer
     staging: Staging
     router: Router
-    taken: Capture
+    capture: Capture
     after: StreamEvent | None  # recorded on the training's stream at `save()`, if tensors are on a device
     fingerprints: Fingerprints | None  # None if they are not wanted
     tier_write: TierWrite | None = None  # None without local tiers
@@ -60,7 +60,7 @@ class CopyJob:
     abandoned: threading.Event = field(default_factory=threading.Event)
     # An update has begun, so released tensors may change.
     updating: threading.Event = field(default_factory=threading.Event)
-    whole: threading.Event = field(default_factory=threading.Event)  # every live tensor has been copied
+    all_copied: threading.Event = field(default_factory=threading.Event)  # every live tensor has been copied
     inside: bool = False  # `save()` waits for the whole copy
     compare_later: bool = False  # the next update or save first compares the copy with the live bytes
     device: torch.device | None = None
@@ -98,20 +98,20 @@ class Copier:
         self._link, self._ledger, self._events, self._seconds_max = link, ledger, events, seconds_max
         gated = with_inner_optimizers(optimizers)
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._on_step_hook)
-        self._proof, self._copy_policy = HookCoverage(gated), copy_policy
+        self._hook_coverage, self._copy_policy = HookCoverage(gated), copy_policy
         self.update_streams: list[Any] = []  # streams of the device on which updates were queued recently
         self.updates = 0  # steps of optimizers that have begun
         self.on_update: Callable[[], None] = lambda: None  # called when one begins, on the training thread
-        self._by_hand = 0  # nesting depth of `with checkpointer.changing()` on the training thread
+        self._changing_depth = 0  # nesting depth of `with checkpointer.changing()` on the training thread
         self._job: CopyJob | None = None  # in flight; then None, since it holds a staging area and tensors
         self._stuck: CopyJob | None = None  # the job whose deadline has passed
         self._idle = threading.Event()  # set while the thread touches no area and no tensor
         self._idle.set()
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._entered: torch.device | None = None  # the thread's current device
+        self._thread_device: torch.device | None = None  # the thread's current device
         self.problem: ThreadDied | None = None  # why copying has stopped for good
         self._thread = BackgroundThread(
-            "holdfast-copy", self._run, rank=link.job.rank, task="copies the state", died=self._died
+            "holdfast-copy", self._run, rank=link.job.rank, task="copies the state", died=self._on_thread_death
         )
         self._thread.start()
 
@@ -127,7 +127,7 @@ class Copier:
         what = f"the copy of step {job.transfer.step}" if job is not None else "a copy"
         return DeclineCause.COPY_STUCK.because(f"{what} does not end")
 
-    def shut(self, *, gate: bool = True) -> None:
+    def close_gate(self, *, gate: bool = True) -> None:
         """Close the gate, unless no live tensor is left to copy. `copy` or `reopen` follows."""
         self._idle.clear()
         if gate:
@@ -135,7 +135,7 @@ class Copier:
         else:
             self.gate.leave_open()
 
-    def reopen(self) -> None:
+    def reopen_gate(self) -> None:
         """Undo `shut`: there is nothing to copy."""
         self.gate.open()
         self._idle.set()
@@ -144,7 +144,7 @@ class Copier:
         """Undo `shut` after an exception, unless the copy has begun. Returns whether it was undone."""
         if self._job is not None:
             return False
-        self.reopen()
+        self.reopen_gate()
         return True
 
     def copy(self, job: CopyJob) -> None:
@@ -152,7 +152,7 @@ class Copier:
         self._job = job
         self._jobs.put(job)
         if self.problem is not None:  # the thread has died meanwhile
-            self._died(self.problem)
+            self._on_thread_death(self.problem)
 
     def choose_copy_mode(
         self, step: int, instant: SavedInstant | None, nbytes: int, *, on_device: bool
@@ -161,10 +161,10 @@ class Copier:
 
         `instant`: The live tensors to copy; None without any. `on_device`: Whether some of them are on a device.
         """
-        trusted = self._proof.saved(instant)
+        trusted = self._hook_coverage.saved(instant)
         if instant is None:
             return False, False
-        if self._by_hand or self._copy_policy.must_copy_inside(nbytes, on_device=on_device):
+        if self._changing_depth or self._copy_policy.must_copy_inside(nbytes, on_device=on_device):
             return True, False
         if trusted and not self._copy_policy.is_sampled(step) and self._copy_policy.allow_behind_gate(step):
             return False, False
@@ -180,7 +180,7 @@ class Copier:
         # The speed of copies may have been measured just now, for the first time.
         on_device = bool(job.route and job.route.device)
         if not self._copy_policy.must_copy_inside(job.staging.nbytes, on_device=on_device):
-            self._proof.expect(job.instant)
+            self._hook_coverage.expect(job.instant)
             self._copy_policy.expect(job.instant, job.staging, job.whole.is_set)
 
     def compare_if_due(self) -> None:
@@ -191,23 +191,23 @@ class Copier:
             self._copy_policy.excused()
         elif self._copy_policy.compare():
             return
-        self._proof.excused()  # that save proves nothing
+        self._hook_coverage.excused()  # that save proves nothing
 
     def wait_copied(self) -> None:
         """Wait until the thread reads no tensor: the script may change tensors by any means until the next save."""
         self.gate.wait()
-        self._proof.excused()
+        self._hook_coverage.excused()
         self._copy_policy.excused()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """Let the script change tensors by any means inside the block; a save in it waits for its own copy."""
         self.wait_copied()
-        self._by_hand += 1
+        self._changing_depth += 1
         try:
             yield
         finally:
-            self._by_hand -= 1
+            self._changing_depth -= 1
 
     def close(self, seconds_max: float | None = None) -> None:
         """End the thread after its last copy, waiting at most `seconds_max`, and remove the gate."""
@@ -242,7 +242,7 @@ class Copier:
         if (kind := accelerator.kind()) is not None:
             self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
         self.compare_if_due()
-        self._proof.hooked(optimizer)
+        self._hook_coverage.hooked(optimizer)
         job = self._job
         if job is None or job.instant is None or job.updating.is_set():
             return
@@ -253,7 +253,7 @@ class Copier:
 
     def _note_stream(self, stream: Any, optimizer: torch.optim.Optimizer) -> None:
         if accelerator.is_capturing():
-            self._proof.recorded(optimizer)
+            self._hook_coverage.recorded(optimizer)
         elif stream not in self.update_streams:
             self.update_streams = [*self.update_streams[-1:], stream]
 
@@ -276,7 +276,7 @@ class Copier:
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
-    def _died(self, error: ThreadDied) -> None:
+    def _on_thread_death(self, error: ThreadDied) -> None:
         """Release everything that waits for a copy, when the thread has died."""
         self.problem = error
         job, self._job, self._stuck = self._job, None, None
@@ -291,7 +291,7 @@ class Copier:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if not self._copied(job):
+            if not self._try_copy(job):
                 # Not in an `except` block: the error would keep device memory alive.
                 with contextlib.suppress(RuntimeError):  # from a failed device
                     job.staging.drop()
@@ -300,7 +300,7 @@ class Copier:
             del job  # a waiting thread must not keep the area alive
             self._idle.set()
 
-    def _copied(self, job: CopyJob) -> bool:
+    def _try_copy(self, job: CopyJob) -> bool:
         """Run one copy; return whether it was completed."""
         step = job.transfer.step
         try:
@@ -339,9 +339,9 @@ class Copier:
             record.gate_seconds = waited_seconds
             record.cst_seconds = (record.save_seconds or 0.0) + waited_seconds
 
-        if job.device is not None and job.device != self._entered:
+        if job.device is not None and job.device != self._thread_device:
             bind_thread_to_device(job.device)
-            self._entered = job.device
+            self._thread_device = job.device
         if job.taken.deferred is not None:
             job.staging.fill(job.taken.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
@@ -367,7 +367,7 @@ class Copier:
             cancelled=job.cancelled,
             passed=self.gate.passed,
             copied=copied,
-            was_read=watch.was_read,
+            on_read=watch.was_read,
             on_copied=watch.on_copied,
         )
         assert record.cst_seconds is not None, "copy_gated has called `copied`"
@@ -391,7 +391,7 @@ class _BatchChecker:
         self._copier, self._job = copier, job
         self.unread = self._uncopied = batches  # batches still to be read, or copied
 
-    def was_read(self, batch: Batch) -> None:
+    def on_read(self, batch: Batch) -> None:
         self.unread -= 1
         instant = self._job.instant
         if instant is None or self._job.cancelled():

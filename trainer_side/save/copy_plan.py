@@ -117,7 +117,7 @@ class Batch:
     addresses: tuple[int, ...]  # where each comes from
     sizes: tuple[int, ...]  # bytes of each
     nbytes: int
-    read: tuple[int, ...]  # addresses of the storages that no later batch reads
+    released_storages: tuple[int, ...]  # addresses of the storages that no later batch reads
     frames: Mapping[int, int]  # frame → how many of its pieces are in this batch
 
 
@@ -129,7 +129,7 @@ class Route:
     device: tuple[Batch, ...]
     storages: frozenset[int]  # addresses of all storages that are read
 
-    def on_host(self) -> Route:
+    def host_only(self) -> Route:
         """The same route without the batches on a device."""
         read = frozenset(storage for batch in self.host for storage in batch.read)
         return Route(self.host, (), read)

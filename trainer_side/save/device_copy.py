@@ -25,7 +25,7 @@ from operator import attrgetter
 import torch
 
 from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, batches_of
-from trainer_side.save.device_stream import DeviceMemory, DeviceStream, empty, refill_all
+from trainer_side.save.device_stream import DeviceMemory, DeviceStream, free_storage, refill_all
 from trainer_side.save.parcel import (
     BatchTransfer,
     LiveBatches,
@@ -56,18 +56,18 @@ class MirrorRoom:
         self._spare_bytes = self._free_bytes = 0  # at this save
         self._saves = 0
         self._is_short = False
-        self._said: bool | None = None
+        self._last_logged: bool | None = None
 
-    def has(self, nbytes: int, memory: DeviceMemory | None) -> bool:
+    def has_room(self, nbytes: int, memory: DeviceMemory | None) -> bool:
         """Whether a mirror of `nbytes` may be made at this save."""
         if memory is not None:
             self._measure(memory)
         if self._limit_bytes is not None:
             room = self._limit_bytes if memory is None else min(self._limit_bytes, self._free_bytes)
-            return self._say(nbytes <= room, nbytes, room)
+            return self._log_change(nbytes <= room, nbytes, room)
         if self._saves < 2:
             return False
-        return self._say(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
+        return self._log_change(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
 
     def has_room_in_part(self, nbytes: int) -> bool:
         """Whether a partial mirror may be made, after `has` has refused a full one."""
@@ -77,22 +77,22 @@ class MirrorRoom:
         """Reserve `nbytes` of the spare memory, if they fit, regardless of the limit for mirrors. Returns whether."""
         fits = nbytes <= self._spare_bytes
         if fits:
-            self.lent(nbytes)
+            self.record_lent(nbytes)
             self._spare_bytes -= nbytes
         return fits
 
-    def lent(self, nbytes: int) -> None:
+    def record_lent(self, nbytes: int) -> None:
         self._lent_bytes += nbytes
 
-    def over(self, memory: DeviceMemory | None) -> None:
+    def on_copy_end(self, memory: DeviceMemory | None) -> None:
         """Note that the copy has ended and freed its memory. Copy thread, before the next save."""
         self._is_crowded = memory is not None and memory.retries > self._retries
 
-    def refused(self) -> None:
+    def record_out_of_memory(self) -> None:
         """Note that the device had no memory for the mirror."""
         self._is_short = self._limit_bytes is None
         self._spare_bytes = 0
-        self._say(False, 0, 0)
+        self._log_change(False, 0, 0)
 
     def _measure(self, memory: DeviceMemory) -> None:
         self._saves += 1
@@ -108,10 +108,10 @@ class MirrorRoom:
         room = max(0, memory.free + memory.reserved - self._training_bytes - spare)
         self._spare_bytes = 0 if self._is_short or self._saves == 1 else min(room, self._free_bytes)
 
-    def _say(self, fits: bool, nbytes: int, room: int) -> bool:
+    def _log_change(self, fits: bool, nbytes: int, room: int) -> bool:
         """Log whether mirrors fit, whenever that changes."""
-        if fits is not self._said:
-            self._said = fits
+        if fits is not self._last_logged:
+            self._last_logged = fits
             if fits:
                 _log.info(
                     "checkpoints are copied on the device first, %d bytes: updates wait for nothing", nbytes
@@ -135,10 +135,10 @@ _by_offset = attrgetter("offset")
 class Mirror:
     """Copy of one save on the device. Each section's memory is freed when it has reached the host."""
 
-    def __init__(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> None:
-        self.made_of = now, behind
-        self.is_whole = True  # has all tensors on the device, not only those that anything may change
-        self.batches = _sections([*now, *behind], slice_)
+    def __init__(self, now: Sequence[Batch], gated: Sequence[Batch], slice_: SliceSources) -> None:
+        self.inputs = now, gated
+        self.is_full = True  # has all tensors on the device, not only those that anything may change
+        self.batches = _cut_into_sections([*now, *gated], slice_)
         runs = [runs_of(batch.pieces, slice_) for batch in self.batches]
         self._runs, self._parcels = runs, [*map(Parcel, runs)]
         self._sizes = [*map(packed_bytes, runs)]
@@ -146,7 +146,7 @@ class Mirror:
         self._memory: list[torch.Tensor] = []
         self._packing: Packing | None = None
 
-    def make(self, stream: DeviceStream, slice_: SliceSources) -> None:
+    def queue_copy(self, stream: DeviceStream, slice_: SliceSources) -> None:
         """Queue the copy, on the current stream. OutOfMemoryError: there is no memory for it after all."""
         if len(self._memory) == len(self._sizes):
             stream.fill(self._memory)
@@ -168,13 +168,13 @@ class Mirror:
     def sections(self) -> Iterator[BatchTransfer]:
         yield from map(BatchTransfer, self.batches, self._parcels, self._memory)
 
-    def drop(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory that is not free yet."""
         for memory in self._memory:
-            empty(memory)
+            free_storage(memory)
 
 
-def _sections(of: Sequence[Batch], slice_: SliceSources) -> list[Batch]:
+def _cut_into_sections(of: Sequence[Batch], slice_: SliceSources) -> list[Batch]:
     """Cut all pieces, in the order of the area, into sections."""
     pieces = sorted((piece for batch in of for piece in batch.pieces), key=_by_offset)
     least = max(_SECTION_BYTES, -(-sum(batch.nbytes for batch in of) // _SECTIONS_MAX))
@@ -204,13 +204,13 @@ class DeviceCopy:
         self._stream, self._room = stream, room
         self._mirrors: deque[Mirror] = deque(maxlen=_KEPT_MAX)
         self._captured: deque[LiveBatches] = deque(maxlen=_KEPT_MAX)
-        self._behind: LiveBatches | None = None
+        self._gated_batches: LiveBatches | None = None
 
     # -- in save() -----------------------------------------------------------------------------------------------
 
-    def mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
+    def mirror(self, now: Sequence[Batch], gated: Sequence[Batch], slice_: SliceSources) -> Mirror | None:
         """Queue a mirror of all batches, or at least of `now`, on the current stream; None if there is no room."""
-        mirror = self._mirror(now, behind, slice_)
+        mirror = self._mirror(now, gated, slice_)
         is_whole = self._room.has(mirror.nbytes, self._stream.memory())
         if not is_whole:
             if not now:
@@ -237,15 +237,15 @@ class DeviceCopy:
         return mirror
 
     def capture(
-        self, now: Sequence[Batch], slice_: SliceSources, area: torch.Tensor, *, behind: Sequence[Batch] = ()
+        self, now: Sequence[Batch], slice_: SliceSources, area: torch.Tensor, *, gated: Sequence[Batch] = ()
     ) -> Callable[[], None]:
         """Queue copies of `now` into `area` on the current stream; work that is queued there later runs after them.
 
-        `behind`: The batches that `copy` will copy; memory for their parcels is reserved now. Returns a function that
+        `gated`: The batches that `copy` will copy; memory for their parcels is reserved now. Returns a function that
         waits until the copies have landed. At most one capture is in flight.
         """
-        if behind:
-            live = self._live_gated(behind, slice_)
+        if gated:
+            live = self._live_gated(gated, slice_)
             if live.nbytes and self._room.try_reserve(live.nbytes):
                 live.take(self._stream.on_device, self._stream.fill)
         live = self._live_now(now, slice_)
@@ -272,7 +272,7 @@ class DeviceCopy:
 
     # -- in the copy thread --------------------------------------------------------------------------------------
 
-    def bring(
+    def copy_mirror(
         self,
         mirror: Mirror,
         area: torch.Tensor,
@@ -288,19 +288,19 @@ class DeviceCopy:
 
         def landed(crossing: BatchTransfer) -> None:
             assert crossing.memory is not None
-            empty(crossing.memory)
+            free_storage(crossing.memory)
             arrived(crossing.batch)
 
         try:
             with self._stream.beside(None):
-                self._cross(mirror.sections(), queue, area, cancelled, lambda _: None, landed)
+                self._run_transfers(mirror.sections(), queue, area, cancelled, lambda _: None, landed)
         finally:
             mirror.drop()
             self._room.over(self._stream.memory())
 
     def copy(
         self,
-        behind: Sequence[Batch],
+        gated: Sequence[Batch],
         slice_: SliceSources,
         area: torch.Tensor,
         after: StreamEvent | None,
@@ -309,25 +309,25 @@ class DeviceCopy:
         arrived: Callable[[Batch], None],
     ) -> None:
         """Copy live batches; arguments as for `CopyEngine.copy`."""
-        live = self._live_gated(behind, slice_)
+        live = self._live_gated(gated, slice_)
 
         def queue(number: int, crossing: BatchTransfer) -> None:
             live.queue(number, crossing, area, self._stream, slice_.sources)
 
         try:
             with self._stream.beside(after):
-                work = map(live.crossing, range(len(behind)))
-                self._cross(work, queue, area, cancelled, read, lambda crossing: arrived(crossing.batch))
+                work = map(live.crossing, range(len(gated)))
+                self._run_transfers(work, queue, area, cancelled, read, lambda crossing: arrived(crossing.batch))
         finally:
-            self.give_back()
+            self.free_memory()
             self._room.over(self._stream.memory())
 
-    def give_back(self) -> None:
+    def free_memory(self) -> None:
         """Free the device memory of copies. No copy is in flight."""
-        if self._behind is not None:
-            self._behind.give_back()
+        if self._gated_batches is not None:
+            self._gated_batches.give_back()
 
-    def _cross(
+    def _run_transfers(
         self,
         work: Iterable[BatchTransfer],
         queue: Callable[[int, BatchTransfer], None],
@@ -381,18 +381,18 @@ class DeviceCopy:
 
     # -- caches --------------------------------------------------------------------------------------------------
 
-    def _mirror(self, now: Sequence[Batch], behind: Sequence[Batch], slice_: SliceSources) -> Mirror:
+    def _mirror(self, now: Sequence[Batch], gated: Sequence[Batch], slice_: SliceSources) -> Mirror:
         for known in self._mirrors:
-            if known.made_of[0] is now and known.made_of[1] is behind:
+            if known.made_of[0] is now and known.made_of[1] is gated:
                 return known
-        made = Mirror(now, behind, slice_)
+        made = Mirror(now, gated, slice_)
         self._mirrors.append(made)
         return made
 
-    def _live_gated(self, behind: Sequence[Batch], slice_: SliceSources) -> LiveBatches:
-        if self._behind is None or self._behind.batches is not behind:
-            self._behind = LiveBatches(behind, slice_, _AHEAD)
-        return self._behind
+    def _live_gated(self, gated: Sequence[Batch], slice_: SliceSources) -> LiveBatches:
+        if self._gated_batches is None or self._gated_batches.batches is not gated:
+            self._gated_batches = LiveBatches(gated, slice_, _AHEAD)
+        return self._gated_batches
 
     def _live_now(self, now: Sequence[Batch], slice_: SliceSources) -> LiveBatches:
         for known in self._captured:

@@ -61,14 +61,14 @@ class HashHistory:
     """The hashes of one tensor over earlier saves, whichever area they went to."""
 
     hashes: tuple[int, ...]  # of its parts at the last save
-    alike: int = 0  # consecutive saves with these hashes
+    unchanged_saves: int = 0  # consecutive saves with these hashes
     changes: int = 0
 
     def record(self, hashes: tuple[int, ...]) -> None:
         if hashes == self.hashes:
-            self.alike += 1
+            self.unchanged_saves += 1
         else:
-            self.hashes, self.alike, self.changes = hashes, 1, self.changes + 1
+            self.hashes, self.unchanged_saves, self.changes = hashes, 1, self.changes + 1
 
 
 class _PendingHashes(NamedTuple):
@@ -76,7 +76,7 @@ class _PendingHashes(NamedTuple):
 
     entry: int
     place: Place
-    hashes: int
+    count: int
     is_skipped: bool
 
 
@@ -109,8 +109,8 @@ class DeviceDedup:
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # indices of the tensors that may be left out
         self._known: dict[int, _AreaContent] = {}
-        self._seen = seen
-        self._looked: list[_PendingHashes] = []
+        self._histories = seen
+        self._pending: list[_PendingHashes] = []
         self._hashes: torch.Tensor | None = None
         self._arrived: StreamEvent | None = None
 
@@ -126,12 +126,12 @@ class DeviceDedup:
             counted[entry] = counted.get(entry, 0) + (0 if tensor.is_inference() else tensor._version)
         return counted
 
-    def look(self, sources: Sources, versions: Mapping[int, int]) -> frozenset[int]:
+    def find_unchanged(self, sources: Sources, versions: Mapping[int, int]) -> frozenset[int]:
         """Queue the hashes on the current stream; returns the entries that need not be copied into the area.
 
         `versions`: Result of `versions`; entries that are missing in it are copied.
         """
-        self._looked, self._hashes = [], None
+        self._pending, self._hashes = [], None
         spared: set[int] = set()
         queued: list[torch.Tensor] = []
         for entry, (begin, end) in self._ranges.items():
@@ -144,7 +144,7 @@ class DeviceDedup:
                 or (source.start_bytes + begin) % _WORD_BYTES
             ):
                 continue
-            seen = self._seen.get((self._paths[entry], begin, end))
+            seen = self._histories.get((self._paths[entry], begin, end))
             if seen is not None and seen.changes >= _PROVEN:
                 continue
             try:
@@ -157,18 +157,18 @@ class DeviceDedup:
             if is_steady and known is not None:
                 self._known[entry] = known
                 spared.add(entry)
-            self._looked.append(_PendingHashes(entry, place, len(hashes), entry in spared))
+            self._pending.append(_PendingHashes(entry, place, len(hashes), entry in spared))
         if queued:
             self._hashes, self._arrived = copy_to_host(torch.stack(queued))
         return frozenset(spared)
 
-    def settle(self) -> None:
+    def verify(self) -> None:
         """Wait for the hashes and check them. Called when the copy has landed and before any byte of it is used.
 
         Outdated: a tensor that was left out has changed.
         """
-        looked, arriving = self._looked, self._hashes
-        self._looked, self._hashes = [], None
+        looked, arriving = self._pending, self._hashes
+        self._pending, self._hashes = [], None
         if arriving is None:
             return
         if self._arrived is not None:
@@ -177,7 +177,7 @@ class DeviceDedup:
         arrived = iter(arriving.tolist())
         for entry, place, count, is_skipped in looked:
             hashes = tuple(itertools.islice(arrived, count))
-            seen = self._seen.setdefault((self._paths[entry], *self._ranges[entry]), HashHistory(hashes))
+            seen = self._histories.setdefault((self._paths[entry], *self._ranges[entry]), HashHistory(hashes))
             seen.record(hashes)
             if is_skipped and seen.alike == 1:
                 outdated, seen.changes = entry, _PROVEN  # never left out again
@@ -190,7 +190,7 @@ class DeviceDedup:
     def forget(self) -> None:
         """Forget the area's content, since a copy has not landed."""
         self._known.clear()
-        self._looked, self._hashes = [], None
+        self._pending, self._hashes = [], None
 
 
 class _Factors(NamedTuple):

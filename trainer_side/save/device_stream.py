@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer_side.state.accelerator import StreamEvent, module_of, record
+from trainer_side.state.accelerator import StreamEvent, module_of, record_event
 
 _PREFIXES = ("cuda", "hip")
 _PORTABLE = 1  # locked for all devices: cudaHostRegisterPortable
@@ -121,34 +121,34 @@ class DeviceStream:
         self._stream = _own_stream(device)
 
     @contextmanager
-    def beside(self, after: StreamEvent | None) -> Iterator[None]:
+    def on_own_stream(self, after: StreamEvent | None) -> Iterator[None]:
         """Queue this thread's work on the own stream inside the block, behind `after`."""
         if after is not None:
             self._stream.wait_event(after)
         with self._module.stream(self._stream):
             yield
 
-    def record(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         """Record an event on the current stream."""
-        return record(self._device)
+        return record_event(self._device)
 
-    def go_on(self) -> None:
+    def wait_for_current_stream(self) -> None:
         """Make later work on the own stream wait for everything queued on the current stream."""
-        self._stream.wait_event(self.record())
+        self._stream.wait_event(self.record_event())
 
-    def on_device(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocate memory in the order of the own stream, as bytes. Before another stream touches it, earlier work on
         the own stream must be finished. OutOfMemoryError: the device has too little memory left.
         """
-        with self.beside(None):
+        with self.on_own_stream(None):
             return self.allocate_on_current_stream(nbytes)
 
-    def fill(self, emptied: Sequence[torch.Tensor]) -> None:
+    def refill(self, emptied: Sequence[torch.Tensor]) -> None:
         """Reallocate tensors that `empty` has emptied, as `on_device`; their views are valid again.
 
         OutOfMemoryError: tensors that were filled before keep their memory.
         """
-        with self.beside(None):
+        with self.on_own_stream(None):
             refill_all(emptied)
 
     def allocate_on_current_stream(self, nbytes: int) -> torch.Tensor:
@@ -195,7 +195,7 @@ class DeviceStream:
         return DeviceMemory(free, total, reserved, peak, retries, returned)
 
 
-def empty(memory: torch.Tensor) -> None:
+def free_storage(memory: torch.Tensor) -> None:
     """Return the memory of a tensor made by `on_device` to torch; views of it stay. Any thread.
 
     The own stream may reuse the memory at once: accesses queued on other streams must come before that (`go_on`).

@@ -42,7 +42,7 @@ class _Plan(NamedTuple):
     its last whole row.
     """
 
-    apart: _Numbers  # distance between sampled rows
+    strides: _Numbers  # distance between sampled rows
     rows: _Numbers  # the most rows that are sampled
     last_first: _Numbers  # one row less is sampled if the step draws a first row after this one
     begins: _Numbers  # place of the first sampled row in the table
@@ -140,11 +140,11 @@ class DeviceSamples:
             np.concatenate([keys, np.tile([1, 0], (len(rests), 1))]), axis=0, return_inverse=True
         )
         self._groups = [(one, last) for one, last in groups.tolist()]
-        self._index = self._there(index)
-        self._group = self._there(group.reshape(-1).astype(np.int32))
+        self._index = self._to_device(index)
+        self._group = self._to_device(group.reshape(-1).astype(np.int32))
         return plan
 
-    def _there(self, numbers: npt.NDArray[Any]) -> torch.Tensor:
+    def _to_device(self, numbers: npt.NDArray[Any]) -> torch.Tensor:
         here = torch.from_numpy(numbers)
         if self._device.type == "cpu":
             return here
@@ -201,7 +201,7 @@ class Fingerprints:
         self._gated, self._step = gated, step
         self._crcs: dict[int, int] = {}
         self._gathered: list[_GatheredSamples | DeviceRows] = []
-        self._left: list[int] = []
+        self._deferred: list[int] = []
 
     def sample_now(self, sources: Sources, *, also_gated: bool = False) -> None:
         """Sample the tensors that may change once `save()` has returned, and all on a device. Training thread.
@@ -216,27 +216,27 @@ class Fingerprints:
                 held and source is not None and source.device.type == "cpu"
                 for held, source in zip(held_back, here, strict=True)
             ]
-        self._left = [*compress(self._watched, held_back)]
-        self._take([*compress(self._watched, map(not_, held_back))], sources)
+        self._deferred = [*compress(self._watched, held_back)]
+        self._sample([*compress(self._watched, map(not_, held_back))], sources)
 
     def sample_gated(self, sources: Sources) -> None:
         """Sample the rest. Behind the gate; copy thread."""
-        self._take(self._left, sources)
+        self._sample(self._deferred, sources)
 
     def text(self) -> str:
         """Return the fingerprints for DONE. Copy thread; waits for samples still in flight."""
-        self._arrive()
+        self._collect()
         return encode([*map(self._crcs.__getitem__, self._watched)])
 
     def digest(self) -> str:
         """Return a digest of those that are the same on every rank, without split entries. Copy thread, as `text`."""
-        self._arrive()
+        self._collect()
         same = (
             [entry for entry in self._watched if entry not in self._shared] if self._shared else self._watched
         )
         return digest(encode([*map(self._crcs.__getitem__, same)]))
 
-    def _take(self, entries: Sequence[int], sources: Sources) -> None:
+    def _sample(self, entries: Sequence[int], sources: Sources) -> None:
         self._crcs.update(dict.fromkeys(entries, 0))  # this rank may hold nothing of a split tensor
         there = [*filter(None, map(sources.__getitem__, entries))]
         if accelerator.kind() is None:
@@ -251,7 +251,7 @@ class Fingerprints:
             gathered = self._samples[device].gather(on_device, self._step)
             self._gathered.append(_gather(on_device, self._step) if gathered is None else gathered)
 
-    def _arrive(self) -> None:
+    def _collect(self) -> None:
         for gathered in self._gathered:
             self._crcs.update(gathered.crcs())
         self._gathered.clear()

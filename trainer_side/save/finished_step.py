@@ -53,7 +53,7 @@ class FinishedStep:
 
     def __init__(self, state: MutableMapping[str, Any], updates: Callable[[], int]) -> None:
         self._state, self._updates = state, updates
-        self._noted: _StepSnapshot | None = None
+        self._snapshot: _StepSnapshot | None = None
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._steps_to_relisting = 0  # steps
         self._slow: dict[str, int] = {}
@@ -61,7 +61,7 @@ class FinishedStep:
     @property
     def step(self) -> int:
         """Number of the step; -1 before the first."""
-        return -1 if self._noted is None else self._noted.step
+        return -1 if self._snapshot is None else self._snapshot.step
 
     def note(self, step: int) -> None:
         if self._steps_to_relisting <= 0:
@@ -75,11 +75,11 @@ class FinishedStep:
                 if why:
                     skipped[name] = why
         versions = [_version(tensor) for _, tensor in self._tensors]
-        self._noted = _StepSnapshot(step, self._updates(), versions, values, skipped)
+        self._snapshot = _StepSnapshot(step, self._updates(), versions, values, skipped)
 
-    def why_not(self) -> str:
+    def stale_reason(self) -> str:
         """Return why the state is no longer that of the step; empty if at most small values differ."""
-        noted = self._noted
+        noted = self._snapshot
         if noted is None:
             return "no step was finished"
         if self._updates() != noted.updates:
@@ -95,12 +95,12 @@ class FinishedStep:
             return f"{changed} was changed after step {noted.step}"
         return next((f"{name} of that step is unknown: {why}" for name, why in noted.skipped.items()), "")
 
-    def put_back(self) -> None:
+    def restore_values(self) -> None:
         """Replace the small values in the state by those of the step. The script's own objects are not touched."""
-        assert self._noted is not None
-        for name, tree in self._noted.values.items():
+        assert self._snapshot is not None
+        for name, tree in self._snapshot.values.items():
             value = self._state[name]
-            found = _mapped(tree, lambda leaf: leaf.tensor if isinstance(leaf, _VersionedTensor) else leaf)
+            found = _map_leaves(tree, lambda leaf: leaf.tensor if isinstance(leaf, _VersionedTensor) else leaf)
             if isinstance(value, PerRank):
                 self._state[name] = PerRank(_FrozenStateful(found), same_ranks=value.same_ranks)
             else:
@@ -113,7 +113,7 @@ class FinishedStep:
         begun = time.perf_counter()
         try:
             inner = value.value if isinstance(value, PerRank) else value
-            values[name] = _kept(inner.state_dict() if hasattr(inner, "state_dict") else inner)
+            values[name] = _copy_with_versions(inner.state_dict() if hasattr(inner, "state_dict") else inner)
         except Exception as error:  # noqa: BLE001 - the script's own code; a save says what is wrong with it
             return f"its state_dict() raised {type(error).__name__}: {error}"
         took = time.perf_counter() - begun
@@ -149,20 +149,20 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else local_of(tensor)._version
 
 
-def _kept(tree: Any) -> Any:
+def _copy_with_versions(tree: Any) -> Any:
     """Copy the tree's containers, and pair each tensor with its version counter."""
-    return _mapped(tree, lambda leaf: _VersionedTensor(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf)
+    return _map_leaves(tree, lambda leaf: _VersionedTensor(leaf, _version(leaf)) if isinstance(leaf, torch.Tensor) else leaf)
 
 
-def _mapped(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
+def _map_leaves(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
-        return _like(tree, {key: _mapped(value, of_leaf) for key, value in tree.items()})
+        return _dict_like(tree, {key: _map_leaves(value, of_leaf) for key, value in tree.items()})
     if type(tree) in (list, tuple):
-        return type(tree)(_mapped(value, of_leaf) for value in tree)
+        return type(tree)(_map_leaves(value, of_leaf) for value in tree)
     return of_leaf(tree)
 
 
-def _like(tree: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+def _dict_like(tree: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
     """A dictionary of the same class, with other values."""
     if type(tree) is dict:
         return values

@@ -31,21 +31,21 @@ class FreshRunCheck:
 
     def __init__(self, *, fresh: bool, seconds_max: float) -> None:
         self._fresh, self._seconds_max = fresh, seconds_max
-        self.is_settled = False
+        self.is_decided = False
 
     @property
     def has_chosen(self) -> bool:
         """Whether the script has chosen between a resume and a fresh start."""
-        return self._fresh or self.is_settled
+        return self._fresh or self.is_decided
 
-    def restored(self) -> None:
+    def mark_restored(self) -> None:
         """Note that the script has called `restore()`. ConfigError: it has also set `fresh=True`."""
         if self._fresh:
             raise ConfigError(
                 "restore() after Checkpointer(..., fresh=True): fresh=True starts a new training, so there is "
                 "nothing to restore; leave out one of the two"
             )
-        self.is_settled = True
+        self.is_decided = True
 
     def refusal(
         self, store_url: str, tiers: Sequence[Tier], *, with_store: bool = True
@@ -54,11 +54,11 @@ class FreshRunCheck:
 
         Each rank looks into its own tiers, since those of another may have been emptied; one rank also lists the store.
         """
-        if self.is_settled:
+        if self.is_decided:
             return None
-        self.is_settled = True
+        self.is_decided = True
         try:
-            there = self._there(store_url, tiers, with_store=with_store)
+            there = self._existing_checkpoints(store_url, tiers, with_store=with_store)
         except HoldfastError as error:
             if self._fresh:
                 return None
@@ -83,7 +83,7 @@ class FreshRunCheck:
             "another store; or say Checkpointer(..., fresh=True) to start a new training in this one"
         )
 
-    def _there(self, store_url: str, tiers: Sequence[Tier], *, with_store: bool) -> list[str]:
+    def _existing_checkpoints(self, store_url: str, tiers: Sequence[Tier], *, with_store: bool) -> list[str]:
         """Return the names of checkpoints that a restore could use: the store's first, newest first."""
         found = []
         if store_url and with_store:

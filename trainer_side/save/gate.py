@@ -64,8 +64,8 @@ class Gate:
         self._waited_seconds = 0.0
         self._update_order: list[Optimizer] = list(optimizers)
         self.order_changed = True  # the order may have changed since the last `update_order()`
-        self._coarse = {id(one): reason for one in optimizers if (reason := unsplittable_reason(one))}
-        self._said: set[str] = set()
+        self._unsplittable = {id(one): reason for one in optimizers if (reason := unsplittable_reason(one))}
+        self._warned: set[str] = set()
         hook = opaque_hook(self._hook)
         self._hooks = [
             (optimizer, optimizer.register_step_pre_hook(hook))
@@ -95,7 +95,7 @@ class Gate:
                 self._held = set(storages)
                 self._changed.notify_all()
 
-    def passed(self, storages: Collection[int]) -> None:
+    def release(self, storages: Collection[int]) -> None:
         """Release storages that were read completely, many at a time. Copy thread."""
         with self._changed:
             if self._held is not None:
@@ -150,16 +150,16 @@ class Gate:
             self.order_changed = True
         if not self.closed:
             return None
-        if reason := self._coarse.get(id(optimizer), COMPILED if compiled else ""):
+        if reason := self._unsplittable.get(id(optimizer), COMPILED if compiled else ""):
             # Warned of only here, since a hook that is never called holds nothing back.
-            self._say(reason)
+            self._warn_once(reason)
             self.wait()
             return None
         arguments, computed = run_closure((args, kwargs))
         if self._held is not None and not self._held:
             return arguments if computed else None  # nothing is held
         if reason := collective_step_reason(optimizer):
-            self._say(reason)
+            self._warn_once(reason)
             self.wait()
             return arguments if computed else None
         places: dict[int, tuple[int, ...]] = {}  # a cache: they do not change within a step
@@ -183,9 +183,9 @@ class Gate:
         rest = split_step(optimizer, arguments, held=held, wait_for_more=wait_for_more)
         return arguments if rest is None and computed else rest
 
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
             _log.warning("%s", reason)
 
     def _wait(self, until: Callable[[], bool]) -> None:

@@ -54,22 +54,22 @@ class HookCoverage:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._clean: dict[int, int] = {}  # optimizer → after how many saves its hook came before any change
-        self._recorded: set[int] = set()  # optimizers whose step is part of a graph
+        self._clean_counts: dict[int, int] = {}  # optimizer → after how many saves its hook came before any change
+        self._graph_captured: set[int] = set()  # optimizers whose step is part of a graph
         self._clean_needed = 1
         self._proven_for: TearCheck | None = None  # the plan for which coverage is proven
         self._pending: SavedInstant | None = None  # no change is known since
-        self._seen: set[int] = set()  # storages whose changes a hook has announced
-        self._said = False
+        self._announced: set[int] = set()  # storages whose changes a hook has announced
+        self._warned = False
 
-    def saved(self, instant: SavedInstant | None) -> bool:
+    def record_save(self, instant: SavedInstant | None) -> bool:
         """Note a save; return whether its copy may stay behind the gate."""
         if (before := self._pending) is not None:
             # If hooks have announced everything, nothing is left to check.
-            unseen = set(before.storages()) - self._seen
+            unseen = set(before.storages()) - self._announced
             if unseen and (path := before.changed_at(unseen)):
-                self.escaped(path, before.step, "no hook of an optimizer was called before that")
-        self._pending, self._seen = None, set()
+                self.record_escape(path, before.step, "no hook of an optimizer was called before that")
+        self._pending, self._announced = None, set()
         if instant is None or self._proven_for is instant.check:
             return True
         if self._is_proven(instant):
@@ -77,42 +77,42 @@ class HookCoverage:
             return True
         return False
 
-    def expect(self, instant: SavedInstant) -> None:
+    def watch(self, instant: SavedInstant) -> None:
         """Watch until the next save whether hooks precede changes. The copy of this save is done."""
         self._pending = instant
 
-    def hooked(self, optimizer: Optimizer) -> None:
+    def record_hook(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to change its parameters and state."""
         instant = self._pending
         if instant is None:
             return
-        mine = _storages_of(optimizer) - self._seen
-        self._seen |= mine
+        mine = _storages_of(optimizer) - self._announced
+        self._announced |= mine
         mine.intersection_update(instant.storages())
         if not mine:
             return
         if path := instant.changed_at(mine):
-            self.escaped(path, instant.step, f"the hook of {type(optimizer).__name__} was called only then")
+            self.record_escape(path, instant.step, f"the hook of {type(optimizer).__name__} was called only then")
         else:
-            self._clean[id(optimizer)] = self._clean.get(id(optimizer), 0) + 1
+            self._clean_counts[id(optimizer)] = self._clean_counts.get(id(optimizer), 0) + 1
 
-    def recorded(self, optimizer: Optimizer) -> None:
+    def record_graph_capture(self, optimizer: Optimizer) -> None:
         """Note that a graph of its step is being recorded: the replays will call no hook."""
-        self._recorded.add(id(optimizer))
+        self._graph_captured.add(id(optimizer))
         self._proven_for = None
 
-    def excused(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching: the script has waited for the copy, so changes need no hook."""
         self._pending = None
 
-    def escaped(self, path: str, step: int, how: str) -> None:
+    def record_escape(self, path: str, step: int, how: str) -> None:
         """Note a change that the gate did not hold back."""
         again = 2 if self._proven_for is not None else 1  # an earlier proof has failed
         self._clean_needed = min(_CLEAN_MAX, max(_CLEAN_AFTER_ESCAPE, again * self._clean_needed))
         self._pending, self._proven_for = None, None
-        self._clean.clear()
-        if not self._said:
-            self._said = True
+        self._clean_counts.clear()
+        if not self._warned:
+            self._warned = True
             _log.warning(
                 "%s was changed after save(%d), and %s: code that changes parameters outside of the step of their "
                 "optimizer does not wait for the copy. From now on save() returns only when its copy is done. To be "
@@ -127,7 +127,7 @@ class HookCoverage:
         open_ones = [
             one
             for one in self._optimizers
-            if id(one) in self._recorded or self._clean.get(id(one), 0) < self._clean_needed
+            if id(one) in self._graph_captured or self._clean_counts.get(id(one), 0) < self._clean_needed
         ]
         if not open_ones:
             return True
@@ -153,7 +153,7 @@ class _PendingComparison(NamedTuple):
 
     instant: SavedInstant
     area: Staging
-    is_whole: Callable[[], bool]
+    is_complete: Callable[[], bool]
 
 
 class CopyPolicy:
@@ -168,25 +168,25 @@ class CopyPolicy:
         *,
         mode: Literal["auto", "inside"],
         inside_ms_max: float,
-        tell: Callable[[Doubt], None],
+        send_doubt: Callable[[Doubt], None],
         ledger: Ledger,
         events: EventLog,
     ) -> None:
         self._rank, self._mode, self._inside_seconds_max = rank, mode, inside_ms_max / 1000
-        self._tell, self._ledger, self._events = tell, ledger, events
+        self._send_doubt, self._ledger, self._events = send_doubt, ledger, events
         self._guard = threading.Lock()
         self._distrusted = False
         # First and last step copied behind the gate since the last good comparison.
-        self._behind: tuple[int, int] | None = None
+        self._unverified_steps: tuple[int, int] | None = None
         self._rates: deque[float] = deque(maxlen=_RATES_KEPT)  # seconds for each byte of the slice
-        self._awaited: _PendingComparison | None = None
+        self._pending_comparison: _PendingComparison | None = None
 
     @staticmethod
     def is_sampled(step: int) -> bool:
         """Whether the save of this step is compared; drawn, so that no periodic change can hide."""
         return first_row(step, _COMPARED_EVERY) == 0
 
-    def copied(self, nbytes: int, seconds: float) -> None:
+    def record_copy(self, nbytes: int, seconds: float) -> None:
         """Note how long a slice took to copy. Copy thread, before it opens the gate."""
         with self._guard:
             self._rates.append(seconds / max(1, nbytes))
@@ -208,20 +208,20 @@ class CopyPolicy:
         """Leave the copy of this step behind the gate; return False if trust was lost meanwhile."""
         with self._guard:
             if not self._distrusted:
-                self._behind = (step if self._behind is None else self._behind[0], step)
+                self._unverified_steps = (step if self._unverified_steps is None else self._unverified_steps[0], step)
             return not self._distrusted
 
-    def expect(self, instant: SavedInstant, area: Staging, is_whole: Callable[[], bool]) -> None:
+    def schedule_comparison(self, instant: SavedInstant, area: Staging, is_whole: Callable[[], bool]) -> None:
         """Schedule a comparison of this instant with its copy, provided that the copy is whole."""
-        self._awaited = _PendingComparison(instant, area, is_whole)
+        self._pending_comparison = _PendingComparison(instant, area, is_whole)
 
     @property
-    def expects(self) -> bool:
-        return self._awaited is not None
+    def has_pending_comparison(self) -> bool:
+        return self._pending_comparison is not None
 
-    def excused(self) -> None:
+    def cancel_comparison(self) -> None:
         """Cancel the comparison: the script has waited for the copy, so it may change the state by any means."""
-        self._awaited = None
+        self._pending_comparison = None
 
     def compare(self) -> bool:
         """Run the scheduled comparison; return whether all bytes are equal, except for changes that torch has counted.
@@ -229,7 +229,7 @@ class CopyPolicy:
         Called before the first update after a save, or before the next save; no copy is in flight. The area still holds
         the copy: only a later save reuses it.
         """
-        awaited, self._awaited = self._awaited, None
+        awaited, self._pending_comparison = self._pending_comparison, None
         if awaited is None or not awaited.is_whole():
             return False
         begun, step = time.monotonic(), awaited.instant.step
@@ -240,7 +240,7 @@ class CopyPolicy:
         self._events.emit("compared", told, step=step)
         if not path:
             with self._guard:
-                self._behind = None
+                self._unverified_steps = None
             return True
         self.distrust(
             f"{path} was changed after save({step}), in a way that torch does not count, and not in a step of its "
@@ -261,9 +261,9 @@ class CopyPolicy:
             reason,
             f"; {doubt.sentence()}" if doubt.steps else "",
         )
-        self._tell(doubt)
+        self._send_doubt(doubt)
 
-    def hear(self, doubt: Doubt) -> None:
+    def handle_doubt(self, doubt: Doubt) -> None:
         """Take in the doubt of another rank. Link's or council's thread."""
         mine = self._lose_trust(doubt.reason)
         if mine is None:
@@ -275,7 +275,7 @@ class CopyPolicy:
             doubt.reason,
         )
         if mine.steps:
-            self._tell(mine)
+            self._send_doubt(mine)
 
     def _lose_trust(self, reason: str) -> Doubt | None:
         """Stop trusting the hooks. Returns the doubt to send to all ranks; None if trust was lost before."""
@@ -283,6 +283,6 @@ class CopyPolicy:
             if self._distrusted:
                 return None
             self._distrusted = True
-            behind, self._behind = self._behind, None
+            behind, self._unverified_steps = self._unverified_steps, None
         self._events.emit("distrusted", {"reason": reason, "steps": list(behind or ())})
         return Doubt(self._rank, behind, reason)

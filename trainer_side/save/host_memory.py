@@ -129,7 +129,7 @@ class MemoryPreallocator:
             self._thread = threading.Thread(target=self._run, name="holdfast-memory", daemon=True)
             self._thread.start()
 
-    def take(self, key: int) -> torch.Tensor | None:
+    def claim(self, key: int) -> torch.Tensor | None:
         """Hand out the memory of this key, once; wait if the thread is making it, and raise its error.
 
         None: there is no such key, or it could not be made ahead.

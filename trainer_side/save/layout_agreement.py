@@ -19,7 +19,7 @@ from holdfast.image.replicas import format_tensors
 from holdfast.wire.replica_proof import is_statistic
 from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.save.rank_context import RankContext
-from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
+from trainer_side.state.optimizer_places import keyed_by_name, first_names, parameter_names
 from trainer_side.state.tensor_table import TensorTable, table, describe_change
 from trainer_side.state.tree import UserState, collect
 
@@ -30,14 +30,14 @@ class LayoutAgreement:
     """Negotiates the layout with the other ranks. Training thread."""
 
     def __init__(self, given: UserState, context: RankContext) -> None:
-        self._given, self._state = given, given.held
+        self._user_state, self._state = given, given.held
         self._council, self._events = context.tiers.council, context.events
         self._rank, self._ranks = context.link.job.rank, context.link.job.ranks
         self._context = context
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._has_warned_staged = False
         self._names: dict[str, list[list[str]]] = {}
-        self._before: TensorTable | None = None  # the agreed table
+        self._agreed_table: TensorTable | None = None  # the agreed table
         self._step = -1
         self.sum_seconds = 0.0  # of the checksums when the ranks last agreed
 
@@ -48,7 +48,7 @@ class LayoutAgreement:
         url, tiers = self._context.link.job.store_url, self._context.tiers.tiers
         error = self._context.fresh_run.refusal(url, tiers, with_store=self._rank == 0)
         if error is not None:
-            self._refuse(error)
+            self._send_refusal(error)
             raise error
 
     def collect(self) -> Any:
@@ -57,11 +57,11 @@ class LayoutAgreement:
         StateError: it failed here, or on another rank.
         """
         try:
-            self._given.refresh()
+            self._user_state.refresh()
             return collect(self._state)
         except Exception as error:
             problem = StateError(f"state_dict() failed: {type(error).__name__}: {error}")
-            self._refuse(error if isinstance(error, StateError) else problem)
+            self._send_refusal(error if isinstance(error, StateError) else problem)
             raise
 
     def agree(self, tree: Any, trailer_bytes: int, step: int = -1) -> Agreement:
@@ -79,31 +79,31 @@ class LayoutAgreement:
         )
         self.sum_seconds = proposed.sum_seconds
         if agreement.asks_stages:
-            _, agreement = self._propose(lambda: self._stage(tree, proposed.sums))
+            _, agreement = self._propose(lambda: self._staged_table(tree, proposed.sums))
             if agreement.union is None:
                 raise StateError(
                     "the ranks could not agree on a layout; install the same holdfast version on every node"
                 )
-        self._before = proposed._replace(sums=())
+        self._agreed_table = proposed._replace(sums=())
         self._warn_staged(agreement)
         self._report_rank0_only(agreement.rank0_only)
         return agreement
 
-    def named(self, tree: Any, agreement: Agreement) -> Any:
+    def to_agreed_form(self, tree: Any, agreement: Agreement) -> Any:
         """Return the agreed form of the tree: optimizer state keyed by name, if the ranks have different tensors."""
         union = agreement.union
-        return tree if union is None else by_name(tree, self._names, union.groups)
+        return tree if union is None else keyed_by_name(tree, self._names, union.groups)
 
-    def _stage(self, tree: Any, sums: Sequence[int]) -> TensorTable:
+    def _staged_table(self, tree: Any, sums: Sequence[int]) -> TensorTable:
         self._names = first_names(parameter_names(self._state))
-        named = by_name(tree, self._names, self._names)
+        named = keyed_by_name(tree, self._names, self._names)
         return table(self._state, named, rank=self._rank, ranks=self._ranks, names=self._names, sums=sums)
 
     def _propose(self, make: Callable[[], TensorTable]) -> tuple[TensorTable, Agreement]:
         try:
             proposed = make()
         except StateError as error:
-            self._refuse(error)
+            self._send_refusal(error)
             raise
         agreement = self._council.agree(
             Proposal(
@@ -115,12 +115,12 @@ class LayoutAgreement:
                 held=proposed.held,
                 stage=proposed.stage,
                 step=self._step,
-                change="" if self._before is None else describe_change(self._before, proposed),
+                change="" if self._agreed_table is None else describe_change(self._agreed_table, proposed),
             )
         )
         return proposed, agreement
 
-    def _refuse(self, error: HoldfastError) -> None:
+    def _send_refusal(self, error: HoldfastError) -> None:
         """Send this rank's error to all ranks. Raises it, or the error of a rank before this one."""
         try:
             self._council.agree(Proposal.refused(error, self._step))
@@ -146,8 +146,8 @@ class LayoutAgreement:
 
     def _report_rank0_only(self, paths: Sequence[str]) -> None:
         """Report each tensor once: other ranks have other bytes there, which no checkpoint has."""
-        news = [path for path in paths if path not in self._said]
-        self._said.update(news)
+        news = [path for path in paths if path not in self._reported]
+        self._reported.update(news)
         if not news or self._rank != 0:
             return
         self._events.emit("rank0_only", {"tensors": news})

@@ -37,11 +37,11 @@ class RestoredTensors:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
-        self._filled: dict[str, _RestoredParameter] = {}
+        self._parameters: dict[str, _RestoredParameter] = {}
 
     def remember(self) -> None:
         """Note the parameters, at the end of `restore()`."""
-        self._filled = {
+        self._parameters = {
             path: _RestoredParameter(weakref.ref(tensor), _sample(tensor))
             for path, tensor in module_parameters(self._state)
         }
@@ -55,7 +55,7 @@ class RestoredTensors:
         now = dict(module_parameters(self._state))
         path_of = {id(tensor): path for path, tensor in reversed([*now.items()])}
         said = []
-        for path, filled in self._filled.items():
+        for path, filled in self._parameters.items():
             tensor, current = filled.tensor(), now.get(path)
             if current is not None and current is tensor:
                 continue
@@ -66,16 +66,16 @@ class RestoredTensors:
             elif local_of(current) is not current or (filled.sample and _sample(current) == filled.sample):
                 continue
             elif path_of[id(current)] != path or self._was_restored(current):
-                filled_paths = (other for other, one in self._filled.items() if one.tensor() is current)
+                filled_paths = (other for other, one in self._parameters.items() if one.tensor() is current)
                 first = next(filled_paths, path_of[id(current)])
                 said.append(f"{path} is now the same tensor as {first}")
             else:
                 said.append(f"{path} is another tensor now, with the script's own values")
-        self._filled.clear()
+        self._parameters.clear()
         return said
 
     def _was_restored(self, tensor: torch.Tensor) -> bool:
-        return any(filled.tensor() is tensor for filled in self._filled.values())
+        return any(filled.tensor() is tensor for filled in self._parameters.values())
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -106,16 +106,16 @@ class LeftOutCheck:
         self._state, self._rank, self._events = state, rank, events
         self._restored = RestoredTensors(state)
         self._steps = OptimizerSteps(self._check_restored)
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self.inspections_left = 0  # how many more saves of this layout call `look`, which costs time
         self._unused_gradients = 0
         self._steps.watch()
 
-    def restored(self) -> None:
+    def mark_restored(self) -> None:
         self._restored.remember()
-        self._say(_frozen_with_moments(self._state))
+        self._report(_frozen_with_moments(self._state))
 
-    def look(self, tree: Mapping[str, Any], *, new_layout: bool = False) -> None:
+    def inspect(self, tree: Mapping[str, Any], *, new_layout: bool = False) -> None:
         """Search the `tree` that a save has collected. Called only while `inspections_left`, or for a new layout."""
         if new_layout:
             self.inspections_left = _LOOKS
@@ -123,7 +123,7 @@ class LeftOutCheck:
         self.inspections_left -= 1
         self._check_restored()
         try:
-            self._say(self._findings(tree))
+            self._report(self._findings(tree))
         except Exception:  # noqa: BLE001 - attributes of any object may raise; no checkpoint may fail for a warning
             _log.debug("the state could not be compared with what is trained", exc_info=True)
         if not self.inspections_left:
@@ -133,7 +133,7 @@ class LeftOutCheck:
         self._steps.unwatch()
 
     def _check_restored(self) -> None:
-        self._say(
+        self._report(
             f"{stray}; the value that restore() has filled in is not used. Build and tie the model before restore()"
             for stray in self._restored.describe_strays()
         )
@@ -182,11 +182,11 @@ class LeftOutCheck:
             "and no checkpoint has gradients. Save after a step of the optimizer, not between two that accumulate"
         )
 
-    def _say(self, findings: Iterable[str]) -> None:
+    def _report(self, findings: Iterable[str]) -> None:
         for finding in findings:
-            if finding in self._said:
+            if finding in self._reported:
                 continue
-            self._said.add(finding)
+            self._reported.add(finding)
             self._events.emit("left_out", {"what": finding})
             if self._rank == 0:
                 _log.warning("%s", finding)
@@ -194,7 +194,7 @@ class LeftOutCheck:
 
 class _SavedTensors:
     def __init__(self, state: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
-        whole = {name: _inside(value) for name, value in tree.items()}
+        whole = {name: _inner_tree(value) for name, value in tree.items()}
         self._named = [(path, tensor) for path, tensor in tensor_paths(whole) if _is_plain(tensor)]
         self._paths: dict[int, str] = {}
         for path, tensor in self._named:
@@ -221,7 +221,7 @@ class _SavedTensors:
         moments = [one for one in _moments(optimizer) if one.dim()]
         return bool(moments) and self.has(moments[0])
 
-    def twin(self, tensor: torch.Tensor) -> str | None:
+    def same_shape_path(self, tensor: torch.Tensor) -> str | None:
         found = (path for path, one in self._named if one.shape == tensor.shape and one.dtype != tensor.dtype)
         return next(found, None)
 
@@ -369,7 +369,7 @@ def _ids(parameters: Iterable[Any]) -> list[int]:
     return [*map(id, parameters)]
 
 
-def _inside(value: Any) -> Any:
+def _inner_tree(value: Any) -> Any:
     """Return the tree inside a `PerRank` value, None if it has no tree; other values unchanged."""
     if not isinstance(value, PerRank):
         return value

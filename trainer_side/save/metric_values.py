@@ -12,7 +12,7 @@ import torch
 
 from holdfast.errors import ConfigError
 from holdfast.image.best_rule import METRICS_MAX, NAME_BYTES_MAX, is_metric_name
-from trainer_side.whole_number import shown
+from trainer_side.whole_number import describe_value
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -23,12 +23,12 @@ class StepMetrics:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._unsaved_step = -1
-        self._said = False
+        self._warned = False
 
-    def to_step(self, metrics: Any, step: int) -> None:
+    def check_step(self, metrics: Any, step: int) -> None:
         """Note the metrics of `step()`; warn once if earlier ones are lost. Raises `ConfigError` as `check_metrics`."""
-        if self._unsaved_step not in (-1, step) and not self._said and self._rank == 0:
-            self._said = True
+        if self._unsaved_step not in (-1, step) and not self._warned and self._rank == 0:
+            self._warned = True
             _log.warning(
                 "the metrics of step %d are lost: no save of it was begun. Where step() returns False for an evaluated "
                 "step, call save(step, metrics=…); said once",
@@ -44,7 +44,7 @@ class StepMetrics:
         check_metrics(metrics, "save()")
         return metric_values(metrics, step) if self._rank == 0 else None
 
-    def saved(self) -> None:
+    def mark_saved(self) -> None:
         """Note that a save of the last step has begun, with its metrics."""
         self._unsaved_step = -1
 
@@ -52,19 +52,19 @@ class StepMetrics:
 def check_metrics(metrics: Any, call: str) -> None:
     """Check that `call` was given names and real numbers; else ConfigError. Waits for no device."""
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"{call}: metrics: expected a mapping of names to numbers, got {shown(metrics)}")
+        raise ConfigError(f"{call}: metrics: expected a mapping of names to numbers, got {describe_value(metrics)}")
     if len(metrics) > METRICS_MAX:
         raise ConfigError(f"{call}: metrics: expected at most {METRICS_MAX} metrics, got {len(metrics)}")
     for name, value in metrics.items():
         if not is_metric_name(name):
             raise ConfigError(
                 f"{call}: metrics: expected names of printable text without blanks at the ends, of at most "
-                f"{NAME_BYTES_MAX} bytes in UTF-8, got {shown(name)}"
+                f"{NAME_BYTES_MAX} bytes in UTF-8, got {describe_value(name)}"
             )
         if not _is_real(value):
             raise ConfigError(
                 f"{call}: metrics[{name!r}]: expected a real number (a Python or NumPy number, or a tensor of one "
-                f"element that is no DTensor), got {shown(value)}; give one number for the whole job, such as the mean"
+                f"element that is no DTensor), got {describe_value(value)}; give one number for the whole job, such as the mean"
             )
 
 

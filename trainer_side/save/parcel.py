@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from trainer_side.save.copy_plan import Batch, CopyPiece, SliceSources, address_of, source_of
-from trainer_side.save.device_stream import DeviceStream, empty
+from trainer_side.save.device_stream import DeviceStream, free_storage
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import Sources
 
@@ -48,8 +48,8 @@ class LiveTensors:
         self._all = stream.span(self._begin, nbytes)
         # Whether the views may be kept for the next save. Views that are not made by address (XPU) would keep tensors
         # alive that training has replaced.
-        self.lasts = self._all is not None
-        self._sources = None if self.lasts else sources
+        self.is_reusable = self._all is not None
+        self._sources = None if self.is_reusable else sources
         self._wide: dict[torch.dtype, torch.Tensor] = {}
 
     def view(self, address: int, piece: CopyPiece, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -213,7 +213,7 @@ class Parcel:
         for begin, start, nbytes, _ in self._runs:
             area[begin : begin + nbytes].copy_(memory[start : start + nbytes], non_blocking=True)
 
-    def put_back(self, area: torch.Tensor) -> None:
+    def restore_holes(self, area: torch.Tensor) -> None:
         """Restore the bytes of the holes, once the transfers have arrived."""
         self._words(area)[self._holes] = self._hole_bytes
 
@@ -253,12 +253,12 @@ class LiveBatches:
         self._sizes = sizes
         self.nbytes = sum(sizes)
         self.slots: list[torch.Tensor] = []
-        self.is_there = False
+        self.is_allocated = False
         self._live: LiveTensors | None = None
         self._packings: dict[int, Packing] = {}
         self._views: dict[int, list[tuple[CopyPiece, int, torch.Tensor]]] = {}
 
-    def take(
+    def allocate(
         self, make: Callable[[int], torch.Tensor], fill: Callable[[Sequence[torch.Tensor]], None]
     ) -> None:
         """Allocate the memory, if the device has enough. `fill` reallocates emptied slots."""
@@ -269,22 +269,22 @@ class LiveBatches:
                 self.slots = [make(max(1, nbytes)) for nbytes in self._sizes]
             else:
                 fill(self.slots)
-            self.is_there = True
-        if not self.is_there:
-            self.give_back()
+            self.is_allocated = True
+        if not self.is_allocated:
+            self.free_memory()
 
-    def give_back(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory: no batch is queued until the next save."""
-        self.is_there = False
+        self.is_allocated = False
         for memory in self.slots:
-            empty(memory)
+            free_storage(memory)
         if self._live is not None and not self._live.lasts:
             self._live = None
             self._packings.clear()
             self._views.clear()
 
-    def crossing(self, number: int) -> BatchTransfer:
-        parcel = self._parcels[number] if self.is_there else None
+    def transfer(self, number: int) -> BatchTransfer:
+        parcel = self._parcels[number] if self.is_allocated else None
         memory = None if parcel is None else self.slots[number % self._count]
         return BatchTransfer(self.batches[number], parcel, memory)
 

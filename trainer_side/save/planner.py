@@ -21,7 +21,7 @@ import torch
 
 from holdfast.errors import HoldfastError, StateError
 from holdfast.image.entries import REPLICATED
-from holdfast.image.replicas import watched
+from holdfast.image.replicas import watched_entries
 from holdfast.telemetry.causes import Reason
 from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_plan import Router, SlicePlan
@@ -35,7 +35,7 @@ from trainer_side.save.tearing import TearCheck
 from trainer_side.state import accelerator
 from trainer_side.state.position_names import PerRankNames, SavedNames
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
-from trainer_side.state.tree import UserState, classify, collect, settle
+from trainer_side.state.tree import UserState, classify, collect, resolve_pending
 from trainer_side.tiers.tier import SliceWriter
 
 
@@ -45,7 +45,7 @@ class SavePlan:
 
     skeleton: Skeleton
     router: Router
-    watched: Sequence[int]  # entries that get fingerprints; empty if fingerprints are off
+    watched_entries: Sequence[int]  # entries that get fingerprints; empty if fingerprints are off
     shared: frozenset[int]  # watched entries that are sharded
     tear_check: TearCheck
     samples: dict[torch.device, DeviceSamples] = field(default_factory=dict)  # for the fingerprints
@@ -66,17 +66,17 @@ class Planner:
         engine: CopyEngine,
         context: RankContext,
     ) -> None:
-        self._given, self._left_out, self._pool, self._engine = given, left_out, pool, engine
+        self._user_state, self._left_out, self._pool, self._engine = given, left_out, pool, engine
         self._state = given.held
         self._link, self._tiers = context.link, context.tiers
         self._config, self._events = context.config, context.events
         self._plan: SavePlan | None = None
-        self._agreeing = LayoutAgreement(given, context)
+        self._layout_agreement = LayoutAgreement(given, context)
         self._agreed = Agreement(0, {})
         self._names = SavedNames(self._state, is_writer=context.link.job.rank == 0)
         self._own_names = PerRankNames(self._state)
 
-    def take(self, step: int = -1) -> tuple[SavePlan, Capture]:
+    def capture(self, step: int = -1) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
 
         `step` lets the ranks notice that one of them has changed its state alone; -1 if unknown.
@@ -88,17 +88,17 @@ class Planner:
         """
         # At the first save all ranks wait for each other.
         if self._plan is None:
-            self._agreeing.check_fresh_run()
+            self._layout_agreement.check_fresh_run()
         with self._names.record_param_groups() as told:
             if self._plan is None:
-                collected = self._agreeing.collect()
+                collected = self._layout_agreement.collect()
             else:
-                self._given.refresh()
+                self._user_state.refresh()
                 collected = collect(self._state, allow_pending=True)
         if self._plan is not None:
             self._names.look(collected, told)
             self._own_names.look(collected)
-        tree = collected if self._agreed.union is None else self._agreeing.named(collected, self._agreed)
+        tree = collected if self._agreed.union is None else self._layout_agreement.named(collected, self._agreed)
         self._apply_granted_room(tree)
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton, defer=True, trailer=self._trailer)
@@ -109,17 +109,17 @@ class Planner:
                 return self._plan, taken
         # First save, or the tensors have changed. All ranks get here at the same step, so they may wait for each
         # other; a rank that is still sending must wait for its buffer, and must not decline.
-        settle(collected)
+        resolve_pending(collected)
         self._left_out.look(collected, new_layout=True)
         self._names.renew(collected, told)
         self._own_names.look(collected, is_new=True)
         try:
-            self._agreed = self._agreeing.agree(collected, len(self._names.trailer), step)
+            self._agreed = self._layout_agreement.agree(collected, len(self._names.trailer), step)
         except StateError as error:
             if self._plan is not None:  # other ranks may have begun this step, and wait for this rank's slice
                 self._tiers.skip(step, Reason.of_error(error))
             raise
-        tree = self._agreeing.named(collected, self._agreed)
+        tree = self._layout_agreement.named(collected, self._agreed)
         planned = self._renew_together(tree)
         taken = capture(tree, planned.skeleton, trailer=self._trailer)
         assert taken is not None
@@ -132,7 +132,7 @@ class Planner:
         if self._plan is None or wanted <= before.pickle_reserve_bytes:
             return
         self._agreed = replace(before, pickle_reserve_bytes=wanted)
-        settle(tree)
+        resolve_pending(tree)
         try:
             self._renew(tree)
         except Outgrown:
@@ -202,11 +202,11 @@ class Planner:
                 "in_flight_max": count_max,
                 "tensors": len(layout.tensors),
                 "seconds": time.monotonic() - begun,
-                "sum_seconds": self._agreeing.sum_seconds,
+                "sum_seconds": self._layout_agreement.sum_seconds,
             },
         )
         checked = self._config.on_divergence != "off" and layout.ranks > 1
-        compared = watched(layout) if checked else ()
+        compared = watched_entries(layout) if checked else ()
         shared = frozenset(entry for entry in compared if layout.pattern_of(layout.entries[entry]))
         here = {entry: layout.held_bytes(entry, skeleton.rank) for entry in compared}
         tear_check = TearCheck(layout, slice_plan, skeleton.gated, here)

@@ -91,7 +91,7 @@ class Saver:
         self._ledger, self._events = context.ledger, context.events
         self.trackers: dict[str, str] = {}  # experiment tracker → its run; written into each checkpoint
         self._warned = ""
-        self._late = FinishedStep(state, lambda: copier.updates)
+        self._finished_step = FinishedStep(state, lambda: copier.updates)
         self._late_step = -1  # the step that `_late` has noted last
         self._late_reason: Reason | None = None  # why that step is not saved yet
         self._late_metrics: dict[str, float] | None = None
@@ -111,7 +111,7 @@ class Saver:
         step = self._late_step
         if self._late_reason is None:
             return -1
-        if why := self._late.why_not():
+        if why := self._finished_step.why_not():
             self._late_reason = DeclineCause.LATE.because(
                 f"it found no room when it was due, and later {why}"
             )
@@ -124,7 +124,7 @@ class Saver:
                 self._late_reason,
                 seconds_max,
             )
-        self._late.put_back()
+        self._finished_step.put_back()
         return step if self.save(step, seconds_max, self._late_metrics) else -1
 
     def save(
@@ -174,7 +174,7 @@ class Saver:
         except torch.OutOfMemoryError as error:
             # The training itself may still fit into the full device, so only the save fails.
             full = DeclineCause.NO_MEMORY.because(f"the device has none left: {error}")
-            self._give_back(place, full)
+            self._release(place, full)
             return self._decline(step, full)
         except BaseException as error:  # Ctrl-C, too
             self._undo(step, place, error)
@@ -201,7 +201,7 @@ class Saver:
         if is_late or reason.cause != DeclineCause.BUSY:
             return self._decline(step, reason)
         self._link.tell(StagerMessage.fits(step))
-        self._late.note(step)
+        self._finished_step.note(step)
         self._late_step, self._late_reason = step, reason
         return False
 
@@ -219,7 +219,7 @@ class Saver:
         area, device = place.area, _device(taken.sources)
         streams = self._copier.update_streams
         with contextlib.nullcontext() if device is None else ordered_with_streams(device, streams):
-            begins = self._take(step, plan, taken, area, device)
+            begins = self._capture(step, plan, taken, area, device)
         record.slice_bytes, record.save_seconds, record.host = area.nbytes, 0.0, socket.gethostname()
         on_device = begins.route is not None and bool(area.live(begins.route).device)
         inside, compare_later = self._copier.choose_copy_mode(step, begins.instant, area.nbytes, on_device=on_device)
@@ -260,9 +260,9 @@ class Saver:
         self._ledger.begun(transfer, place.tier_write)
         return job
 
-    def _take(
+    def _capture(
         self, step: int, plan: SavePlan, taken: Capture, area: Staging, device: torch.device | None
-    ) -> _Taken:
+    ) -> _SyncCapture:
         """Capture what must be captured now: with room for a mirror, all tensors on the device."""
         sources, gate = taken.sources, self._copier.gate
         route = versions = None
@@ -280,16 +280,16 @@ class Saver:
             fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared, plan.samples)
             fingerprints.sample_now(sources, also_gated=not is_live)
         after = None if device is None else stream_of(device).record()
-        return _Taken(is_live, instant, fingerprints, after, route)
+        return _SyncCapture(is_live, instant, fingerprints, after, route)
 
     def _undo(self, step: int, place: Reservation, error: BaseException) -> None:
         """Give up a save that has raised an exception, unless its copy has begun."""
         if self._copier.reopen_gate_if_idle():
             failed = DeclineCause.COPY_FAILED.because(f"save() was ended by {type(error).__name__}")
-            self._give_back(place, failed)
+            self._release(place, failed)
             self._link.decline(step, failed)
 
-    def _give_back(self, place: Reservation, reason: Reason) -> None:
+    def _release(self, place: Reservation, reason: Reason) -> None:
         place.area.drop()
         self._pool.give_back(place, reason)
 
@@ -323,7 +323,7 @@ class Saver:
         return False
 
 
-class _Taken(NamedTuple):
+class _SyncCapture(NamedTuple):
     """A save after its synchronous captures."""
 
     is_live: bool  # the rest is copied from live tensors, so updates must wait for it

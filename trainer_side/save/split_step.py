@@ -67,7 +67,7 @@ def collective_step_reason(optimizer: Optimizer) -> str:
     name = _KNOWN_STEPS[type(optimizer).step.__qualname__]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            placed = _placed(parameter)
+            placed = _dtensor_placement(parameter)
             if placed is None or parameter.grad is None:
                 continue
             if name in _OF_WHOLE_TENSORS:
@@ -77,7 +77,7 @@ def collective_step_reason(optimizer: Optimizer) -> str:
                 )
             state = optimizer.state.get(parameter, {}).values()
             for tensor in (parameter.grad, *state):
-                if (other := _placed(tensor)) is not None and other != placed:
+                if (other := _dtensor_placement(tensor)) is not None and other != placed:
                     return (
                         f"a step of {type(optimizer).__name__} brings gradients or moments from {other[1]} to "
                         f"{placed[1]}, together with the other ranks (tensor parallelism): its updates wait for the "
@@ -86,7 +86,7 @@ def collective_step_reason(optimizer: Optimizer) -> str:
     return ""
 
 
-def _placed(value: object) -> tuple[object, object] | None:
+def _dtensor_placement(value: object) -> tuple[object, object] | None:
     """Mesh and placements of a DTensor; None for anything else."""
     spec = getattr(value, "_spec", None)
     return None if spec is None else (spec.mesh, spec.placements)
@@ -126,7 +126,7 @@ def split_step(
     while True:
         blocked = {id(parameter) for parameter in left if held(parameter)}
         free = {id(parameter) for parameter in left} - blocked
-        view = _view(optimizer, free)
+        view = _optimizer_view(optimizer, free)
         if not blocked:
             return (view, *args[1:]), kwargs
         if free:
@@ -164,7 +164,7 @@ def run_closure(arguments: StepArguments) -> tuple[StepArguments, bool]:
     return (args, {**kwargs, "closure": lambda: loss}), True
 
 
-def _view(optimizer: _Optimizer, wanted: Collection[int]) -> _Optimizer:
+def _optimizer_view(optimizer: _Optimizer, wanted: Collection[int]) -> _Optimizer:
     """The same optimizer with only the parameters whose ids are `wanted`."""
     view: _Optimizer = object.__new__(type(optimizer))
     view.__dict__ = dict(vars(optimizer))

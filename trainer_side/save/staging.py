@@ -46,7 +46,7 @@ class NowBatches:
         self._places: list[tuple[int, int, Any] | None] = []
         self._found: dict[frozenset[int], tuple[tuple[Batch, ...], tuple[Batch, ...]]] = {}
 
-    def of(
+    def get(
         self, sources: Sources, contents: Collection[int], spared: frozenset[int]
     ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
         """Return the batches in host memory and on a device: the same objects as long as no tensor moves.
@@ -84,7 +84,7 @@ class CopyEngine:
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:
-        self.seen: dict[tuple[str, int, int], HashHistory] = {}  # by `DeviceDedup`; all areas share it
+        self.hash_histories: dict[tuple[str, int, int], HashHistory] = {}  # by `DeviceDedup`; all areas share it
         self._device_bytes_max = device_bytes_max
         self._on_device: DeviceCopy | None = None
         self._now: NowBatches | None = None
@@ -130,14 +130,14 @@ class CopyEngine:
             read(batch)
             arrived(batch)
         if route.device:
-            self.on_device(slice_).copy(route.device, slice_, area, after, cancelled, read, arrived)
+            self.device_copy(slice_).copy(route.device, slice_, area, after, cancelled, read, arrived)
 
-    def give_back(self) -> None:
+    def free_memory(self) -> None:
         """Free the device memory of the last `capture`. No copy is in flight, and none follows."""
         if self._on_device is not None:
             self._on_device.give_back()
 
-    def on_device(self, slice_: SliceSources) -> DeviceCopy:
+    def device_copy(self, slice_: SliceSources) -> DeviceCopy:
         """Return the `DeviceCopy` of the device that holds part of the slice."""
         if self._on_device is None:
             device = next(
@@ -195,7 +195,7 @@ class Staging:
         self._wait_for_capture: Callable[[], None] | None = None
         self._mirror: Mirror | None = None
         self._has_copied_host = False  # beside the mirror, all gated host tensors
-        self._told: Callable[[], None] = lambda: None
+        self._on_ready: Callable[[], None] = lambda: None
         for frame in frames_of(skeleton.layout, skeleton.rank):
             offset = frame.offset
             for extent in frame.extents:
@@ -219,9 +219,9 @@ class Staging:
         """Whether the frame at `offset` is complete for the checkpoint that is now in the area."""
         return self._copies_left[self._frame_at[offset]] == 0
 
-    def tell(self, ready: Callable[[], None]) -> None:
+    def on_frames_ready(self, ready: Callable[[], None]) -> None:
         """Register `ready`, which the copy thread calls whenever frames have become ready."""
-        self._told = ready
+        self._on_ready = ready
 
     def copy_now(
         self,
@@ -254,7 +254,7 @@ class Staging:
             self._mirror = self._engine.on_device(slice_).mirror(device, behind, slice_)
         if self._mirror is not None:
             for batch in device:
-                self._count(batch, -1)
+                self._mark_copied(batch, -1)
         if self._mirror is None or not self._mirror.is_whole:
             now = device if self._mirror is None else ()
             if now or behind:
@@ -265,14 +265,14 @@ class Staging:
             self._has_copied_host = True
             for batch in route.host:
                 self._engine.copy_host(batch, self.memory, self._move)
-                self._count(batch)
+                self._mark_copied(batch)
         return self._mirror is not None and self._mirror.is_whole
 
-    def counted(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> Mapping[int, int]:
+    def change_counters(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> Mapping[int, int]:
         """Return torch's change counters of the entries that need no copy while unchanged, for `copy_now`."""
         return {} if self._dedup is None else self._dedup.versions(tensors, tensor_entries)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Discard the area's checkpoint, when no `copy_gated` follows or it has failed. Waits for bytes in flight."""
         if self._mirror is not None:
             self._mirror.drop()
@@ -284,7 +284,7 @@ class Staging:
             self._wait_for_capture = None
         self._engine.give_back()
 
-    def live(self, route: Route) -> Route:
+    def live_route(self, route: Route) -> Route:
         """The part of the route that still has to be read from live tensors. Between `copy_now` and `copy_gated`."""
         if self._mirror is None or not self._mirror.is_whole:
             return route
@@ -306,22 +306,22 @@ class Staging:
         *,
         after: StreamEvent | None,
         cancelled: Callable[[], bool],
-        passed: Callable[[Collection[int]], None],
-        copied: Callable[[], None],
+        release: Callable[[Collection[int]], None],
+        on_all_read: Callable[[], None],
         was_read: Callable[[Batch], None] = lambda _: None,
         on_copied: Callable[[Batch], None] = lambda _: None,
     ) -> None:
         """Copy the gated tensors in the order of the route, and the mirror to the host. Copy thread only.
 
         `after`: Recorded on the compute stream at `save()`; device tensors are copied after it. `cancelled`: Polled
-        between batches; once true, the rest is skipped. `passed`: Called with the addresses of storages that are no
-        longer read. `copied`: Called when no tensor is read any more, before the last frame goes to the sender.
+        between batches; once true, the rest is skipped. `release`: Called with the addresses of storages that are no
+        longer read. `on_all_read`: Called when no tensor is read any more, before the last frame goes to the sender.
         `was_read`: Called with each batch that was read, before its storages are passed. `on_copied`: Called with each
         batch whose bytes are in the area, before its frames may go. Both may cancel.
 
         Outdated: a tensor that `copy_now` left out has changed without torch counting it. No frame went to the sender.
         """
-        route = self.live(route)
+        route = self.live_route(route)
         mirror = self._mirror
         unread = len(route.host) + len(route.device)
 
@@ -329,51 +329,51 @@ class Staging:
             nonlocal unread
             reach(Point.TENSOR_COPIED, len(batch.pieces))
             was_read(batch)
-            passed(batch.read)
+            release(batch.read)
             unread -= 1
             if not unread:
-                copied()
+                on_all_read()
 
         def arrived(batch: Batch) -> None:
             on_copied(batch)
             # An update passes unhindered only once `cancelled` is true, so these bytes are the checkpoint's.
             if not cancelled():
-                self._count(batch)
+                self._mark_copied(batch)
 
         if mirror is None:
-            self._land()
+            self._finish_capture()
         slice_ = SliceSources(self._plan, sources)
         self._engine.copy(route, slice_, self.memory, after, cancelled, read, arrived, move=self._move)
         if unread or not (route.host or route.device):
-            copied()
+            on_all_read()
         if mirror is not None:
-            self._bring(mirror, slice_, cancelled)
+            self._copy_mirror(mirror, slice_, cancelled)
         self._mirror = None
         if not self._plan.gated and not cancelled():
             self._copies_left = [0] * len(self._copies_left)
-            self._told()
+            self._on_ready()
 
-    def _bring(self, mirror: Mirror, slice_: SliceSources, cancelled: Callable[[], bool]) -> None:
+    def _copy_mirror(self, mirror: Mirror, slice_: SliceSources, cancelled: Callable[[], bool]) -> None:
         has_landed = False
 
         def here(batch: Batch) -> None:
             nonlocal has_landed
             reach(Point.TENSOR_COPIED, len(batch.pieces))
             if not has_landed:
-                self._land()  # hashes of tensors outside the mirror were queued before it
+                self._finish_capture()  # hashes of tensors outside the mirror were queued before it
                 has_landed = True
             if not cancelled():  # the mirror itself cannot have changed
-                self._count(batch)
+                self._mark_copied(batch)
 
         self._engine.on_device(slice_).bring(mirror, self.memory, cancelled, here)
 
-    def _count(self, batch: Batch, here: int = 1) -> None:
+    def _mark_copied(self, batch: Batch, here: int = 1) -> None:
         for frame, count in batch.frames.items():
             self._copies_left[frame] -= here * count
         if not all(map(self._copies_left.__getitem__, batch.frames)):
-            self._told()
+            self._on_ready()
 
-    def _land(self) -> None:
+    def _finish_capture(self) -> None:
         """Wait until the capture of `copy_now` has landed; from then on frames may be complete."""
         if self._wait_for_capture is not None:
             self._wait_for_capture()
@@ -383,4 +383,4 @@ class Staging:
         if self._plan.gated:
             for frame in range(len(self._copies_left)):
                 self._copies_left[frame] -= 1
-            self._told()
+            self._on_ready()

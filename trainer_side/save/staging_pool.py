@@ -102,13 +102,13 @@ class Areas:
         self._areas: list[Staging] = []
         self._slots: dict[int, Staging] = {}  # by address
         self._last_use: dict[Staging, AreaUse] = {}  # last use of each area
-        self._flights: list[AreaUse] = []  # uses that may be unfinished, oldest first
+        self._uses: list[AreaUse] = []  # uses that may be unfinished, oldest first
 
     @property
     def nbytes(self) -> int:
         return sum(area.area_bytes for area in self._areas)
 
-    def renew(
+    def reset(
         self, make: Callable[[SliceWriter | None], Staging], count_max: int, *, in_slots: bool = False
     ) -> None:
         """Drop all areas, and make the first new one. Nothing may still read the old ones.
@@ -124,7 +124,7 @@ class Areas:
         if not in_slots:
             self._areas.append(make(None))
 
-    def take(self) -> Staging | None:
+    def acquire(self) -> Staging | None:
         """Return an area that nothing reads; None if all are taken and no more are allowed.
 
         Also None if more than `count_max` steps wait to be staged: the ring and the store are behind, and a further
@@ -166,16 +166,16 @@ class Areas:
         """Note that `transfer` and `keeping` read from `area` until they are released."""
         flight = AreaUse(transfer, tier_write)
         self._last_use[area] = flight
-        self._flights = [*self.in_flight(), flight]
+        self._uses = [*self.in_flight(), flight]
 
     def being_read(self) -> list[AreaUse]:
         """Uses of areas that are still being read, oldest first."""
-        return [flight for flight in self._flights if not flight.released.is_set()]
+        return [flight for flight in self._uses if not flight.released.is_set()]
 
     def in_flight(self) -> list[AreaUse]:
         """Uses of areas that are still being read, or whose step is neither staged nor given up, oldest first."""
         return [
-            flight for flight in self._flights if not (flight.released.is_set() and flight.settled.is_set())
+            flight for flight in self._uses if not (flight.released.is_set() and flight.settled.is_set())
         ]
 
 
@@ -205,7 +205,7 @@ class StagingPool:
         self._areas = areas
         self._link, self._tiers = context.link, context.tiers
         self._ledger, self._config = context.ledger, context.config
-        self._ahead: MemoryPreallocator | None = None
+        self._preallocator: MemoryPreallocator | None = None
 
     # -- for a plan ----------------------------------------------------------------------------------------------
 
@@ -255,21 +255,21 @@ class StagingPool:
                 return make(slot, self._claim_preallocated(next(numbers)))
             return make(slot, self._claim_preallocated(address_of(slot.memory)))
 
-        if self._ahead is not None:
-            self._ahead.stop()
+        if self._preallocator is not None:
+            self._preallocator.stop()
         self._areas.renew(prepared, count_max, in_slots=self._tiers.is_direct)
         self._tiers.prepare(layout)
         if pinned:
-            self._ahead = MemoryPreallocator(self._memory_makers(max(1, area_bytes), count_max))
+            self._preallocator = MemoryPreallocator(self._memory_makers(max(1, area_bytes), count_max))
 
     def close(self) -> None:
         """Free memory that was made ahead of its use. No save follows."""
         self._tiers.stop_making_slots()
-        if self._ahead is not None:
-            self._ahead.close(self._config.full_seconds_max)
+        if self._preallocator is not None:
+            self._preallocator.close(self._config.full_seconds_max)
 
     def _claim_preallocated(self, key: int) -> torch.Tensor | None:
-        return None if self._ahead is None else self._ahead.take(key)
+        return None if self._preallocator is None else self._preallocator.take(key)
 
     def _memory_makers(self, area_bytes: int, count_max: int) -> dict[int, Make]:
         """Return how to make the locked memory of later saves: slots by address, or areas by number."""
@@ -325,18 +325,18 @@ class StagingPool:
                 self._ledger.waited(waited_seconds)
         return waited_seconds
 
-    def take(self, step: int, record: SaveRecord) -> Reservation:
+    def reserve(self, step: int, record: SaveRecord) -> Reservation:
         """Reserve an area for this step, and the free slots of the tiers. Follow with `send` or `give_back`.
 
         PoolFull: all areas are taken.
         """
         if self._tiers.is_direct:
-            place = self._take_slot(step, record)
+            place = self._reserve_slot_area(step, record)
         else:
             area = self._areas.take()
-            place = None if area is None else Reservation(area, self._take_slots(step, record))
+            place = None if area is None else Reservation(area, self._reserve_slots(step, record))
         if place is None:
-            raise PoolFull(self._busy())
+            raise PoolFull(self._busy_reason())
         return place
 
     def send(self, place: Reservation, transfer: Transfer) -> None:
@@ -348,16 +348,16 @@ class StagingPool:
             tier_write.link_released = transfer.released
             self._tiers.keep(tier_write, place.area)
 
-    def give_back(self, place: Reservation, reason: Reason) -> None:
+    def release(self, place: Reservation, reason: Reason) -> None:
         """Release the reservation of a step that is not saved. Slots already in use are left to their lanes."""
         if place.tier_write is not None and place.tier_write.area is None:
             self._tiers.drop(place.tier_write, reason)
 
     # -- details -------------------------------------------------------------------------------------------------
 
-    def _take_slot(self, step: int, record: SaveRecord) -> Reservation | None:
+    def _reserve_slot_area(self, step: int, record: SaveRecord) -> Reservation | None:
         """Reserve a slot of the first tier as the area; None if none of its slots is free."""
-        tier_write = self._take_slots(step, record) if self._areas.has_room() else None
+        tier_write = self._reserve_slots(step, record) if self._areas.has_room() else None
         if tier_write is None:
             return None
         if tier_write.source_tier < 0:
@@ -365,7 +365,7 @@ class StagingPool:
             return None
         return Reservation(self._areas.slot_area(tier_write.writers[tier_write.source_tier]), tier_write)
 
-    def _take_slots(self, step: int, record: SaveRecord) -> TierWrite | None:
+    def _reserve_slots(self, step: int, record: SaveRecord) -> TierWrite | None:
         """Reserve free slots. With `on_full="wait"`, wait for slots that a verdict will free soon after the seal."""
         if not self._tiers.tiers:
             return None
@@ -377,7 +377,7 @@ class StagingPool:
         self._ledger.waited(time.monotonic() - begun)
         return tier_write
 
-    def _busy(self) -> Reason:
+    def _busy_reason(self) -> Reason:
         """Why there is no staging area for another step now."""
         reading = self._areas.being_read()
         if len(reading) < self._areas.count_max:

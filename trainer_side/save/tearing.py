@@ -64,7 +64,7 @@ class TearCheck:
     def __init__(
         self, layout: Layout, slice_plan: SlicePlan, gated: Sequence[bool], watched: Mapping[int, int]
     ) -> None:
-        self._made_of = layout, slice_plan, gated, watched
+        self._inputs = layout, slice_plan, gated, watched
         self._on_host: tuple[list[bool], TearCheck] | None = None
         sent = {piece.entry for piece in slice_plan.gated}
         self.pieces = [
@@ -83,44 +83,44 @@ class TearCheck:
         self.starts = np.array([piece.entry_offset for piece in self.pieces], np.int64)
         sizes = np.array([piece.nbytes for piece in self.pieces], np.int64)
         self.wide = sizes >= WORD_BYTES
-        self._room = sizes - np.where(self.wide, WORD_BYTES, 1)  # range for the place of a word
+        self._offset_range = sizes - np.where(self.wide, WORD_BYTES, 1)  # range for the place of a word
         whole = _without_gaps(layout, {piece.entry for piece in self.pieces})
-        self.whole = np.array([piece.entry in whole for piece in self.pieces], bool)
+        self.gapless = np.array([piece.entry in whole for piece in self.pieces], bool)
         self.copies = np.array([piece.offset for piece in self.pieces], np.int64)
         self._pieces_of_entry = [piece.entry for piece in self.pieces]
-        self._looks: dict[int, BatchChecks] = {}
+        self._batch_checks: dict[int, BatchChecks] = {}
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # indices of the checked tensors
         self._dtensors: list[int] = []  # of the DTensors, whose local tensors are checked, too
         self.entry_of_tensor: list[int] = []  # of each checked tensor
         self.tensors_of: Mapping[int, list[int]] = {}  # entry → places among the checked tensors
 
-    def take(self, taken: Capture, step: int) -> SavedInstant | None:
+    def capture_instant(self, taken: Capture, step: int) -> SavedInstant | None:
         """Note counters and words of the tensors in `save()`, on the training's stream; None without any to copy."""
         if not self.pieces:
             return None
         if taken.tensor_entries is not self._tensor_entries:
-            self._choose(taken.tensors, taken.tensor_entries)
+            self._select_tensors(taken.tensors, taken.tensor_entries)
         tensors = [*map(taken.tensors.__getitem__, self._tensors)]
         tensors += map(local_of, map(taken.tensors.__getitem__, self._dtensors))
         sources: list[Any] = [*map(taken.sources.__getitem__, self._pieces_of_entry)]
         # Drawn from the step, as the rows of the fingerprints are.
         drawn = [0, *(first_row(_WORDS * step + word, _DRAWN_OF) for word in range(1, _WORDS))]
-        within = (self._room[:, None] * (np.array(drawn) / _DRAWN_OF)).astype(np.int64)
-        readable, device_words = self.whole, None
+        within = (self._offset_range[:, None] * (np.array(drawn) / _DRAWN_OF)).astype(np.int64)
+        readable, device_words = self.gapless, None
         if accelerator.kind() is not None:
             on_device = np.array([source.device.type != "cpu" for source in sources], bool)
-            readable = self.whole & ~on_device
-            chosen = np.flatnonzero(self.whole & on_device)
+            readable = self.gapless & ~on_device
+            chosen = np.flatnonzero(self.gapless & on_device)
             if chosen.size:
                 chosen = np.roll(chosen, -first_row(step, chosen.size))[:_DEVICE_PIECES_MAX]
                 with contextlib.suppress(torch.OutOfMemoryError):  # counters are still compared
                     device_words = DeviceWords(chosen.tolist(), self, sources, within)
         return SavedInstant(self, step, tensors, sources, within, readable, device_words)
 
-    def on_host(self, sources: Sources) -> TearCheck:
+    def host_only(self, sources: Sources) -> TearCheck:
         """Return the checks of host tensors alone, for a save that has already captured all device tensors."""
-        layout, slice_plan, gated, watched = self._made_of
+        layout, slice_plan, gated, watched = self._inputs
         here = [
             one and source is not None and source.device.type == "cpu"
             for one, source in zip(gated, sources, strict=True)
@@ -130,20 +130,20 @@ class TearCheck:
             self._on_host = here, TearCheck(layout, replace(slice_plan, gated=pieces), here, watched)
         return self._on_host[1]
 
-    def look(self, batch: Batch) -> BatchChecks:
+    def batch_checks(self, batch: Batch) -> BatchChecks:
         """Return the checks of a batch, cached: batches stay the same as long as no tensor moves. Copy thread."""
-        found = self._looks.get(id(batch))
+        found = self._batch_checks.get(id(batch))
         if found is None or found.batch is not batch:
-            if len(self._looks) >= _LOOKS_MAX:
-                self._looks.clear()
+            if len(self._batch_checks) >= _LOOKS_MAX:
+                self._batch_checks.clear()
             places = [*map(self.place_of.__getitem__, batch.offsets)]
             entries = dict.fromkeys(self._pieces_of_entry[place] for place in places)
             tensors = [place for entry in entries for place in self.tensors_of.get(entry, ())]
-            found = self._looks[id(batch)] = BatchChecks(batch, np.array(places, np.int64), tensors)
+            found = self._batch_checks[id(batch)] = BatchChecks(batch, np.array(places, np.int64), tensors)
         return found
 
-    def _choose(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> None:
-        self._looks.clear()
+    def _select_tensors(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> None:
+        self._batch_checks.clear()
         self._tensor_entries = tensor_entries
         self._tensors = [place for place, entry in enumerate(tensor_entries) if entry in self._entries]
         self._dtensors = [place for place in self._tensors if local_of(tensors[place]) is not tensors[place]]
@@ -185,28 +185,28 @@ class SavedInstant:
         self._live = begins[:, None] + within
         self._tensors_of, self._entry_of_tensor = check.tensors_of, check.entry_of_tensor
         self._versions = _versions(tensors)
-        self._words = _read(self._live, check.wide, readable)
+        self._words = _read_words(self._live, check.wide, readable)
 
-    def changed(self) -> str:
+    def find_changed(self) -> str:
         """Return a tensor that has changed."""
         versions = _versions(self._tensors)
         if versions != self._versions:
             pairs = zip(versions, self._versions, self._entry_of_tensor, strict=True)
             return self.check.paths[next(entry for now, before, entry in pairs if now != before)]
-        wrong = _read(self._live, self.check.wide, self._readable) != self._words
-        return self._path(np.arange(len(wrong)), wrong)
+        wrong = _read_words(self._live, self.check.wide, self._readable) != self._words
+        return self._first_wrong_path(np.arange(len(wrong)), wrong)
 
-    def changed_at(self, storages: Collection[int]) -> str:
+    def find_changed_at(self, storages: Collection[int]) -> str:
         """Return a changed tensor in one of the storages at these addresses."""
         mine = [place for place, storage in enumerate(self.storages()) if storage in storages]
         entries = {self.check.pieces[place].entry for place in mine}
         tensors = [place for entry in entries for place in self._tensors_of.get(entry, ())]
-        return self._changed(np.array(mine, np.int64), tensors)
+        return self._find_changed(np.array(mine, np.int64), tensors)
 
-    def changed_in(self, batch: Batch) -> str:
+    def find_changed_in(self, batch: Batch) -> str:
         """Return a changed tensor of `batch`, before an update may change it. Copy thread."""
         look = self.check.look(batch)
-        return self._changed(look.places, look.tensors)
+        return self._find_changed(look.places, look.tensors)
 
     def find_miscopied(self, batch: Batch, area: torch.Tensor) -> str:
         """Return a tensor whose words in the staging area differ from those at `save()`. Copy thread."""
@@ -215,8 +215,8 @@ class SavedInstant:
         if words is not None and (place := words.wrong(places.tolist(), area)) is not None:
             return check.paths[check.pieces[place].entry]
         copies = area.data_ptr() + check.copies[places, None] + self._within[places]
-        here = _read(copies, check.wide[places], self._readable[places])
-        return self._path(places, here != self._words[places])
+        here = _read_words(copies, check.wide[places], self._readable[places])
+        return self._first_wrong_path(places, here != self._words[places])
 
     def find_uncounted_change(self, area: torch.Tensor) -> str:
         """Return a tensor that differs from the staging area though torch has counted no change. Reads all bytes.
@@ -241,7 +241,7 @@ class SavedInstant:
         """Return the address of the storage under each checked piece."""
         return [source.data_ptr - source.start_bytes for source in self._sources]
 
-    def _changed(self, places: _Places, tensors: list[int]) -> str:
+    def _find_changed(self, places: _Places, tensors: list[int]) -> str:
         now = _versions([*map(self._tensors.__getitem__, tensors)])
         before = [*map(self._versions.__getitem__, tensors)]
         if now != before:
@@ -249,10 +249,10 @@ class SavedInstant:
                 place for place, one, other in zip(tensors, now, before, strict=True) if one != other
             )
             return self.check.paths[self._entry_of_tensor[wrong]]
-        words = _read(self._live[places], self.check.wide[places], self._readable[places])
-        return self._path(places, words != self._words[places])
+        words = _read_words(self._live[places], self.check.wide[places], self._readable[places])
+        return self._first_wrong_path(places, words != self._words[places])
 
-    def _path(self, places: _Places, wrong: _Mask) -> str:
+    def _first_wrong_path(self, places: _Places, wrong: _Mask) -> str:
         """The path of the first piece with a wrong word; empty without one."""
         of_pieces = wrong.any(axis=1)
         if not of_pieces.any():
@@ -282,7 +282,7 @@ class DeviceWords:
                 nbytes += self._width(place)
         self._here, self._arrived = copy_to_host(torch.cat(parts))
 
-    def wrong(self, places: Iterable[int], area: torch.Tensor) -> int | None:
+    def find_wrong(self, places: Iterable[int], area: torch.Tensor) -> int | None:
         """Return one of these places whose words in the staging area differ; None without one."""
         mine = [place for place in places if place in self._begin_of]
         if not mine:
@@ -344,7 +344,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _read(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:
+def _read_words(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:
     """Read the word at each address, or a byte of pieces smaller than a word; zero if not readable."""
     words, single_bytes = wide & readable, ~wide & readable
     if words.all():

@@ -53,7 +53,7 @@ class StreamEvent(Protocol):
         """Whether the device has reached the marker."""
 
 
-def record(device: torch.device) -> StreamEvent:
+def record_event(device: torch.device) -> StreamEvent:
     """Put a marker into the current stream of a device."""
     event: StreamEvent = module_of(device).Event(**_event_options(device.type))
     module_of(device).current_stream(device).record_event(event)
@@ -69,7 +69,7 @@ def copy_to_host(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None
         return memory, None
     here = torch.empty(memory.shape, dtype=memory.dtype, device="cpu", pin_memory=True)
     here.copy_(memory, non_blocking=True)
-    return here, record(memory.device)
+    return here, record_event(memory.device)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ class CounterNotes:
         now, before = dict(_numbers(self._state)), self._before or {}
         changed = {path: number for path, number in now.items() if before.get(path) != number}
         # The first note of a process has all numbers.
-        diary.note("counters", {"step": step, "begins": self._before is None, "values": changed})
+        diary.write_diary("counters", {"step": step, "begins": self._before is None, "values": changed})
         self._before = now
 
 
@@ -68,7 +68,7 @@ class BatchNotes:
 
     def note(self, step: int) -> None:
         if _calls:
-            diary.note("batches", {"step": step, "crcs": _calls})
+            diary.write_diary("batches", {"step": step, "crcs": _calls})
             _calls.clear()
 
 

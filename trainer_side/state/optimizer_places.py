@@ -50,10 +50,10 @@ def reachable_with_paths(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         seen.add(id(value))
         yield path, value
         if depth < _DEPTH_MAX:
-            pending += [(f"{path}/{key}", one, depth + 1) for key, one in reversed(list(_below(value)))]
+            pending += [(f"{path}/{key}", one, depth + 1) for key, one in reversed(list(_inner_values(value)))]
 
 
-def _below(value: Any) -> Iterable[tuple[Any, Any]]:
+def _inner_values(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, dict | list | tuple):
         return children(value) if len(value) <= _WITHIN_MAX else ()
     attributes = getattr(value, "__dict__", {})
@@ -65,7 +65,7 @@ def _below(value: Any) -> Iterable[tuple[Any, Any]]:
     return [(name, one) for name, one in attributes.items() if name not in skipped]
 
 
-def located(
+def locate_optimizers(
     tree: Mapping[str, Any], state: Mapping[str, Any], given: ReturnedGroups
 ) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers of a state by the path of their dictionary in its tree.
@@ -74,16 +74,16 @@ def located(
     """
     by_groups = {id(groups): optimizer for groups, optimizer in given}
     found: dict[str, torch.optim.Optimizer] = {}
-    for path, node in forms(tree):
+    for path, node in optimizer_dicts(tree):
         optimizer = by_groups.get(id(node["param_groups"]))
         if optimizer is None and isinstance(state.get(path), torch.optim.Optimizer):
             optimizer = state[path]  # a wrapper that copies the inner dictionary, or builds its own
-        if optimizer is not None and sizes(optimizer.param_groups) == sizes(node["param_groups"]):
+        if optimizer is not None and group_sizes(optimizer.param_groups) == group_sizes(node["param_groups"]):
             found[path] = optimizer
     return dict(sorted(found.items()))
 
 
-def forms(tree: Any) -> Iterator[tuple[str, Any]]:
+def optimizer_dicts(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield all dictionaries that look like an optimizer's, with their paths; a shared one comes once."""
     for prefix, node in containers(tree, is_leaf=is_optimizer_dict):
         if is_optimizer_dict(node):
@@ -109,7 +109,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def matched(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, torch.Tensor]]:
+def match_parameters(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, torch.Tensor]]:
     """Pair each parameter with its number (or name) in a saved state, by position, as torch does.
 
     Empty if the saved state has another number of parameters: loading refuses it, or is the optimizer's own code.
@@ -120,11 +120,11 @@ def matched(optimizer: torch.optim.Optimizer, saved: Any) -> list[tuple[Any, tor
     return [*zip(numbers, parameters, strict=True)] if len(numbers) == len(parameters) else []
 
 
-def sizes(groups: Any) -> list[int]:
+def group_sizes(groups: Any) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def at(tree: Any, path: str) -> Any:
+def value_at(tree: Any, path: str) -> Any:
     """Return the value at a path that `forms` found in another tree of the same state; None if it does not exist."""
     pending = [("", tree)]
     while pending:
@@ -138,7 +138,7 @@ def at(tree: Any, path: str) -> Any:
     return None
 
 
-def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
+def host_tensor_paths(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
     """Return the paths of optimizer tensors in host memory whose parameter lies on a device.
 
     Scalars are left out: torch's optimizers keep them in host memory. `tree`: Has live tensors. `optimizers`: By the
@@ -146,8 +146,8 @@ def on_host(tree: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimi
     """
     found: list[str] = []
     for path, optimizer in optimizers.items():
-        saved = at(tree, path)
-        for number, parameter in matched(optimizer, saved):
+        saved = value_at(tree, path)
+        for number, parameter in match_parameters(optimizer, saved):
             if parameter.device.type != "cpu":
                 state = {f"{path}/state/{number}": saved["state"].get(number)}
                 found += [
@@ -176,36 +176,36 @@ def parameter_names(state: Mapping[str, Any]) -> dict[str, list[list[list[str]]]
     for path, parameter in module_parameters(state):
         names.setdefault(id(parameter), []).append(path.partition("/")[2])
     found: dict[str, list[list[list[str]]]] = {}
-    for at, value in state.items():
+    for value_at, value in state.items():
         if not isinstance(value, torch.optim.Optimizer):
             continue
         firsts: set[str] = set()
-        found[at] = []
+        found[value_at] = []
         for number, group in enumerate(value.param_groups):
-            found[at].append([])
+            found[value_at].append([])
             for place, parameter in enumerate(group["params"]):
                 own = names.get(id(parameter))
                 if own is None:
                     raise StateError(
-                        f"{at}: parameter {place} of group {number}, of shape {list(parameter.shape)}, is in no module "
+                        f"{value_at}: parameter {place} of group {number}, of shape {list(parameter.shape)}, is in no module "
                         "of the state; the ranks have different parameters, so their names are needed: hand over the "
                         "module, too"
                     )
                 if own[0] in firsts:
                     raise StateError(
-                        f"{at}: two of its parameters are named {own[0]} in modules of the state; the ranks have "
+                        f"{value_at}: two of its parameters are named {own[0]} in modules of the state; the ranks have "
                         "different parameters, so each needs a name of its own: hand over one module in which both are"
                     )
                 firsts.add(own[0])
-                found[at][-1].append(own)
+                found[value_at][-1].append(own)
     return found
 
 
 def first_names(names: Mapping[str, Sequence[Sequence[Sequence[str]]]]) -> dict[str, list[list[str]]]:
-    return {at: [[own[0] for own in group] for group in groups] for at, groups in names.items()}
+    return {value_at: [[own[0] for own in group] for group in groups] for value_at, groups in names.items()}
 
 
-def by_name(
+def keyed_by_name(
     tree: Mapping[str, Any],
     names: Mapping[str, Sequence[Sequence[str]]],
     united: Mapping[str, Sequence[Sequence[str]]],
@@ -215,14 +215,14 @@ def by_name(
     An optimizer with other parameters stays unchanged. `names`: Names of this rank's parameters, by optimizer and
     group. `united`: The names of all ranks' parameters, which the groups then list.
     """
-    return {at: _named(value, names[at], united[at]) if at in names else value for at, value in tree.items()}
+    return {value_at: _keyed_by_name(value, names[value_at], united[value_at]) if value_at in names else value for value_at, value in tree.items()}
 
 
-def settings(tree: Mapping[str, Any], at: str) -> list[str]:
+def settings(tree: Mapping[str, Any], value_at: str) -> list[str]:
     """Return the other settings of each group of an optimizer, as text; without tensors and objects."""
     return [
         repr(sorted((str(key), one) for key, one in group.items() if _is_setting(key, one)))
-        for group in tree[at]["param_groups"]
+        for group in tree[value_at]["param_groups"]
     ]
 
 
@@ -230,9 +230,9 @@ def _is_setting(key: Any, value: Any) -> bool:
     return key not in _LISTED and (value is None or isinstance(value, bool | int | float | str | tuple))
 
 
-def _named(saved: Any, names: Sequence[Sequence[str]], united: Sequence[Sequence[str]]) -> Any:
+def _keyed_by_name(saved: Any, names: Sequence[Sequence[str]], united: Sequence[Sequence[str]]) -> Any:
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
-    if not isinstance(groups, list) or sizes(groups) != list(map(len, names)):
+    if not isinstance(groups, list) or group_sizes(groups) != list(map(len, names)):
         return saved
     name_of = dict(zip(numbers_of(saved), itertools.chain(*names), strict=True))
     return {

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.state.split_tensor import writable
-from trainer_side.whole_number import shown
+from trainer_side.whole_number import describe_value
 
 
 class PerRank:
@@ -31,7 +31,7 @@ class PerRank:
 
     def __init__(self, value: Any, *, same_ranks: bool = False) -> None:
         if not isinstance(same_ranks, bool):
-            raise StateError(f"PerRank: same_ranks: expected True or False, got {shown(same_ranks)}")
+            raise StateError(f"PerRank: same_ranks: expected True or False, got {describe_value(same_ranks)}")
         if isinstance(value, PerRank):
             raise StateError("PerRank: its value is a PerRank already; leave out one of the two")
         self.value, self.same_ranks = value, same_ranks

@@ -32,10 +32,10 @@ def reserve_bytes(used_bytes: int) -> int:
     return ((used_bytes * 5 // 4 + _SLACK_BYTES) // _UNIT_BYTES + 1) * _UNIT_BYTES
 
 
-def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
+def encode(value: Any, *, name: str, trailer: bytes = b"") -> bytes:
     """Return the blob of a result of `PerRank.snapshot`, without padding. StateError: `torch.save` cannot save it.
 
-    `name`: Name of the value in the state, for messages. `beside`: `PerRank.names`; does not end with a zero.
+    `name`: Name of the value in the state, for messages. `trailer`: `PerRank.names`; does not end with a zero.
     """
     out = io.BytesIO()
     out.write(bytes(_LENGTH.size))
@@ -46,7 +46,7 @@ def encode(value: Any, *, name: str, beside: bytes = b"") -> bytes:
             f"{name}: this PerRank value cannot be saved: {error}; use tensors, numbers, strings, lists and dicts"
         ) from error
     blob = out.getvalue()
-    return _LENGTH.pack(len(blob) - _LENGTH.size) + blob[_LENGTH.size :] + beside
+    return _LENGTH.pack(len(blob) - _LENGTH.size) + blob[_LENGTH.size :] + trailer
 
 
 def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "PerRank value") -> Any:

@@ -60,13 +60,13 @@ def with_python_scalars(tree: Any) -> Any:
             return value
         if id(value) not in done:
             done[id(value)] = value  # for a container that holds itself
-            done[id(value)] = _changed(value, {key: of(one) for key, one in children(value)}, of)
+            done[id(value)] = _replace_scalars(value, {key: of(one) for key, one in children(value)}, of)
         return done[id(value)]
 
     return of(tree)
 
 
-def _changed(node: Any, values: dict[Any, Any], of: Any) -> Any:
+def _replace_scalars(node: Any, values: dict[Any, Any], of: Any) -> Any:
     if isinstance(node, dict) and any(isinstance(key, np.generic) for key in node):
         pairs = [(of(key), value) for key, value in values.items()]
         if type(node) is dict:
@@ -137,17 +137,17 @@ class ReadablePickler(pickle.Pickler):
             # The remaining scalars lie inside other objects, and torch refuses them.
             self._raise_on_scalars = False
             self.clear_memo()
-            self._empty()
+            self._clear_output()
             super().dump(with_python_scalars(value))
-        finished = self.finished(with_readable_empty_bytes(self._out.getvalue()))
-        self._empty()
-        self._out.write(finished)
+        finalize = self.finished(with_readable_empty_bytes(self._out.getvalue()))
+        self._clear_output()
+        self._out.write(finalize)
 
-    def finished(self, pickled: bytes) -> bytes:
+    def finalize(self, pickled: bytes) -> bytes:
         """Return the bytes to write in place of `pickled`."""
         return pickled
 
-    def _empty(self) -> None:
+    def _clear_output(self) -> None:
         self._out.seek(0)
         self._out.truncate()
 
@@ -190,7 +190,7 @@ class Pickling:
         finally:
             jobs.clear()  # the class lives until the next garbage collection, and would keep all tensors alive
 
-    def head(self, value: Any) -> bytes:
+    def pickle(self, value: Any) -> bytes:
         taken: list[bytes] = []
 
         def stop(pickled: bytes) -> bytes:
@@ -265,7 +265,7 @@ def _pickler(jobs: list[Pickling], finish: Callable[[bytes], bytes]) -> type[pic
             job.kinds.add(kind_of(value))
             return NotImplemented
 
-        def finished(self, pickled: bytes) -> bytes:
+        def finalize(self, pickled: bytes) -> bytes:
             (job,) = jobs
             job.kinds.update(builtins_in(pickled))
             job.note_persistent_ids(self.persistent_id)
@@ -289,16 +289,16 @@ def load_structure(file: SparseFile) -> Any:
     return torch.load(cast(IO[bytes], file), weights_only=True, map_location="meta")
 
 
-def blame(tree: Any, found: Survey, error: BaseException) -> StateError:
+def explain_refusal(tree: Any, found: Survey, error: BaseException) -> StateError:
     """Return the error to raise for `error`: names the smallest part of `tree` that torch refuses, and the remedy."""
     path, node, reason = "", tree, error
     seen: set[int] = set()
     while id(node) not in seen:
         seen.add(id(node))
         for key, value in children(node):
-            refused = _refused(value, found)
+            refused = _loading_error(value, found)
             if refused is None and isinstance(node, dict):
-                refused = _refused(key, found)
+                refused = _loading_error(key, found)
                 if refused is not None:
                     path, node, reason = f"a key of {path or 'the state'}, {key!r},", key, refused
                     break
@@ -314,7 +314,7 @@ def blame(tree: Any, found: Survey, error: BaseException) -> StateError:
     )
 
 
-def _refused(value: Any, found: Survey) -> BaseException | None:
+def _loading_error(value: Any, found: Survey) -> BaseException | None:
     file = SparseFile()
     try:
         Pickling(found).save(value, file, bytes)

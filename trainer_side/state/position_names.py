@@ -26,9 +26,9 @@ import torch
 from holdfast.errors import DamageError, StateError
 from trainer_side.state.optimizer_places import (
     is_optimizer_dict,
-    located,
+    locate_optimizers,
     module_parameters,
-    on_host,
+    host_tensor_paths,
     optimizers_of,
     reachable,
     reachable_with_paths,
@@ -74,14 +74,14 @@ def positions(
                 own = names.get(id(parameter))
                 if own is None:
                     if places is None:
-                        places = _places(tree, optimizers)
+                        places = _paths_by_memory(tree, optimizers)
                     own = places.get(view_key(local_of(parameter))) or _own_name(group, number)
                 if not own:
                     inner = _inner_names(state) if inner is None else inner
                     own = inner.get(id(parameter), [])
                 shape = None if own else tuple(parameter.shape)
                 found[at][-1].append(Position(tuple(own), shape))
-    found.update(_lists(state, tree, names))
+    found.update(_list_positions(state, tree, names))
     return found
 
 
@@ -97,7 +97,7 @@ def _inner_names(state: Mapping[str, Any]) -> dict[int, list[str]]:
     return names
 
 
-def _lists(
+def _list_positions(
     state: Mapping[str, Any], tree: Mapping[str, Any], names: Mapping[int, Sequence[str]]
 ) -> Iterator[tuple[str, list[list[Position]]]]:
     """Yield the lists of tensors that follow parameters of the same object, as moving averages do."""
@@ -146,7 +146,7 @@ def _parameters_of(value: Any, names: Mapping[int, Sequence[str]]) -> list[torch
     return known if len(known) == len(found) else None
 
 
-def _places(tree: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[Any, list[str]]:
+def _paths_by_memory(tree: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[Any, list[str]]:
     """Return the paths of the tensors outside of optimizers, by `view_key` their memory."""
     places: dict[Any, list[str]] = {}
     for path, tensor in tensor_paths(tree):
@@ -180,25 +180,25 @@ class SavedNames:
             self._optimizers = optimizers_of(self._state)
         return record_param_groups(self._optimizers)
 
-    def look(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
+    def refresh(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
         """Rebuild the names if an optimizer has other parameters, or another order of them."""
         if self._is_writer and (self._parameters is None or self._parameters.have_changed()):
-            self._make(tree, given)
+            self._build(tree, given)
 
-    def renew(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
+    def rebuild(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
         """Rebuild the names because the state has other tensors. The next save names new optimizers."""
         if not self._is_writer:
             return
-        self._make(tree, given)
+        self._build(tree, given)
         found = optimizers_of(self._state)
         if list(map(id, found)) != list(map(id, self._optimizers)):
             self._optimizers, self._parameters = found, None
 
-    def _make(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
+    def _build(self, tree: Mapping[str, Any], given: ReturnedGroups) -> None:
         self._parameters = ParameterOrder(self._optimizers)
         try:
-            found = located(tree, self._state, given)
-            self.trailer = to_trailer(positions(self._state, tree, found), on_host(tree, found))
+            found = locate_optimizers(tree, self._state, given)
+            self.trailer = to_trailer(positions(self._state, tree, found), host_tensor_paths(tree, found))
         except StateError:
             self.trailer = b""  # the state cannot be saved; the agreement of the ranks reports it
 
@@ -206,17 +206,17 @@ class SavedNames:
 class ParameterOrder:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._sizes, parameters = self._now()
+        self._sizes, parameters = self._current()
         self._known = [*map(weakref.ref, parameters)]
 
     def have_changed(self) -> bool:
         """Whether an optimizer now has other parameters, or another order of them."""
-        sizes, now = self._now()
+        sizes, now = self._current()
         if sizes != self._sizes:
             return True
         return not all(ref() is parameter for ref, parameter in zip(self._known, now, strict=True))
 
-    def _now(self) -> tuple[list[list[int]], list[torch.Tensor]]:
+    def _current(self) -> tuple[list[list[int]], list[torch.Tensor]]:
         """Return the sizes of the groups of each optimizer, and all parameters in order."""
         groups = [[group["params"] for group in one.param_groups] for one in self._optimizers]
         parameters = [parameter for one in groups for group in one for parameter in group]
@@ -241,17 +241,17 @@ def laid(pickled: bytes, trailer: bytes, room_bytes: int) -> bytes:
 def from_record(record: bytes, *, source: str) -> dict[str, list[list[Position]]]:
     """Read the names behind the pickle of data.pkl; none in files of other tools. DamageError: they cannot be read."""
     try:
-        return from_rows(_said(record).get("names", {}))
+        return from_rows(_read_trailer(record).get("names", {}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamageError(f"{source}: the names behind the pickle cannot be read: {error!r:.200}") from error
 
 
 def read_on_host(record: bytes) -> frozenset[str]:
     """Return the result of `on_host` at the time of the save, from a data.pkl that `from_record` has read."""
-    return frozenset(map(str, _said(record).get("on_host", ())))
+    return frozenset(map(str, _read_trailer(record).get("on_host", ())))
 
 
-def _said(record: bytes) -> dict[str, Any]:
+def _read_trailer(record: bytes) -> dict[str, Any]:
     if len(record) < _END.size:
         return {}
     nbytes, magic = _END.unpack(record[-_END.size :])
@@ -296,23 +296,23 @@ class PerRankNames:
         self._state = state
         self._known: dict[str, tuple[ParameterOrder, bytes]] = {}
 
-    def look(self, tree: Mapping[str, Any], *, is_new: bool = False) -> None:
+    def refresh(self, tree: Mapping[str, Any], *, is_new: bool = False) -> None:
         """Rebuild the names of values whose optimizers have other parameters or another order; of all if `is_new`."""
         for name, value in self._state.items():
             if not isinstance(value, PerRank):
                 continue
             known = self._known.get(name)
             if is_new or known is None or known[0].have_changed():
-                known = self._known[name] = self._made(name, value, tree)
+                known = self._known[name] = self._build(name, value, tree)
             value.names = known[1]
 
-    def _made(self, name: str, value: PerRank, tree: Mapping[str, Any]) -> tuple[ParameterOrder, bytes]:
+    def _build(self, name: str, value: PerRank, tree: Mapping[str, Any]) -> tuple[ParameterOrder, bytes]:
         optimizers = optimizers_of({name: value.value})
         try:
             with record_param_groups(optimizers) as given:
                 whole = {**tree, name: value.snapshot()}
             here = unwrap_per_rank(self._state)
-            every = positions(here, whole, located({name: whole[name]}, {name: here[name]}, given))
+            every = positions(here, whole, locate_optimizers({name: whole[name]}, {name: here[name]}, given))
         except Exception:  # noqa: BLE001 - the script's own code; the save that follows reports its error
             every = {}
         own = {path: groups for path, groups in every.items() if path.partition("/")[0] == name}

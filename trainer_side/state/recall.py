@@ -35,7 +35,7 @@ from trainer_side.state.pickling import (
     with_readable_empty_bytes,
 )
 from trainer_side.state.survey import Outline, StorageSource, Survey, TensorFacts, TreeContents
-from trainer_side.state.tree import PendingNumber, settle
+from trainer_side.state.tree import PendingNumber, resolve_pending
 
 # With str, the classes whose values are pickled without naming a class.
 _KEPT = frozenset({bool, int, float, type(None), PendingNumber})
@@ -73,7 +73,7 @@ class _TreeCopier:
         self.text_length = 0
         self._copies = {**known}  # by id(): the tree keeps the originals alive meanwhile
 
-    def of(self, value: Any) -> Any:
+    def copy(self, value: Any) -> Any:
         kind = type(value)
         if kind in _KEPT:
             return value
@@ -84,15 +84,15 @@ class _TreeCopier:
             return copied
         # The comprehensions test the most frequent classes inline: a call per value would take several times as long.
         if kind is dict:
-            copied = {key: one if type(one) in _KEPT else self.of(one) for key, one in value.items()}
+            copied = {key: one if type(one) in _KEPT else self.copy(one) for key, one in value.items()}
         elif kind is OrderedDict:
-            copied = OrderedDict((key, self.of(one)) for key, one in value.items())
+            copied = OrderedDict((key, self.copy(one)) for key, one in value.items())
             if attributes := vars(value):  # the version numbers in the state of a module; pickled with it
-                vars(copied).update(self.of(attributes))
+                vars(copied).update(self.copy(attributes))
         elif kind is Counter:  # a scheduler's milestones; its attributes are not pickled
-            copied = Counter({key: self.of(one) for key, one in value.items()})
+            copied = Counter({key: self.copy(one) for key, one in value.items()})
         elif kind is list or kind is tuple:
-            copied = kind([one if type(one) in _KEPT else self.of(one) for one in value])
+            copied = kind([one if type(one) in _KEPT else self.copy(one) for one in value])
         else:
             raise _UnknownClassError
         self._copies[id(value)] = copied
@@ -136,7 +136,7 @@ class ConstantContainers:
             if id(node) in constant and id(node) not in below
         ]
 
-    def known(self, containers: Sequence[Any]) -> dict[int, Any]:
+    def replacements(self, containers: Sequence[Any]) -> dict[int, Any]:
         """Return, by id(), the replacements of the constant ones among another tree's containers, in the same order."""
         return {
             id(containers[place]): copied
@@ -179,7 +179,7 @@ class _StorageStandIn:
         self.persistent_id = persistent_id
 
 
-class Ready:
+class FastPickling:
     """A pickler's view of a tree: its tensors become placeholders, all else is pickled as it is.
 
     `stand_ins`: One per tensor; a tensor that occurs twice has the same one.
@@ -189,12 +189,12 @@ class Ready:
         self._stand_ins, self._protocol = stand_ins, protocol
 
     @classmethod
-    def of(cls, job: Pickling, tensors: Sequence[torch.Tensor]) -> Ready | None:
+    def of(cls, job: Pickling, tensors: Sequence[torch.Tensor]) -> FastPickling | None:
         """Make placeholders to pickle tensors like these again; None if the pickle of one of them cannot be reused."""
         kept: dict[int, tuple[Any, ...] | None] = {}
         for tensor in tensors:
             if id(tensor) not in kept:
-                kept[id(tensor)] = _kept(job, tensor)
+                kept[id(tensor)] = _reusable_reduction(job, tensor)
         if None in kept.values():
             return None
         stand_ins = {key: StandIn(cast(tuple[Any, ...], reduction)) for key, reduction in kept.items()}
@@ -228,13 +228,13 @@ class Ready:
         return out.getvalue(), pickler.kinds
 
 
-def _kept(job: Pickling, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def _reusable_reduction(job: Pickling, tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return how `tensor` was pickled, without references to the tensor; None if that cannot be reused."""
     function, (on, *rest) = job.reduced.get(id(tensor), (tensor, (None, (None,))))[1]
     # torch pickles hooks as an empty dict; computing its reduction each time would be slow.
     rest = [_Reduced((OrderedDict, ())) if type(one) is OrderedDict and not one else one for one in rest]
     if function is _rebuild_parameter:
-        inner = _kept(job, on)
+        inner = _reusable_reduction(job, on)
         return None if inner is None else (function, (_Reduced(inner), *rest))
     if function in (_rebuild_tensor_v2, _rebuild_tensor_v3) and id(on) in job.persistent_ids:
         return function, (_StorageStandIn(job.persistent_ids[id(on)][1]), *rest)
@@ -251,20 +251,20 @@ class _FastPickler(pickle.Pickler):
         super().__init__(out, protocol)
         self.kinds: set[Any] = set()
         self._stand_ins = stand_ins
-        self._ask = self._persistent_id
+        self._real_persistent_id = self._persistent_id
         self.persistent_id = _never_persistent  # type: ignore[method-assign]
 
-    def forget(self) -> None:
+    def break_cycle(self) -> None:
         """Drop the reference to itself, which would keep the pickled values alive until a garbage collection."""
         self.persistent_id = _never_persistent  # type: ignore[method-assign]
-        del self._ask
+        del self._real_persistent_id
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is _Reduced:
             return value.reduction
         stand_in = value if type(value) is StandIn else self._stand_ins.get(id(value))
         if stand_in is not None:
-            self.persistent_id = self._ask  # type: ignore[method-assign]
+            self.persistent_id = self._real_persistent_id  # type: ignore[method-assign]
             return stand_in.reduction
         if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
             raise pickle.PicklingError("a tensor that the survey has not found")
@@ -283,7 +283,7 @@ class _FastPickler(pickle.Pickler):
 class RecognisedTree(NamedTuple):
     """The contents of a recognised tree, and the storages of all its tensors except stand-ins, in its order."""
 
-    walked: TreeContents
+    contents: TreeContents
     storages: list[torch.UntypedStorage]
 
 
@@ -310,18 +310,18 @@ class Recall:
         outline: Outline,
         facts: TensorFacts,
         places: list[_Place],
-        ready: Ready | None,
+        ready: FastPickling | None,
         entries: tuple[int, ...],
         asked: tuple[int, ...],
     ) -> None:
-        self._outline, self._facts, self._ready = outline, facts, ready
+        self._outline, self._facts, self._fast_pickling = outline, facts, ready
         self._columns = tuple(zip(*places, strict=True)) or ((),) * len(_Place._fields)
         self._empty = [number for number, place in enumerate(places) if not place.nbytes]
-        self._asked = asked  # places of all tensors but stand-ins
+        self._checked = asked  # places of all tensors but stand-ins
         self.entries = entries  # of the layout, for each tensor of `RecognisedTree.walked`
         self._constants: ConstantContainers | None = None
-        self.last = LastPickle(0, 0)
-        self.holds = True  # False: invalid, `look` recognises no tree any more. Any thread
+        self.last_pickle = LastPickle(0, 0)
+        self.is_valid = True  # False: invalid, `look` recognises no tree any more. Any thread
 
     @classmethod
     def of(
@@ -365,16 +365,16 @@ class Recall:
         facts = TensorFacts.of([*map(tensors.__getitem__, asked)])
         if facts is None:
             return None
-        ready = None if pickled is None else Ready.of(pickled[0], tensors)
+        ready = None if pickled is None else FastPickling.of(pickled[0], tensors)
         recall = cls(outline, facts, [*places.values()], ready, tuple(entries), tuple(asked))
         return recall if pickled is None or recall._matches_torch(tree, walked, *pickled) else None
 
-    def look(self, tree: Mapping[str, Any]) -> RecognisedTree | None:
+    def recognise(self, tree: Mapping[str, Any]) -> RecognisedTree | None:
         """Return the tensors of `tree`, if only values differ from the tree given to `of`; else None."""
-        walked = self._outline.walk(tree) if self.holds else None
+        walked = self._outline.walk(tree) if self.is_valid else None
         if walked is None:
             return None
-        storages = self._facts.storages([*map(walked.tensors.__getitem__, self._asked)])
+        storages = self._facts.storages([*map(walked.tensors.__getitem__, self._checked)])
         return None if storages is None else RecognisedTree(walked, storages)
 
     def sources(self, seen: RecognisedTree, entries: int) -> list[StorageSource | None]:
@@ -393,28 +393,28 @@ class Recall:
 
     def pickle(self, tree: Mapping[str, Any], walked: TreeContents) -> tuple[bytes, set[Any]] | None:
         """Return the bytes of `Pickling.head`, and the classes of values; None if that must report an error."""
-        settle(tree)
-        return None if self._ready is None else self._pickled(tree, self._ready.stand_ins(walked.tensors))
+        resolve_pending(tree)
+        return None if self._fast_pickling is None else self._pickled(tree, self._fast_pickling.stand_ins(walked.tensors))
 
     def snapshot(self, tree: Mapping[str, Any], walked: TreeContents) -> Snapshot | None:
         """Copy the tree as it is now; None if a copy of its containers may lose something."""
-        if self._ready is None or self._constants is None or not walked.is_exact:
+        if self._fast_pickling is None or self._constants is None or not walked.is_exact:
             return None
         known: dict[int, Any] = {
-            **self._ready.stand_ins(walked.tensors),
+            **self._fast_pickling.stand_ins(walked.tensors),
             **self._constants.known(walked.containers),
         }
         return snapshot(tree, known)
 
     def pickle_snapshot(self, taken: Snapshot) -> tuple[bytes, set[Any]] | None:
         """As `pickle`, of a snapshot. Any thread."""
-        settle(taken.tree)  # in place, because the copy belongs to the snapshot
+        resolve_pending(taken.tree)  # in place, because the copy belongs to the snapshot
         return self._pickled(taken.tree, {})
 
     def _pickled(self, tree: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]] | None:
-        assert self._ready is not None
+        assert self._fast_pickling is not None
         try:
-            return self._ready.pickle(tree, stand_ins)
+            return self._fast_pickling.pickle(tree, stand_ins)
         except REFUSED:
             return None
 
@@ -426,13 +426,13 @@ class Recall:
 
         if not same(self.pickle(tree, walked)):
             return False
-        assert self._ready is not None
+        assert self._fast_pickling is not None
         if self._outline.is_plain:
             with contextlib.suppress(ValueError):
-                self._constants = ConstantContainers(walked.containers, self._ready.stand_ins(walked.tensors))
+                self._constants = ConstantContainers(walked.containers, self._fast_pickling.stand_ins(walked.tensors))
         taken = self.snapshot(tree, walked)
         if taken is not None and same(self.pickle_snapshot(taken)):
-            self.last = LastPickle(len(expected), taken.text_length)
+            self.last_pickle = LastPickle(len(expected), taken.text_length)
         else:
             self._constants = None
         return True

@@ -125,7 +125,7 @@ def _set_devices(kind: str, states: list[torch.Tensor], own_before: int | None) 
 
 
 @contextmanager
-def apart(place: str) -> Iterator[None]:
+def isolated_rng(place: str) -> Iterator[None]:
     """Context in which torch's CPU generator depends on `place` alone; afterwards the generator is as before.
 
     Loader iterators are made in this context, because each draws the seeds of its workers: a resumed run makes one

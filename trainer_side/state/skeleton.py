@@ -29,14 +29,14 @@ from holdfast.image.layout import Layout
 from holdfast.wire.state_messages import Agreement
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import encode
-from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
-from trainer_side.state.position_names import laid
+from trainer_side.state.pickling import REFUSED, Pickling, explain_refusal, load_structure
+from trainer_side.state.position_names import pad_pickle
 from trainer_side.state.recall import LastPickle, Recall, Snapshot
 from trainer_side.state.sparse_file import Literals, SparseFile, ZipParts
 from trainer_side.state.stages import Stages
 from trainer_side.state.stand_ins import ExpandedTree, PerRankStandIns, SplitStandIns
 from trainer_side.state.survey import StorageSource, Survey, survey
-from trainer_side.state.tree import Ownership, settle, tensor_paths
+from trainer_side.state.tree import Ownership, resolve_pending, tensor_paths
 
 
 class Outgrown(StateError):
@@ -114,7 +114,7 @@ class DeferredPickle:
             recall.holds = False
             raise Outgrown("", len(data) + len(self._trailer), reserve)
         recall.last = LastPickle(len(data), self._snapshot.text_length)
-        return {skeleton.zip_parts.pickle_entry: laid(data, self._trailer, reserve)}
+        return {skeleton.zip_parts.pickle_entry: pad_pickle(data, self._trailer, reserve)}
 
 
 class Capture(NamedTuple):
@@ -182,7 +182,7 @@ def plan(
         if fits:
             load_structure(image)
     except REFUSED as error:
-        raise blame(full, found, error) from error
+        raise explain_refusal(full, found, error) from error
     patterns = {found.slots[row].path: number for row, number in agreed.split_rows}
     owned = shards.own(blobs.own(classes), expanded, patterns)
     parts = ZipParts.of(image, found, owned)
@@ -245,7 +245,7 @@ def capture(
     if expanded is None:
         return None
     full = expanded.tree
-    found = _recalled(full, skeleton, defer=defer, trailer=trailer) or _in_full(full, skeleton, trailer)
+    found = _capture_by_recall(full, skeleton, defer=defer, trailer=trailer) or _capture_in_full(full, skeleton, trailer)
     if found is None:
         return None
     sources, data_pkl, tensors, tensor_entries = found
@@ -291,7 +291,7 @@ _GROWTH_BYTES = 1024  # ample for numbers: one that gets longer takes a few byte
 _CHARACTER_BYTES_MAX = 4  # in UTF-8
 
 
-def _recalled(
+def _capture_by_recall(
     full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool, trailer: bytes
 ) -> _CapturedTree | None:
     """Return the result of `_in_full`, if only values have changed since its last call; else None."""
@@ -315,15 +315,15 @@ def _recalled(
         ):
             if snapshot is not None:
                 recall.last = LastPickle(len(pickled[0]), snapshot.text_length)
-            return _CapturedTree(sources, laid(pickled[0], trailer, reserve), tensors, recall.entries)
+            return _CapturedTree(sources, pad_pickle(pickled[0], trailer, reserve), tensors, recall.entries)
     return None
 
 
-def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _CapturedTree | None:
+def _capture_in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _CapturedTree | None:
     """Survey and pickle; None if the tensors are not those of the plan."""
     zip_parts = skeleton.zip_parts
     skeleton._recalls.clear()
-    settle(full)
+    resolve_pending(full)
     if SplitStandIns.has_split(full):
         return None
     found = survey(full)
@@ -335,7 +335,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _Ca
         entry = zip_parts.storage_entries[number]
         if entry not in blob_entries:
             sources[entry] = part.source(entry)
-    pickled = _pickled(full, found, skeleton, len(trailer)) if skeleton.rank == 0 else None
+    pickled = _pickle_checked(full, found, skeleton, len(trailer)) if skeleton.rank == 0 else None
     recall = Recall.of(
         full,
         found,
@@ -350,11 +350,11 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton, trailer: bytes) -> _Ca
     numbers = [found.number(tensor) for tensor in tensors]
     entries = [zip_parts.storage_entries[number] for number in numbers if number is not None]
     assert len(entries) == len(tensors), "all tensors were surveyed"
-    data_pkl = None if pickled is None else laid(pickled[1], trailer, skeleton.pickle_reserve_bytes)
+    data_pkl = None if pickled is None else pad_pickle(pickled[1], trailer, skeleton.pickle_reserve_bytes)
     return _CapturedTree(sources, data_pkl, tensors, entries)
 
 
-def _pickled(
+def _pickle_checked(
     full: Mapping[str, Any], found: Survey, skeleton: Skeleton, trailer_bytes: int
 ) -> tuple[Pickling, bytes]:
     """Pickle the tree for this save, and make sure that torch.load accepts the pickle."""
@@ -363,7 +363,7 @@ def _pickled(
     try:
         pickled = job.head(full)
     except REFUSED as error:
-        raise blame(full, found, error) from error
+        raise explain_refusal(full, found, error) from error
     if len(pickled) + trailer_bytes > entry.nbytes:
         raise Outgrown("", len(pickled) + trailer_bytes, entry.nbytes)
     if not job.kinds <= skeleton._accepted:
@@ -372,6 +372,6 @@ def _pickled(
         try:
             load_structure(SparseFile.of(skeleton.literals, skeleton.layout.image_bytes, padded))
         except REFUSED as error:
-            raise blame(full, found, error) from error
+            raise explain_refusal(full, found, error) from error
         skeleton._accepted.update(job.kinds)
     return job, pickled

@@ -20,7 +20,7 @@ class Skippable:
         values = unwrap_per_rank(state).items()
         self._found = {name: value for name, value in values if hasattr(type(value), "skip_batches")}
         # Methods to call with the number of each step. Loaders that know the batches of a step need none.
-        self.told: list[Callable[[int], None]] = [
+        self.step_callbacks: list[Callable[[int], None]] = [
             value.stepped for value in self._found.values() if hasattr(type(value), "stepped")
         ]
 

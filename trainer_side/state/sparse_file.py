@@ -60,7 +60,7 @@ class Literals:
                 out[first - offset : last - offset] = data[first - start : last - start]
             index += 1
 
-    def without(self, extents: list[tuple[int, int]], crcs: dict[int, int]) -> Literals:
+    def with_holes(self, extents: list[tuple[int, int]], crcs: dict[int, int]) -> Literals:
         """Return a copy with holes at `extents` (`(offset, end)`, ascending), and these values in these CRC fields."""
         pieces = self._merged()
         for crc_field, crc in crcs.items():

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import StateError
 from holdfast.image.regions import Region
-from trainer_side.whole_number import shown, whole_number
+from trainer_side.whole_number import describe_value, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,7 +54,7 @@ class Split:
 
     def __init__(self, tensor: torch.Tensor, shape: Sequence[int], start: Sequence[int]) -> None:
         if not isinstance(tensor, torch.Tensor):
-            raise StateError(f"Split: expected a tensor, got {shown(tensor)}")
+            raise StateError(f"Split: expected a tensor, got {describe_value(tensor)}")
         self.tensor = tensor
         self.shape, self.start = _numbers(shape, "shape"), _numbers(start, "start")
         fits = len(self.shape) == len(self.start) == tensor.dim() and all(
@@ -75,7 +75,7 @@ def _numbers(values: Any, name: str) -> tuple[int, ...]:
     try:
         given = tuple(values)
     except TypeError as error:
-        raise StateError(f"Split: {name}: expected one number per dimension, got {shown(values)}") from error
+        raise StateError(f"Split: {name}: expected one number per dimension, got {describe_value(values)}") from error
     return tuple(whole_number(number, f"Split: {name}", error=StateError) for number in given)
 
 
@@ -85,10 +85,10 @@ class StagePart:
 
     value: Any  # the tensor, DTensor or `Split`; an empty tensor if this rank does not have it
     shape: tuple[int, ...]
-    is_here: bool  # this rank has it
+    is_present: bool  # this rank has it
 
 
-class Held(NamedTuple):
+class HeldPart(NamedTuple):
     """The part of a tensor that this rank holds."""
 
     shape: tuple[int, ...]
@@ -116,17 +116,17 @@ def manual_split(value: object) -> Split | None:
     return _split_from_chunks(value) if hasattr(type(value), _CHUNKS) and not is_dtensor(value) else None
 
 
-def held(value: object) -> Held | None:
+def held_part(value: object) -> HeldPart | None:
     """Return the part of a split tensor on this rank; None for anything else. Training thread.
 
     StateError: the tensor cannot be saved, or restored into, as it is; the message lacks the path.
     """
     if isinstance(value, StagePart):
         if not value.is_here:
-            return Held(value.shape, Region((0,), (0,)), value.value)
+            return HeldPart(value.shape, Region((0,), (0,)), value.value)
         if not is_split(value.value):
             local = _plain(value.value.detach())
-            return Held(value.shape, Region((0,) * len(value.shape), value.shape), local)
+            return HeldPart(value.shape, Region((0,) * len(value.shape), value.shape), local)
         value = value.value
     if is_dtensor(value):
         return _part_of_dtensor(value)  # type: ignore[arg-type]
@@ -134,13 +134,13 @@ def held(value: object) -> Held | None:
     if split is None:
         return None
     local = split.tensor.detach()
-    return Held(split.shape, Region(split.start, tuple(local.shape)), _plain(local))
+    return HeldPart(split.shape, Region(split.start, tuple(local.shape)), _plain(local))
 
 
-def held_part_at(path: str, value: object) -> Held | None:
+def held_part_at(path: str, value: object) -> HeldPart | None:
     """As `held`; the message has the path."""
     try:
-        return held(value)
+        return held_part(value)
     except StateError as error:
         raise StateError(f"{path} is {error}") from error
 
@@ -226,7 +226,7 @@ def _parts_of(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.
     return found
 
 
-def _part_of_dtensor(tensor: DTensor) -> Held:
+def _part_of_dtensor(tensor: DTensor) -> HeldPart:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for placement in tensor.placements:
@@ -250,8 +250,8 @@ def _part_of_dtensor(tensor: DTensor) -> Held:
             "uneven sizes under two kinds of sharding; pad that dimension to a multiple of the number of shards"
         )
     if not local.numel():
-        return Held(shape, Region((0,) * len(shape), tuple(local.shape)), local)
-    return Held(shape, Region(start, size), local)
+        return HeldPart(shape, Region((0,) * len(shape), tuple(local.shape)), local)
+    return HeldPart(shape, Region(start, size), local)
 
 
 def _plain(local: torch.Tensor) -> torch.Tensor:

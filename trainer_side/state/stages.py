@@ -90,7 +90,7 @@ class Stages:
         """
         if self._rank == 0:
             done: dict[int, Any] = {}
-            filled: dict[str, Any] = self._of(tree, self._union.outline, done)
+            filled: dict[str, Any] = self._fill_node(tree, self._union.outline, done)
             return filled
         own = dict(_leaves(tree))
         if not own.keys() <= self._paths.keys():
@@ -113,7 +113,7 @@ class Stages:
             return StagePart(value, tuple(shape), is_here=False)
         return StagePart(value, tuple(shape), is_here=True)
 
-    def _of(self, node: Any, plan: Any, done: dict[int, Any]) -> Any:
+    def _fill_node(self, node: Any, plan: Any, done: dict[int, Any]) -> Any:
         if type(plan) is int:
             return self._part(node, plan) if _is_leaf(node) else node
         if id(node) in done:
@@ -124,15 +124,15 @@ class Stages:
             changed, versions = {}, plan[2]
             for key, below in plan[1]:
                 if key in node:
-                    value = self._of(node[key], below, done)
+                    value = self._fill_node(node[key], below, done)
                     if value is not node[key]:
                         changed[key] = value
                 elif _has_rows(below):
-                    changed[key] = self._made(below)
+                    changed[key] = self._build(below)
         else:
             changed, versions = {}, {}
             for key, (one, below) in enumerate(zip(node, plan[1], strict=False)):
-                value = self._of(one, below, done)
+                value = self._fill_node(one, below, done)
                 if value is not one:
                     changed[key] = value
         filled = with_changes(node, changed) if changed else node
@@ -141,11 +141,11 @@ class Stages:
         done[id(node)] = filled
         return filled
 
-    def _made(self, plan: Any) -> Any:
+    def _build(self, plan: Any) -> Any:
         """Build a part of the tree that rank 0 does not have."""
         if type(plan) is int:
             return self._part(None, plan)
-        return {key: self._made(below) for key, below in plan[1] if _has_rows(below)}
+        return {key: self._build(below) for key, below in plan[1] if _has_rows(below)}
 
 
 def _has_rows(plan: Any) -> bool:

@@ -22,7 +22,7 @@ from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_tensor import (
-    Held,
+    HeldPart,
     StagePart,
     manual_split,
     held_part_at,
@@ -31,8 +31,8 @@ from trainer_side.state.split_tensor import (
     live_of,
     local_of,
 )
-from trainer_side.state.survey import StorageSource, parts_of
-from trainer_side.state.tree import Ownership, children, containers, replaced, with_changes
+from trainer_side.state.survey import StorageSource, keys_and_values
+from trainer_side.state.tree import Ownership, children, containers, with_replacements, with_changes
 
 _DICTS = frozenset({dict, OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}
@@ -91,7 +91,7 @@ class DTensorPlaces:
         for number, node in enumerate(nodes):  # grows
             if type(node) not in _CONTAINERS:
                 return None
-            keys, values = parts_of(node)
+            keys, values = keys_and_values(node)
             of_dtensors, of_containers, mine = [], [], {}
             for place, value in enumerate(values):
                 key = place if keys is None else keys[place]
@@ -118,13 +118,13 @@ class DTensorPlaces:
                 rows[parent].changed[key] = number
         return cls(rows, paths, dtensors)
 
-    def look(self, tree: Any) -> MatchedTree | None:
+    def match(self, tree: Any) -> MatchedTree | None:
         """Find the DTensors of another tree; None if they may be other parts, or at other places."""
         nodes, dtensors = [tree], list[Any]()
         if type(tree) not in _CONTAINERS:
             return None
         for node, row in zip(nodes, self._rows, strict=False):  # grows
-            keys, values = parts_of(node)
+            keys, values = keys_and_values(node)
             if keys != row.keys or tuple(map(type, values)) != row.types:
                 return None
             dtensors.extend(map(values.__getitem__, row.dtensors))
@@ -178,7 +178,7 @@ class _ShardKey(NamedTuple):
 
 @dataclass(frozen=True)
 class _KnownShard:
-    mark: _ShardKey
+    key: _ShardKey
     region: Region
     stand_in: torch.Tensor
 
@@ -187,7 +187,7 @@ class ExpandedTree(NamedTuple):
     """A tree with whole tensors in place of the split ones."""
 
     tree: Any  # containers without split tensors are the original objects
-    held: dict[str, Held]  # path → what this rank holds
+    held: dict[str, HeldPart]  # path → what this rank holds
     # Path → the state's tensor, in which torch counts in-place changes: a DTensor, not its local tensor.
     live: Mapping[str, torch.Tensor] = MappingProxyType({})
 
@@ -213,7 +213,7 @@ class SplitStandIns:
 
     def expand(self, tree: Any) -> ExpandedTree:
         """Put new stand-ins in place of all split tensors. StateError: one cannot be saved; names its path."""
-        found: dict[str, Held] = {}
+        found: dict[str, HeldPart] = {}
         live: dict[str, torch.Tensor] = {}
         by_memory: dict[tuple[object, ...], torch.Tensor] = {}
 
@@ -237,20 +237,20 @@ class SplitStandIns:
             self._known[path] = _KnownShard(_ShardKey.of(value), part.region, whole)
             return whole
 
-        expanded = ExpandedTree(replaced(tree, replace), found, live)
+        expanded = ExpandedTree(with_replacements(tree, replace), found, live)
         self._remember(tree)
         return expanded
 
     def _remember(self, tree: Any) -> None:
         self._places = DTensorPlaces.of(tree, {path: known.stand_in for path, known in self._known.items()})
 
-    def again(self, tree: Any) -> ExpandedTree | None:
+    def expand_again(self, tree: Any) -> ExpandedTree | None:
         """Do as `expand` for a later tree; None if its split tensors are not those of the plan."""
         if self._places is not None and (seen := self._places.look(tree)) is not None:
             paths, new = self._places.paths, tuple.__new__  # `Held(…)` runs Python code for each
             of_plan = map(self._known.__getitem__, paths)
             parts = [
-                new(Held, (known.mark.shape, known.region, local))
+                new(HeldPart, (known.mark.shape, known.region, local))
                 for known, local in zip(of_plan, seen.local, strict=True)
             ]
             live = dict(zip(paths, seen.dtensors, strict=True))
@@ -261,7 +261,7 @@ class SplitStandIns:
         return expanded
 
     def _expand_one_by_one(self, tree: Any) -> ExpandedTree | None:
-        found: dict[str, Held] = {}
+        found: dict[str, HeldPart] = {}
         live: dict[str, torch.Tensor] = {}
 
         def replace(path: str, value: Any) -> Any:
@@ -274,16 +274,16 @@ class SplitStandIns:
             local = local_of(live[path]).detach()
             if type(local) is not torch.Tensor or not local.is_contiguous():
                 raise StateError(f"{path} lies in another way than planned")
-            found[path] = Held(known.mark.shape, known.region, local)
+            found[path] = HeldPart(known.mark.shape, known.region, local)
             return known.stand_in
 
         try:
-            expanded = ExpandedTree(replaced(tree, replace), found, live)
+            expanded = ExpandedTree(with_replacements(tree, replace), found, live)
         except StateError:
             return None  # the new plan reports any error
         return expanded if found.keys() == self._known.keys() else None
 
-    def own(
+    def with_ownership(
         self, classes: Mapping[int, Ownership], expanded: ExpandedTree, patterns: Mapping[str, int]
     ) -> dict[int, Ownership]:
         """Return `classes` with the stand-ins added: split, and gated like their local tensors.
@@ -315,7 +315,7 @@ class SplitStandIns:
             found[entry] = new(StorageSource, place) if nbytes else None
         return found
 
-    def live(self, expanded: ExpandedTree, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def live_tensors(self, expanded: ExpandedTree, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return `tensors` of the expanded tree, with the state's tensors in place of stand-ins."""
         live = {id(known.stand_in): expanded.live[path] for path, known in self._known.items()}
         return [live.get(id(tensor), tensor) for tensor in tensors]
@@ -349,7 +349,7 @@ class PerRankStandIns:
             name: self.by_name[name] if isinstance(value, PerRank) else value for name, value in tree.items()
         }
 
-    def own(self, classes: Mapping[int, Ownership]) -> dict[int, Ownership]:
+    def with_ownership(self, classes: Mapping[int, Ownership]) -> dict[int, Ownership]:
         """Return `classes` with the blobs added: each belongs to its rank, and is copied at once."""
         owned = dict(classes)
         for tensors in self.by_name.values():

@@ -21,7 +21,7 @@ from torch.nn.parameter import Parameter
 
 from holdfast.errors import StateError
 from trainer_side.state.per_rank import PerRank
-from trainer_side.state.tree import PendingNumber, Named, children, refusal, tensor_paths
+from trainer_side.state.tree import PendingNumber, NamedTensor, children, tensor_refusal, tensor_paths
 
 
 class StorageSource(NamedTuple):
@@ -72,7 +72,7 @@ class StoragePart(NamedTuple):
 class Survey:
     """Result of `survey`."""
 
-    slots: tuple[TensorSpec, ...]
+    specs: tuple[TensorSpec, ...]
     parts: tuple[StoragePart, ...]
     numbers: dict[int, int]  # `UntypedStorage._cdata` to the storage's number
     paths: dict[int, str]  # `id()` of each tensor object to its path
@@ -81,7 +81,7 @@ class Survey:
     @cached_property
     def first_specs(self) -> dict[int, TensorSpec]:
         """The first tensor on each storage."""
-        return {slot.storage: slot for slot in reversed(self.slots)}
+        return {slot.storage: slot for slot in reversed(self.specs)}
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the storage under `tensor`; None if it is not in the tree."""
@@ -105,7 +105,7 @@ def survey(tree: Any) -> Survey:
     used: list[_UsedRange] = []
     placed: list[int] = []
     for named in found:
-        reason = refusal(named.tensor)
+        reason = tensor_refusal(named.tensor)
         if reason is not None:
             raise StateError(f"{named.path} is {reason}")
         storage = named.tensor.untyped_storage()
@@ -115,7 +115,7 @@ def survey(tree: Any) -> Survey:
         used[number].include(named)
         placed.append(number)
     parts = tuple(one.part() for one in used)
-    slots = tuple(_slot(named, number, parts[number]) for named, number in zip(found, placed, strict=True))
+    slots = tuple(_spec_of(named, number, parts[number]) for named, number in zip(found, placed, strict=True))
     paths: dict[int, str] = {}
     for named in found:
         paths.setdefault(id(named.tensor), named.path)
@@ -131,7 +131,7 @@ class _UsedRange:
         self._end = 0
         self._itemsize = 1
 
-    def include(self, named: Named) -> None:
+    def include(self, named: NamedTensor) -> None:
         tensor = named.tensor
         if not tensor.numel():
             return
@@ -153,7 +153,7 @@ class _UsedRange:
         return StoragePart(self._storage, start, self._end - start)
 
 
-def _slot(named: Named, number: int, part: StoragePart) -> TensorSpec:
+def _spec_of(named: NamedTensor, number: int, part: StoragePart) -> TensorSpec:
     tensor = named.tensor
     # An empty tensor may point anywhere; it has no bytes.
     offset = int(tensor.storage_offset()) - part.start_bytes // tensor.itemsize if tensor.numel() else 0
@@ -194,7 +194,7 @@ class _ContainerRow(NamedTuple):
     kinds: tuple[_Kind, ...]
     tensors: tuple[int, ...]  # places of the tensors in it
     containers: tuple[int, ...]  # places of the containers in it
-    again: tuple[int, ...]  # places of containers in it that occurred before
+    repeated: tuple[int, ...]  # places of containers in it that occurred before
 
 
 class _Kinds(dict[type, _Kind]):
@@ -237,7 +237,7 @@ class Outline:
         tensors: list[torch.Tensor] = []
         containers, seen = [tree], {id(tree)}
         for node in containers:  # grows
-            keys, values = parts_of(node)
+            keys, values = keys_and_values(node)
             types = tuple(map(type, values))
             kinds = tuple(map(_KINDS.__getitem__, types))
             if _STRANGE in kinds or not _KEYS.issuperset(map(type, keys or ())):
@@ -268,7 +268,7 @@ class Outline:
         containers, seen = [tree], {id(tree)}
         is_exact = True
         for node, row in zip(containers, self._rows, strict=False):  # grows
-            keys, values = parts_of(node)
+            keys, values = keys_and_values(node)
             if keys != row.keys:
                 return None
             types = tuple(map(type, values))
@@ -293,7 +293,7 @@ class Outline:
         return TreeContents(tensors, containers, is_exact)
 
 
-def parts_of(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
+def keys_and_values(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
     """Return the keys of a container, or None if its values are numbered, and the values."""
     if type(node) in _DICTS:
         return tuple(node), [*node.values()]
@@ -308,8 +308,8 @@ class TensorFacts:
 
     def __init__(self, tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> None:
         # Only complex tensors can be conjugate, and `storages` compares the dtype first.
-        self._asked = (*_FACTS, torch.Tensor.is_conj) if any(map(torch.is_complex, tensors)) else _FACTS
-        self._of_each = [[*map(fact, tensors)] for fact in self._asked]
+        self._facts = (*_FACTS, torch.Tensor.is_conj) if any(map(torch.is_complex, tensors)) else _FACTS
+        self._of_each = [[*map(fact, tensors)] for fact in self._facts]
         self._storage_bytes = [*map(torch.UntypedStorage.nbytes, storages)]
         self._shared_storages = _EqualityPattern([*map(_address, storages)])
         self._same_objects = _EqualityPattern([*map(id, tensors)])
@@ -329,7 +329,7 @@ class TensorFacts:
         try:
             if len(tensors) != len(self._storage_bytes) or any(map(vars, tensors)):
                 return None
-            for fact, known in zip(self._asked, self._of_each, strict=True):
+            for fact, known in zip(self._facts, self._of_each, strict=True):
                 if not all(map(eq, map(fact, tensors), known)):
                     return None
             storages = [*map(torch.Tensor.untyped_storage, tensors)]
@@ -351,7 +351,7 @@ class _EqualityPattern:
         # Nearly always all differ; a set checks that in a third of the time.
         self._firsts = None if len(set(values)) == self._count else _firsts(values)
 
-    def hold(self, values: list[int]) -> bool:
+    def matches(self, values: list[int]) -> bool:
         if len(values) != self._count:
             return False
         return len(set(values)) == self._count if self._firsts is None else _firsts(values) == self._firsts

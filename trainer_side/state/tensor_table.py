@@ -28,8 +28,8 @@ from holdfast.wire.state_union import Stage
 from trainer_side.state.optimizer_places import settings
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.per_rank_blob import encode, reserve_bytes
-from trainer_side.state.pickling import REFUSED, Pickling, blame
-from trainer_side.state.split_tensor import Held
+from trainer_side.state.pickling import REFUSED, Pickling, explain_refusal
+from trainer_side.state.split_tensor import HeldPart
 from trainer_side.state.stages import is_sendable_in_place, outline
 from trainer_side.state.stand_ins import PerRankStandIns, SplitStandIns
 from trainer_side.state.survey import TensorSpec, StoragePart, Survey, survey
@@ -104,7 +104,7 @@ def _host_crc(memory: torch.Tensor | tuple[int, int]) -> int:
 
 def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
     small = [memory for memory in memories if memory.numel() <= _SMALL_BYTES]
-    crcs = _together(small)
+    crcs = _small_crcs(small)
     buffers = None
     for memory in memories:
         if memory.numel() <= _SMALL_BYTES:
@@ -112,10 +112,10 @@ def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
             continue
         if buffers is None:
             buffers = [_buffer(_PIECE_BYTES, memory.device) for _ in range(2)]
-        yield _in_pieces(memory, buffers)
+        yield _large_crc(memory, buffers)
 
 
-def _together(memories: Sequence[torch.Tensor]) -> Iterator[int]:
+def _small_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
     """Yield the CRCs of small tensors, which are copied together, about a piece at a time."""
     batch: list[torch.Tensor] = []
     nbytes = 0
@@ -123,12 +123,12 @@ def _together(memories: Sequence[torch.Tensor]) -> Iterator[int]:
         batch.append(memory)
         nbytes += memory.numel()
         if nbytes >= _PIECE_BYTES:
-            yield from _batch(batch)
+            yield from _batch_crcs(batch)
             batch, nbytes = [], 0
-    yield from _batch(batch)
+    yield from _batch_crcs(batch)
 
 
-def _batch(batch: Sequence[torch.Tensor]) -> Iterator[int]:
+def _batch_crcs(batch: Sequence[torch.Tensor]) -> Iterator[int]:
     if not batch:
         return
     here, offset = torch.cat([*batch]).cpu().numpy().data, 0
@@ -137,7 +137,7 @@ def _batch(batch: Sequence[torch.Tensor]) -> Iterator[int]:
         offset += memory.numel()
 
 
-def _in_pieces(memory: torch.Tensor, buffers: Sequence[torch.Tensor]) -> int:
+def _large_crc(memory: torch.Tensor, buffers: Sequence[torch.Tensor]) -> int:
     """Return the CRC of a large tensor: one piece is read while the next is copied."""
     size = buffers[0].numel()
     pieces = torch.split(memory, size)
@@ -231,17 +231,17 @@ def table(
         is_pickled = rank == 0 or stage is not None
         pickle_bytes = len(Pickling(found).head(full)) + trailer_bytes if is_pickled else 0
     except REFUSED as error:
-        raise blame(full, found, error) from error
+        raise explain_refusal(full, found, error) from error
     digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
     begun = time.perf_counter()
     if len(sums) != len(rows):
-        sums = _sums(found, blob_paths, held) if ranks > 1 else ()
+        sums = _row_checksums(found, blob_paths, held) if ranks > 1 else ()
     seconds = time.perf_counter() - begun
     here = HeldRegions.of((row, *regions[row]) for row in sorted(regions)) if regions else HeldRegions()
     return TensorTable(rows, digest, pickle_bytes, needed, tuple(sums), seconds, here, stage)
 
 
-def _sums(found: Survey, blob_paths: Collection[str], held: Mapping[str, Held]) -> tuple[int, ...]:
+def _row_checksums(found: Survey, blob_paths: Collection[str], held: Mapping[str, HeldPart]) -> tuple[int, ...]:
     """Return a checksum for each row; for a split tensor, that of the region on this rank."""
     whole = checksums(found, {*blob_paths, *held})
     if not held:
@@ -264,7 +264,7 @@ def _refuse_unwritable(path: str) -> None:
 
 def describe_change(before: TensorTable, now: TensorTable) -> str:
     """Describe the first tensor that has changed, and count the others."""
-    old, new = _described(before), _described(now)
+    old, new = _describe_rows(before), _describe_rows(now)
     changes = [
         f"tensor {path}: {old[path]} before, {said} now"
         for path, said in new.items()
@@ -279,12 +279,12 @@ def describe_change(before: TensorTable, now: TensorTable) -> str:
     return changes[0] + (f"; and {len(changes) - 1} more" if len(changes) > 1 else "")
 
 
-def _described(table: TensorTable) -> dict[str, str]:
+def _describe_rows(table: TensorTable) -> dict[str, str]:
     held = {row: table.held.regions[number][1] for row, number in table.held.rows}
-    return {str(row[0]): _what(row, held.get(index)) for index, row in enumerate(table.rows)}
+    return {str(row[0]): _describe_row(row, held.get(index)) for index, row in enumerate(table.rows)}
 
 
-def _what(row: list[Any], region: object) -> str:
+def _describe_row(row: list[Any], region: object) -> str:
     _, dtype, shape, owner = row
     kind = {REPLICATED: "replicated", SPLIT: f"split, {region} here"}.get(owner, f"of rank {owner}")
     return f"{dtype} {json.dumps(shape)}, {kind}"

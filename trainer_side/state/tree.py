@@ -68,7 +68,7 @@ def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
     return other
 
 
-def replaced(tree: Any, replace: Callable[[str, Any], Any]) -> Any:
+def with_replacements(tree: Any, replace: Callable[[str, Any], Any]) -> Any:
     """Return `tree` with the results of `replace(path, value)`; containers in which nothing changes are kept."""
     done: dict[int, Any] = {}
 
@@ -128,7 +128,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     return dict(scaler.state_dict())
 
 
-def settle(tree: Mapping[str, Any]) -> None:
+def resolve_pending(tree: Mapping[str, Any]) -> None:
     """Wait for each `Arriving` number in a dict at the tree's top level, and replace it. In place; any thread."""
     for below in tree.values():
         if type(below) is dict:
@@ -144,14 +144,14 @@ class UserState:
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+        self._user_dict = given
         for name in list[object](given):
             _refuse_name(name)
-        self.held: dict[str, Any] = dict(given)  # content of the next checkpoint; always the same object
+        self.current: dict[str, Any] = dict(given)  # content of the next checkpoint; always the same object
         # Others may put a stand-in into `held`, so the script's changes are found by comparison with `_seen`.
-        self._seen: dict[str, Any] = dict(given)
+        self._last_given: dict[str, Any] = dict(given)
 
-    def problem(self) -> StateError | None:
+    def try_refresh(self) -> StateError | None:
         """Call `refresh` and return its error, which the other ranks must learn."""
         try:
             self.refresh()
@@ -165,19 +165,19 @@ class UserState:
         Tensors, plain values and `PerRank` values are taken. An object with a `state_dict()` is refused: `restore()`
         did not load it, and the gate does not know its optimizer. StateError: names the object, and says what to do.
         """
-        for name, value in self._given.items():
-            before = self._seen.get(name, self)
+        for name, value in self._user_dict.items():
+            before = self._last_given.get(name, self)
             if before is value:
                 continue
             _refuse_name(name)
             if _is_object(value) or _is_object(before):
-                what = "is another object now" if name in self._seen else "was added"
+                what = "is another object now" if name in self._last_given else "was added"
                 raise StateError(
                     f"{name}: expected the objects that the Checkpointer was made with, got a {type(value).__name__} "
                     f"that {what}; no checkpoint would have its state. Put every object with a state_dict() into the "
                     "dictionary first, and make the Checkpointer then"
                 )
-            self.held[name] = self._seen[name] = value
+            self.current[name] = self._last_given[name] = value
 
 
 def _refuse_name(name: object) -> None:
@@ -198,7 +198,7 @@ ReturnedGroups = list[tuple[Any, torch.optim.Optimizer]]
 """The `param_groups` that optimizers have returned, each with its optimizer."""
 
 
-class Named(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor of the state and its path, such as `optimizer/state/0/exp_avg`."""
 
     path: str
@@ -253,13 +253,13 @@ def record_param_groups(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator
             hook.remove()
 
 
-def tensor_paths(tree: Any) -> list[Named]:
+def tensor_paths(tree: Any) -> list[NamedTensor]:
     """Return all tensors in dicts, lists and tuples of `tree`, in pickle's order.
 
     A tensor at two places is listed twice; a container at two places, once. StateError: the tree holds a bare
     storage, or a `PerRank` below the top level, or is nested too deep.
     """
-    found: list[Named] = []
+    found: list[NamedTensor] = []
     seen: set[int] = {id(tree)}
     pending = [("", children(tree))]
     while pending:
@@ -267,7 +267,7 @@ def tensor_paths(tree: Any) -> list[Named]:
         for key, value in siblings:
             path = f"{prefix}{key}"
             if isinstance(value, torch.Tensor):
-                found.append(Named(path, value))
+                found.append(NamedTensor(path, value))
             elif isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage):
                 raise StateError(
                     f"{path} is a bare storage ({type(value).__name__}); put a tensor in its place"
@@ -289,7 +289,7 @@ def tensor_paths(tree: Any) -> list[Named]:
     return found
 
 
-def refusal(tensor: torch.Tensor) -> str | None:
+def tensor_refusal(tensor: torch.Tensor) -> str | None:
     """Return why `tensor` cannot be saved as bytes of a storage, and the remedy; None if it can."""
     kind = type(tensor)
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -372,6 +372,6 @@ def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
 
 def view_key(tensor: torch.Tensor) -> _View | None:
     """Return a key that a tensor shares with its detached twin in a `state_dict()`; None without a plain storage."""
-    if refusal(tensor) is not None:
+    if tensor_refusal(tensor) is not None:
         return None
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()

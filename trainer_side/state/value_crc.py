@@ -53,13 +53,13 @@ class ValueCrc:
 
     def __init__(self, value: Any) -> None:
         self._parts: list[torch.Tensor] = []
-        self._there: StreamEvent | None = None
+        self._arrival: StreamEvent | None = None
         crc = 0
         for leaf in leaves_in(value):
             if isinstance(leaf, torch.Tensor):
                 with suppress(Exception):  # a tensor that cannot be copied does not count
                     here, there = accelerator.copy_to_host(leaf.detach())
-                    self._there = there or self._there
+                    self._arrival = there or self._arrival
                     if there is None:
                         crc = tensor_crc(here, crc)
                     else:
@@ -75,15 +75,15 @@ class ValueCrc:
 
     @property
     def ready(self) -> bool:
-        return self._there is None or self._there.query()
+        return self._arrival is None or self._arrival.query()
 
     def value(self) -> int:
         """Return the CRC; wait for the device if necessary."""
-        if self._there is not None:
-            self._there.synchronize()
+        if self._arrival is not None:
+            self._arrival.synchronize()
             for part in self._parts:
                 self._crc = tensor_crc(part, self._crc)
-            self._parts, self._there = [], None
+            self._parts, self._arrival = [], None
         return self._crc
 
 
@@ -92,22 +92,22 @@ class DeferredNumber:
 
     def __init__(self, number: Any) -> None:
         self._number = number
-        self._there: StreamEvent | None = None
+        self._arrival: StreamEvent | None = None
         if isinstance(number, torch.Tensor):
             with suppress(Exception):  # a tensor that cannot be copied is not a number
                 self._number = None
-                here, self._there = accelerator.copy_to_host(number.detach())
-                self._number = here.clone() if self._there is None else here
+                here, self._arrival = accelerator.copy_to_host(number.detach())
+                self._number = here.clone() if self._arrival is None else here
 
     @property
     def ready(self) -> bool:
-        return self._there is None or self._there.query()
+        return self._arrival is None or self._arrival.query()
 
     def value(self) -> float | None:
         """Return the number, or None if it is not a number; wait for the device if necessary."""
-        if self._there is not None:
-            self._there.synchronize()
-            self._there = None
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
         with suppress(TypeError, ValueError, RuntimeError):
             return float(self._number)
         return None

@@ -83,16 +83,16 @@ class Voter:
     def has_question(self) -> bool:
         return self._question is not None
 
-    def sealed(self, tier: int, order: Order, now: float) -> None:
+    def expect_verdict(self, tier: int, order: Order, now: float) -> None:
         """Expect a verdict on a slice of this rank."""
         self._undecided[tier, order] = now
 
-    def asks(self) -> PendingQuestion:
+    def start_question(self) -> PendingQuestion:
         """Expect an answer. The new question replaces a pending one."""
         self._question = Future()
         return self._question
 
-    def hear(self, frame: Frame) -> bytes | None:
+    def handle(self, frame: Frame) -> bytes | None:
         """Handle a message of rank 0 and return the reply, if any. ProtocolError: rank 0 may not send it."""
         match frame.kind:
             case Kind.COMPLETE | Kind.VOID:
@@ -187,7 +187,7 @@ class CommitVotes(RankCouncil):
         self._wake = threading.Event()
         self._lost: frozenset[int] = frozenset()
         self._bye_sent = False
-        self._leaving: float | None = None
+        self._leave_deadline: float | None = None
         self._thread = BackgroundThread(
             "holdfast-council", self._run, rank=port.rank, task=_TASK, died=self._give_up
         )
@@ -203,12 +203,12 @@ class CommitVotes(RankCouncil):
 
     # -- this rank's messages -------------------------------------------------------------------------------------
 
-    def sealed(self, tier: int, order: Order, layout: str) -> None:
+    def vote_sealed(self, tier: int, order: Order, layout: str) -> None:
         """Vote for a step: this rank has sealed its slice in this tier. Called once for each slice."""
         self._voter.sealed(tier, order, self._clock())
         self._vote(Kind.SEALED, tier, order, wire.encode_text(layout))
 
-    def skipped(self, tier: int, order: Order, why: Reason) -> None:
+    def vote_skipped(self, tier: int, order: Order, why: Reason) -> None:
         """Vote against a step: this rank will never seal its slice in this tier."""
         self._vote(Kind.SKIPPED, tier, order, reason_body(why))
 
@@ -261,8 +261,8 @@ class CommitVotes(RankCouncil):
 
     def close(self, seconds_max: float) -> None:
         """Wait for the pending verdicts and for the other ranks, then end the thread. Safe to call twice."""
-        if self._leaving is None:
-            self._leaving = self._clock() + seconds_max
+        if self._leave_deadline is None:
+            self._leave_deadline = self._clock() + seconds_max
         self._wake.set()
         self._thread.join(seconds_max + _FLUSH_SECONDS_MAX)
 
@@ -291,7 +291,7 @@ class CommitVotes(RankCouncil):
         while not self._may_leave():
             try:
                 self._on_poll()
-                busy = self._turn()
+                busy = self._poll()
             except HoldfastError as error:
                 self._give_up(error)
                 busy = False
@@ -299,14 +299,14 @@ class CommitVotes(RankCouncil):
                 self._give_up(thread_died(error, rank=self._rank, name=self._thread.name, task=_TASK))
                 busy = False
             if not busy:
-                awaiting = self._voter.has_question or self._leaving is not None
+                awaiting = self._voter.has_question or self._leave_deadline is not None
                 self._wake.wait(_AWAITING_PAUSE_SECONDS if awaiting else _PAUSE_SECONDS)
                 self._wake.clear()
         self._voter.end()
         if self.problem is None:
             self._port.flush(_FLUSH_SECONDS_MAX)
 
-    def _turn(self) -> bool:
+    def _poll(self) -> bool:
         if self.problem is not None:
             self._outbox.clear()
             return False
@@ -315,12 +315,12 @@ class CommitVotes(RankCouncil):
             busy = True
             message = self._outbox.popleft()
             if self._rank0 is not None:
-                self._hear(ROOT, message)
+                self._handle_message(ROOT, message)
             else:
                 self._port.send(ROOT, message)
         for rank, message in self._port.poll():
             busy = True
-            self._hear(rank, message)
+            self._handle_message(rank, message)
         self._handle_deaths()
         if self._rank0 is not None:
             self._broadcast(self._rank0.tick(self._clock()))
@@ -328,7 +328,7 @@ class CommitVotes(RankCouncil):
             self._voter.check_silence(self._clock())
         return busy
 
-    def _hear(self, rank: int, message: bytes) -> None:
+    def _handle_message(self, rank: int, message: bytes) -> None:
         try:
             frame = decode(message)
         except ProtocolError as error:
@@ -362,7 +362,7 @@ class CommitVotes(RankCouncil):
         if self._rank0 is not None:
             for rank in sorted(new):
                 self._broadcast(self._rank0.died(rank))
-        elif ROOT in new and self._leaving is None:
+        elif ROOT in new and self._leave_deadline is None:
             raise PeerLost("rank 0 of the training ranks is dead")
 
     def _give_up(self, error: HoldfastError) -> None:
@@ -378,9 +378,9 @@ class CommitVotes(RankCouncil):
 
     def _may_leave(self) -> bool:
         """Whether this rank and the others no longer wait for each other."""
-        if self._leaving is None:
+        if self._leave_deadline is None:
             return False
-        if self.problem is not None or self._clock() > self._leaving:
+        if self.problem is not None or self._clock() > self._leave_deadline:
             return True
         if not self._bye_sent:
             self._bye_sent = True

@@ -61,7 +61,7 @@ class FileSlots:
             if entry.complete:
                 self._complete = max(self._complete, entry.order)
 
-    def made(self, number: int) -> None:
+    def mark_made(self, number: int) -> None:
         assert self._slots[number].state is _State.MISSING, f"slot {number} was there"
         self._slots[number] = _Slot()
 
@@ -91,7 +91,7 @@ class FileSlots:
         slot = self._slots[number]
         return slot.state is _State.WRITING and not slot.void and slot.order > self._complete
 
-    def sealed(self, number: int) -> None:
+    def mark_sealed(self, number: int) -> None:
         """Note that the slice being written to this slot is now whole."""
         slot = self._slots[number]
         assert slot.state is _State.WRITING, f"slot {number} is not being written"

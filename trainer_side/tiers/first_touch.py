@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from holdfast.store.file_system import IN_MEMORY, file_system_of
-from trainer_side.ranks.deadlines import start
+from trainer_side.ranks.deadlines import run_in_threads
 
 _RANKS_BESIDE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # set by mpirun, by torchrun
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; Python has no names for them
@@ -75,13 +75,13 @@ def populate(
     nbytes: int,
     *,
     write: bool = True,
-    beside: bool = False,
+    background: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Have the kernel map all pages of a mapping, with as many threads as this rank has cores. Any thread.
 
     With `write`, missing pages are made; without, pages are mapped for reading, so that pages of a file on a disk are
-    not marked dirty. With `beside`, few threads work in small steps beside training. The work ends when `stopped`,
+    not marked dirty. With `background`, few threads work in small steps beside training. The work ends when `stopped`,
     called before each step, returns True.
 
     Returns False if the kernel has no such call. OSError: there is no memory (`ENOMEM`), or the file system of a mapped
@@ -90,7 +90,7 @@ def populate(
     if not can_populate():
         return False
     advice = _POPULATE_WRITE if write else _POPULATE_READ
-    section_bytes = _BESIDE_SECTION_BYTES if beside else _SECTION_BYTES
+    section_bytes = _BESIDE_SECTION_BYTES if background else _SECTION_BYTES
 
     def touch(begin: int) -> None:
         if stopped():
@@ -102,12 +102,12 @@ def populate(
             raise OSError(number, os.strerror(number))
 
     sections = range(0, nbytes, section_bytes)
-    threads = min(len(sections), cores_of_rank(), _BESIDE_THREADS_MAX if beside else _THREADS_MAX)
+    threads = min(len(sections), cores_of_rank(), _BESIDE_THREADS_MAX if background else _THREADS_MAX)
     if threads <= 1:
         for begin in sections:
             touch(begin)
         return True
-    done = start(touch, sections, threads, "touch")
+    done = run_in_threads(touch, sections, threads, "touch")
     # All threads end before the first error is raised, so that none touches memory that the caller frees.
     problems = [problem for one in done if (problem := one.exception()) is not None]
     if problems:
@@ -126,9 +126,9 @@ def fill_file(descriptor: int, path: Path, nbytes: int) -> None:
 
 
 def make_pages(
-    mapped: mmap.mmap, offset: int, nbytes: int, *, beside: bool, stopped: Callable[[], bool] = lambda: False
+    mapped: mmap.mmap, offset: int, nbytes: int, *, background: bool, stopped: Callable[[], bool] = lambda: False
 ) -> None:
-    """Make the missing pages in a part of a mapped file in memory; `beside` and `stopped` as for `populate`.
+    """Make the missing pages in a part of a mapped file in memory; `background` and `stopped` as for `populate`.
 
     Existing pages keep their bytes. OSError: the file system is full (`ENOSPC`), or there is no memory.
     """
@@ -136,7 +136,7 @@ def make_pages(
         mapped.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
     place = ctypes.c_ubyte.from_buffer(mapped)
     try:
-        populate(ctypes.addressof(place) + offset, nbytes, beside=beside, stopped=stopped)
+        populate(ctypes.addressof(place) + offset, nbytes, beside=background, stopped=stopped)
     except OSError as error:
         if error.errno != errno.EFAULT:
             raise
@@ -175,5 +175,5 @@ def cores_of_rank() -> int:
     usable = len(os.sched_getaffinity(0))
     if usable < (os.cpu_count() or 1):
         return usable  # the launcher has bound the ranks to cores
-    beside = max((int(os.environ.get(name) or "1") for name in _RANKS_BESIDE), default=1)
-    return max(1, usable // max(1, beside))
+    background = max((int(os.environ.get(name) or "1") for name in _RANKS_BESIDE), default=1)
+    return max(1, usable // max(1, background))

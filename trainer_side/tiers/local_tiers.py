@@ -62,7 +62,7 @@ class TierReport:
         self._guard = threading.Lock()
         self._warned: set[str] = set()
 
-    def kept(self, tier: Tier, outcome: WriteOutcome) -> None:
+    def report_kept(self, tier: Tier, outcome: WriteOutcome) -> None:
         write = outcome.write
         self._ledger.kept(tier.name)
         self.events.emit(
@@ -80,7 +80,7 @@ class TierReport:
             step=write.step,
         )
 
-    def skipped(self, tier: Tier, order: Order, reason: Reason, *, counted: bool = True) -> None:
+    def report_skipped(self, tier: Tier, order: Order, reason: Reason, *, counted: bool = True) -> None:
         """Report that a step is not kept. `counted`: False if this rank did not save the step at all."""
         cause, step = reason.cause, order[1]
         fields = {"tier": tier.name, "reason": reason.text, "cause": cause}
@@ -96,7 +96,7 @@ class TierReport:
         if self._is_news(str(error)):
             _log.error("rank %d: tier %s gives no slot for step %d: %s", self._rank, tier.name, step, error)
 
-    def judged(self, tier: Tier, verdict: StepVerdict) -> None:
+    def report_verdict(self, tier: Tier, verdict: StepVerdict) -> None:
         (_, step), why = verdict.order, verdict.why
         if why.cause == STATES_DIFFER:
             self._ledger.refused(step, why)
@@ -141,14 +141,14 @@ class LocalTiers(TierSet):
         self._restored: tuple[Order | None, frozenset[str]] = None, frozenset()
         self._layout: Layout | None = None  # the tiers have room for it
         self._frames: tuple[SliceFrame, ...] = ()
-        self._left_out: dict[int, Reason] = {}  # tiers without room for the layout
+        self._tiers_without_room: dict[int, Reason] = {}  # tiers without room for the layout
         self._newest_step = -1
         self._earlier_attempts: tuple[int, ...] = ()
         self._closed = False
         self._marking: list[threading.Thread] = []
         # One call of a tier may take as long as the slowest rank takes for its whole slice.
         self._threads = tuple(
-            TierWriterThreads(number, tier, port.rank, self._ended, call_seconds_max=limits.seal_seconds_max)
+            TierWriterThreads(number, tier, port.rank, self._on_write_end, call_seconds_max=limits.seal_seconds_max)
             for number, tier in enumerate(tiers)
         )
         self._preemption: Rank0PreemptionCoordinator | None = None
@@ -160,7 +160,7 @@ class LocalTiers(TierSet):
             self._watch = ReplicaComparison(port.ranks, report.events, refuses=config.on_divergence == "refuse")
             rank0 = Rank0Votes(port.ranks, limits, self._preemption, self._watch)
         self._votes = CommitVotes(
-            port, limits, on_verdict=self._judge, on_poll=self._look, agreed_steps=agreed_steps, rank0=rank0
+            port, limits, on_verdict=self._on_verdict, on_poll=self._poll_threads, agreed_steps=agreed_steps, rank0=rank0
         )
         super().__init__(self._votes)
 
@@ -227,10 +227,10 @@ class LocalTiers(TierSet):
                 if self._layout is None:
                     raise
                 why = f"it has no room for the new layout: {error}"
-                self._left_out[threads.number] = DeclineCause.FAILED.because(why)
+                self._tiers_without_room[threads.number] = DeclineCause.FAILED.because(why)
                 _log.error("rank %d: tier %s takes nothing more: %s", self._rank, tier.name, error)
                 continue
-            self._left_out.pop(threads.number, None)
+            self._tiers_without_room.pop(threads.number, None)
             threads.ensure_threads(self._writers_per_tier or tier.writers)
             _log.info("rank %d: tier %s: %s", self._rank, tier.name, tier.how)
         self._layout, self._frames = layout, frames_of(layout, self._rank)
@@ -271,9 +271,9 @@ class LocalTiers(TierSet):
         order = (self.attempt, step)
         writers: dict[int, SliceWriter] = {}
         for number, threads in enumerate(self._threads):
-            taken = self._why_not(threads) or self._take(threads, order, wait_until)
+            taken = self._refusal(threads) or self._acquire_slot(threads, order, wait_until)
             if isinstance(taken, Reason):
-                self._skipped(number, order, taken)  # the step is then void in this tier on every rank
+                self._vote_skipped(number, order, taken)  # the step is then void in this tier on every rank
                 continue
             writers[number] = taken
             if self._preemption is not None:
@@ -293,18 +293,18 @@ class LocalTiers(TierSet):
             compare=partial(self._votes.compare, order, layout.digest),
         )
 
-    def _why_not(self, threads: TierWriterThreads) -> Reason | None:
+    def _refusal(self, threads: TierWriterThreads) -> Reason | None:
         """Return why this tier takes no step now; None if it does."""
         if (problem := self._votes.problem) is not None:
             return DeclineCause.LOST.because(problem)
-        return self._left_out.get(threads.number) or threads.calls.hangs
+        return self._tiers_without_room.get(threads.number) or threads.calls.hangs
 
-    def _take(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
+    def _acquire_slot(self, threads: TierWriterThreads, order: Order, wait_until: float) -> SliceWriter | Reason:
         try:
             while True:
                 making = threads.tier.is_making_slots
                 hopeless = (not making and self._is_idle_in(threads)) or time.monotonic() >= wait_until
-                writer = self._ask(threads, order)
+                writer = self._try_begin(threads, order)
                 if writer is not None:
                     return writer
                 if hopeless:
@@ -318,7 +318,7 @@ class LocalTiers(TierSet):
             self._report.report_no_slot(threads.tier, order[1], error)
             return DeclineCause.FAILED.because(error)
 
-    def _ask(self, threads: TierWriterThreads, order: Order) -> SliceWriter | None:
+    def _try_begin(self, threads: TierWriterThreads, order: Order) -> SliceWriter | None:
         tier = threads.tier
         if tier.nearness is not Nearness.PM:
             return tier.begin(*order)
@@ -350,23 +350,23 @@ class LocalTiers(TierSet):
         if step > self._newest_step:
             self._newest_step = step
             for number in range(len(self._threads)):
-                self._skipped(number, (self.attempt, step), reason, counted=False)
+                self._vote_skipped(number, (self.attempt, step), reason, counted=False)
 
     def let_go(self, write: TierWrite) -> None:
         reason = DeclineCause.HANGS.because("the tier has not released the staging area in time")
         for number in write.writers:
             self._threads[number].give_up(write, reason)
 
-    def _ended(self, outcome: WriteOutcome) -> None:
+    def _on_write_end(self, outcome: WriteOutcome) -> None:
         """Handle the end of a slice: sealed, or given up. A thread of the tier, or that of the votes."""
         write = outcome.write
         if outcome.reason is not None:
-            self._skipped(outcome.tier, write.order, outcome.reason)
+            self._vote_skipped(outcome.tier, write.order, outcome.reason)
             return
         self._report.kept(self.tiers[outcome.tier], outcome)
         self._votes.sealed(outcome.tier, write.order, write.layout_digest)
 
-    def _skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
+    def _vote_skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
         """Report that a tier does not keep a step. `counted`: False if this rank did not save the step at all."""
         self._report.skipped(self.tiers[number], order, reason, counted=counted)
         # Also for a step that rank 0 has called void: rank 0 remembers it until every rank has voted.
@@ -374,7 +374,7 @@ class LocalTiers(TierSet):
 
     # -- the thread of the votes ---------------------------------------------------------------------------------
 
-    def _judge(self, verdict: StepVerdict) -> None:
+    def _on_verdict(self, verdict: StepVerdict) -> None:
         if verdict.tier >= len(self._threads):
             return
         if verdict.complete:
@@ -382,7 +382,7 @@ class LocalTiers(TierSet):
         self._report.judged(self.tiers[verdict.tier], verdict)
         self._threads[verdict.tier].judge(verdict)
 
-    def _look(self) -> None:
+    def _poll_threads(self) -> None:
         for threads in self._threads:
             threads.look()
 

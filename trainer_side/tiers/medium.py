@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.store.posix_errors import translated
+from holdfast.store.posix_errors import translate_errors
 from holdfast.store.posix_io import is_aligned, open_direct, write_all
 from trainer_side.tiers.first_touch import can_populate, make_pages, missing_bytes, populate
 
@@ -80,23 +80,23 @@ class CachedFile:
     copy: Copy | None = None
 
     def __init__(self, path: Path) -> None:
-        self.path, self.how = path, "page cache, fdatasync"
-        with translated("open", path):
+        self.path, self.write_mode = path, "page cache, fdatasync"
+        with translate_errors("open", path):
             self._file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
         return None
 
     def write(self, offset: int, view: memoryview) -> None:
-        with translated("write", self.path, needed_bytes=view.nbytes):
+        with translate_errors("write", self.path, needed_bytes=view.nbytes):
             write_all(self._file, view, offset)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        with translated("read", self.path):
+        with translate_errors("read", self.path):
             return os.pread(self._file, nbytes, offset)
 
     def flush(self) -> None:
-        with translated("flush", self.path):
+        with translate_errors("flush", self.path):
             os.fdatasync(self._file)
 
     def close(self) -> None:
@@ -110,14 +110,14 @@ class DirectFile(CachedFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        with translated("open", path):
+        with translate_errors("open", path):
             self._direct = open_direct(path)
-        self.how = _REFUSED if self._direct < 0 else "O_DIRECT, fdatasync"
+        self.write_mode = _REFUSED if self._direct < 0 else "O_DIRECT, fdatasync"
 
     def write(self, offset: int, view: memoryview) -> None:
         # Only whole pages from page-aligned memory can go past the cache.
         if self._direct >= 0 and not view.nbytes % mmap.PAGESIZE and is_aligned([view], offset):
-            with translated("write", self.path, needed_bytes=view.nbytes):
+            with translate_errors("write", self.path, needed_bytes=view.nbytes):
                 try:
                     write_all(self._direct, view, offset)
                     return
@@ -125,7 +125,7 @@ class DirectFile(CachedFile):
                     # Some file systems open with O_DIRECT but refuse the write, or need a larger alignment.
                     if error.errno != errno.EINVAL:
                         raise
-                    self.how = _REFUSED
+                    self.write_mode = _REFUSED
         super().write(offset, view)
 
     def close(self) -> None:
@@ -144,9 +144,9 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.how = path, "mapped memory"
+        self.path, self.write_mode = path, "mapped memory"
         self.copy: Copy | None = ctypes.memmove
-        with translated("map", path):
+        with translate_errors("map", path):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 self._map = self._mapped(file, os.fstat(file).st_size)
@@ -256,7 +256,7 @@ class PmFile(MappedFile):
         if self._pmem is None:
             self._fall_back("libpmem.so.1 is not installed")
         elif os.environ.get(_FORCE) == "1":
-            self.how = f"libpmem, a stand-in: {_FORCE}=1 and no persistent memory"
+            self.write_mode = f"libpmem, a stand-in: {_FORCE}=1 and no persistent memory"
         else:
             try:
                 found = mmap.mmap(file, nbytes, flags=_MAP_SHARED_VALIDATE | _MAP_SYNC)
@@ -266,12 +266,12 @@ class PmFile(MappedFile):
                 self._pmem = None
                 self._fall_back("the file system has no DAX")
             else:
-                self.how = "libpmem, MAP_SYNC"
+                self.write_mode = "libpmem, MAP_SYNC"
                 return found
         return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED)
 
     def _fall_back(self, why: str) -> None:
-        self.how = f"msync: {why}"
+        self.write_mode = f"msync: {why}"
         _log.warning(
             "%s: %s; slices are kept there by an ordinary mapping and msync. On persistent memory, mount with -o dax "
             "and install libpmem1",
@@ -296,7 +296,7 @@ class PmFile(MappedFile):
             return
         msync = ctypes.CDLL(None, use_errno=True).msync  # mmap's own flush holds the GIL meanwhile
         msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        with translated("flush", self.path):
+        with translate_errors("flush", self.path):
             if msync(self._address, len(self._view), _MS_SYNC) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number))

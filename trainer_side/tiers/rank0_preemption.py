@@ -60,20 +60,20 @@ class Rank0PreemptionCoordinator:
         self._guard = threading.Lock()
         # Steps without a verdict: when each began, and the bytes of its image.
         self._begun: dict[Order, tuple[float, int]] = {}
-        self._emergency = PreemptionCoordinator(ranks, self._in_flight, safe=safe)
+        self._coordinator = PreemptionCoordinator(ranks, self._in_flight, safe=safe)
 
-    def began(self, tier: int, order: Order, image_bytes: int) -> None:
+    def record_begun(self, tier: int, order: Order, image_bytes: int) -> None:
         """Note that this rank has taken a slot for a step."""
         if tier == self._tier:
             with self._guard:
                 self._begun[order] = self._clock(), image_bytes
 
-    def hear(self, rank: int, frame: Frame) -> list[bytes]:
+    def handle(self, rank: int, frame: Frame) -> list[bytes]:
         """Take a rank's NOTICE or AT. An invalid one is logged and ignored."""
         try:
             who = wire.json_body(frame).get("who")  # NOTICE: the rank, for people
             name = who if isinstance(who, str) else f"rank {rank}"
-            return self._do(self._emergency.hear(rank, name, frame, self._clock()))
+            return self._carry_out(self._coordinator.hear(rank, name, frame, self._clock()))
         except ProtocolError as error:
             _log.error(
                 "ignoring a message of rank %d about a notice, so the notice may lead to no checkpoint: %s",
@@ -82,18 +82,18 @@ class Rank0PreemptionCoordinator:
             )
             return []
 
-    def told(self, tier: int, order: Order) -> None:
+    def on_vote(self, tier: int, order: Order) -> None:
         """Note that some rank has sealed its slice of this step, or never will."""
         if tier == self._tier:
-            self._emergency.offered(order[1])
+            self._coordinator.offered(order[1])
 
-    def gave_up(self, tier: int, order: Order) -> None:
+    def record_given_up(self, tier: int, order: Order) -> None:
         """Note that this rank will never seal its slice of this step, which it may have begun after the verdict."""
         if tier == self._tier:
             with self._guard:
                 self._begun.pop(order, None)
 
-    def judged(self, verdict: StepVerdict) -> list[bytes]:
+    def on_verdict(self, verdict: StepVerdict) -> list[bytes]:
         """Handle the verdict that a step is complete in a tier, or void."""
         if verdict.tier != self._tier:
             return []
@@ -101,14 +101,14 @@ class Rank0PreemptionCoordinator:
         with self._guard:
             begun_at, image_bytes = self._begun.pop(verdict.order, (now, 0))
         if verdict.complete:
-            return self._do(self._emergency.staged(step, image_bytes, now - begun_at, now))
-        return self._do(self._emergency.ended(step, verdict.why.text, now))
+            return self._carry_out(self._coordinator.staged(step, image_bytes, now - begun_at, now))
+        return self._carry_out(self._coordinator.ended(step, verdict.why.text, now))
 
-    def left(self, rank: int, why: str) -> list[bytes]:
-        return self._do(self._emergency.rank_left(rank, f"rank {rank} {why}", self._clock()))
+    def rank_left(self, rank: int, why: str) -> list[bytes]:
+        return self._carry_out(self._coordinator.rank_left(rank, f"rank {rank} {why}", self._clock()))
 
     def tick(self) -> list[bytes]:
-        return self._do(self._emergency.tick(self._clock()))
+        return self._carry_out(self._coordinator.tick(self._clock()))
 
     def _in_flight(self) -> list[InFlight]:
         now = self._clock()
@@ -116,7 +116,7 @@ class Rank0PreemptionCoordinator:
             begun = sorted((order, at) for order, (at, _) in self._begun.items())
         return [InFlight(order[1], self._fraction(order), now - at) for order, at in begun]
 
-    def _do(self, effects: Sequence[Effect]) -> list[bytes]:
+    def _carry_out(self, effects: Sequence[Effect]) -> list[bytes]:
         messages: list[bytes] = []
         apply_effects(effects, Kind.SAVE_AT, messages.append, self._events, attempt=self._attempt, log=_log)
         return messages

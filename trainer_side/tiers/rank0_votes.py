@@ -74,7 +74,7 @@ class Rank0Votes:
         """Whether every rank, rank 0 included, has said BYE or is dead."""
         return len(self._left) == self._ranks
 
-    def hear(self, rank: int, frame: Frame, now: float) -> list[bytes]:
+    def handle(self, rank: int, frame: Frame, now: float) -> list[bytes]:
         """Handle a message of one rank. ProtocolError: the message is malformed, or not for rank 0."""
         order = (frame.attempt, frame.step)
         match frame.kind:
@@ -90,16 +90,16 @@ class Rank0Votes:
                 error = self._watch.hear(rank, frame)
                 return self._verdicts(self._votes.refuse(order, Reason.of_error(error))) if error else []
             case Kind.PROPOSE:
-                return _answer(self._round.propose(rank, self._round.read(frame), now))
+                return _encode_answer(self._round.propose(rank, self._round.read(frame), now))
             case Kind.FITS:
-                return _answer(self._round.fits(rank, frame.step))
+                return _encode_answer(self._round.fits(rank, frame.step))
             case Kind.READY:
-                code, message = _refusal(frame)
-                return _answer(self._start.ready(rank, code, message, now))
+                code, message = _read_refusal(frame)
+                return _encode_answer(self._start.ready(rank, code, message, now))
             case Kind.ROOM if rank == ROOT:
                 return [wire.encode(Kind.ROOM, arg=frame.arg)]
             case Kind.DOUBT:
-                return [_doubted(rank, frame)]
+                return [_doubted_message(rank, frame)]
             case Kind.NOTICE | Kind.AT if self._preemption is not None:
                 return self._preemption.hear(rank, frame)
             case Kind.BYE:
@@ -107,7 +107,7 @@ class Rank0Votes:
             case _:
                 raise ProtocolError(f"rank {rank} sent {frame.kind.name} to rank 0, which it must not")
 
-    def died(self, rank: int) -> list[bytes]:
+    def rank_died(self, rank: int) -> list[bytes]:
         return self._rank_left(rank, "is dead")
 
     def tick(self, now: float) -> list[bytes]:
@@ -115,7 +115,7 @@ class Rank0Votes:
             _log.warning("%s", late)
         messages = self._verdicts(self._votes.overdue(now))
         for error in (self._round.overdue(now), self._start.overdue(now)):
-            messages += _answer(error)
+            messages += _encode_answer(error)
         return messages + (self._preemption.tick() if self._preemption is not None else [])
 
     def _notify_preemption(self, frame: Frame) -> None:
@@ -129,7 +129,7 @@ class Rank0Votes:
         messages += self._verdicts(self._votes.lost(rank, why))
         reason = f"rank {rank} {why}"
         for error in (self._round.lost(rank, reason, has_exited=has_exited), self._start.lost(reason)):
-            messages += _answer(error)
+            messages += _encode_answer(error)
         return messages
 
     def _verdicts(self, verdicts: list[StepVerdict]) -> list[bytes]:
@@ -176,7 +176,7 @@ class VoteCount:
         """Number of steps that are undecided, or void and not yet voted on by every rank, over all tiers."""
         return len(self._ballots)
 
-    def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
+    def count_sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
         """Count a rank's sealed slice, of the layout with this digest. Called once per rank and slice."""
         if order <= self._newest.get(tier, (0, 0)):
             return [StepVerdict(tier, order, complete=False, why=_OUTDATED)]
@@ -209,7 +209,7 @@ class VoteCount:
         ]
         return [self._void(tier, order, why) for tier in tiers]
 
-    def skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
+    def count_skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
         """Note that a rank will never seal its slice. Called once per rank and slice that is not sealed."""
         if order <= self._newest.get(tier, (0, 0)):
             return [StepVerdict(tier, order, complete=False, why=_OUTDATED)]
@@ -282,34 +282,34 @@ class StartBarrier:
 
     def __init__(self, ranks: int, seconds_max: float) -> None:
         self._ranks, self._seconds_max = ranks, seconds_max
-        self._said: dict[int, HoldfastError | None] = {}
+        self._answers: dict[int, HoldfastError | None] = {}
         self._begun_at = 0.0
 
-    def ready(self, rank: int, code: str, text: str, now: float) -> bool | HoldfastError:
+    def mark_ready(self, rank: int, code: str, text: str, now: float) -> bool | HoldfastError:
         """Note that a rank is ready, or has refused with an error code. Returns False while ranks are missing."""
-        if not self._said:
+        if not self._answers:
             self._begun_at = now
-        self._said[rank] = peer_error(code, f"rank {rank}: {text}") if code else None
-        if len(self._said) < self._ranks:
+        self._answers[rank] = peer_error(code, f"rank {rank}: {text}") if code else None
+        if len(self._answers) < self._ranks:
             return False
-        said, self._said = self._said, {}
+        said, self._answers = self._answers, {}
         return next((said[other] for other in sorted(said) if said[other] is not None), None) or True
 
     def overdue(self, now: float) -> HoldfastError | None:
         """Return the error for all ranks if some rank was not ready in time."""
-        if not self._said or now - self._begun_at <= self._seconds_max:
+        if not self._answers or now - self._begun_at <= self._seconds_max:
             return None
-        missing = [str(rank) for rank in range(self._ranks) if rank not in self._said]
-        self._said = {}
+        missing = [str(rank) for rank in range(self._ranks) if rank not in self._answers]
+        self._answers = {}
         return PeerLost(
             f"rank 0 waited {self._seconds_max:g} s for rank {', '.join(missing)} to prepare for the first checkpoint"
         )
 
     def lost(self, reason: str) -> HoldfastError | None:
         """Return the error for all ranks if a rank is lost while others wait."""
-        if not self._said:
+        if not self._answers:
             return None
-        self._said = {}
+        self._answers = {}
         return PeerLost(f"the ranks cannot prepare for the first checkpoint: {reason}")
 
 
@@ -333,7 +333,7 @@ class ReplicaComparison:
         self._replicas = ReplicaComparer()
         self._guard = threading.Lock()
         self._layouts: dict[str, Layout] = {}
-        self._said: dict[Order, dict[int, tuple[str, str]]] = {}  # rank → digest of its layout, fingerprints
+        self._fingerprints: dict[Order, dict[int, tuple[str, str]]] = {}  # rank → digest of its layout, fingerprints
 
     def laid_out(self, layout: Layout) -> None:
         """Expect slices of this layout. Training thread."""
@@ -343,18 +343,18 @@ class ReplicaComparison:
             while len(self._layouts) > _LAYOUTS_KEPT:
                 del self._layouts[next(iter(self._layouts))]
 
-    def hear(self, rank: int, frame: Frame) -> StateError | None:
+    def handle(self, rank: int, frame: Frame) -> StateError | None:
         """Take the fingerprints of one rank; return why no tier may keep the step, None if tiers may."""
         body = wire.json_body(frame, **{FIELD: str, _LAYOUT: str})
         order = (frame.attempt, frame.step)
-        said = self._said.setdefault(order, {})
+        said = self._fingerprints.setdefault(order, {})
         said[rank] = body[_LAYOUT], body[FIELD]
         if len(said) == self._ranks:
-            for older in [other for other in self._said if other <= order]:
-                del self._said[older]
+            for older in [other for other in self._fingerprints if other <= order]:
+                del self._fingerprints[older]
             return self._compare(frame.step, said)
-        if len(self._said) > _STEPS_MAX:
-            del self._said[min(self._said)]
+        if len(self._fingerprints) > _STEPS_MAX:
+            del self._fingerprints[min(self._fingerprints)]
         return None
 
     def _compare(self, step: int, said: dict[int, tuple[str, str]]) -> StateError | None:
@@ -373,7 +373,7 @@ class ReplicaComparison:
         return StateError(divergence.message) if self._refuses else None
 
 
-def _doubted(rank: int, frame: Frame) -> bytes:
+def _doubted_message(rank: int, frame: Frame) -> bytes:
     """Encode the message to all ranks about a rank's doubt. ProtocolError: malformed, or in another rank's name."""
     doubt = Doubt.from_frame(frame)
     if doubt.rank != rank:
@@ -381,7 +381,7 @@ def _doubted(rank: int, frame: Frame) -> bytes:
     return doubt.to_frame(Kind.DOUBTED, attempt=frame.attempt)
 
 
-def _refusal(frame: Frame) -> tuple[str, str]:
+def _read_refusal(frame: Frame) -> tuple[str, str]:
     """Return code and message of a READY that refuses; both are empty if the rank is ready."""
     if not wire.json_body(frame):
         return "", ""
@@ -389,7 +389,7 @@ def _refusal(frame: Frame) -> tuple[str, str]:
     return body["code"], body["message"]
 
 
-def _answer(answer: Agreement | HoldfastError | OneSidedRound | bool | None) -> list[bytes]:
+def _encode_answer(answer: Agreement | HoldfastError | OneSidedRound | bool | None) -> list[bytes]:
     """Encode the message to all ranks about a round or the start barrier; empty while ranks are missing."""
     if isinstance(answer, OneSidedRound):
         answer = answer.error

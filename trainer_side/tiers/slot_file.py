@@ -27,7 +27,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
 from holdfast.ring.directory import open_private_file
-from holdfast.store.posix_errors import translated
+from holdfast.store.posix_errors import translate_errors
 from trainer_side.tiers.medium import Medium
 from trainer_side.tiers.slot_format import (
     PAGE_BYTES,
@@ -119,10 +119,10 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
     the file. StoreError: the device refused.
     """
     source = str(path)
-    with translated("open", path):
+    with translate_errors("open", path):
         file = open_private_file(path, os.O_RDONLY)
     try:
-        with translated("read", path):
+        with translate_errors("read", path):
             read = partial(_pread, file)
             superblock = Superblock.from_bytes(read(0, PAGE_BYTES), source=source)
             if superblock.run_digest != place.run_digest:
@@ -207,16 +207,16 @@ class SlotFile:
         current, sector = newest_sector(medium.read, superblock, source=source)
         self._current, self._sequence = current, sector.sequence
         self.committed: Table = sector.slots  # the slices that the durable record names
-        self._doubtful: list[Table] = []
+        self._uncertain_tables: list[Table] = []
         self.failed_flushes = 0  # bytes that any thread wrote before the last failure may be lost
         # An earlier process may never have flushed this sector. The next commit writes the other one, so this one must
         # be durable by then: it is written again unchanged.
         self._write_page(SECTOR_OFFSETS[current], sector.to_bytes())
         self.flush()
 
-    def names(self, slot: int) -> bool:
+    def may_be_sealed(self, slot: int) -> bool:
         """Whether a reader may find this slot sealed after a power loss now."""
-        return any(table[slot] is not None for table in (self.committed, *self._doubtful))
+        return any(table[slot] is not None for table in (self.committed, *self._uncertain_tables))
 
     def write(self, slot: int, offset: int, view: memoryview) -> None:
         self.medium.write(self.superblock.slot_offset(slot) + offset, view)
@@ -249,12 +249,12 @@ class SlotFile:
         """
         target = 1 - self._current
         self._sequence += 1
-        self._doubtful.append(table)
+        self._uncertain_tables.append(table)
         self._write_page(SECTOR_OFFSETS[target], CommitSector(self._sequence, table).to_bytes())
         reach(Point.SLOT_RECORDED)
         self.flush()
         self._current, self.committed = target, table
-        self._doubtful = []
+        self._uncertain_tables = []
 
     def close(self) -> None:
         self.medium.close()

@@ -27,7 +27,7 @@ from holdfast.image.slices import area_bytes
 from holdfast.process import available_memory_bytes
 from holdfast.ring.directory import open_private_file
 from holdfast.store.file_system import IN_MEMORY, file_system_of
-from holdfast.store.posix_errors import free_bytes, translated
+from holdfast.store.posix_errors import free_bytes, translate_errors
 from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.first_touch import can_populate, fill_file, has_hole, missing_bytes
@@ -77,7 +77,7 @@ class SlotFiles:
             if opened is not None:
                 return opened
         self._place.remove_unfinished(rank)
-        profile = self._measured(layout, rank)
+        profile = self._measure_profile(layout, rank)
         slots = self._slots if self._slots is not None else profile.in_flight + SLOTS_MIN - 1
         path = next(path for path in self._paths(layout, rank, slots) if not os.path.lexists(path))
         self._make(path, layout, rank, slots, profile.writers)
@@ -114,7 +114,7 @@ class SlotFiles:
             _log.info(
                 "tier %s: removed slot files of earlier layouts: %s", self._name, ", ".join(map(str, removed))
             )
-            with translated("remove", self._place.directory):
+            with translate_errors("remove", self._place.directory):
                 sync_directory(self._place.directory)
         return removed
 
@@ -190,7 +190,7 @@ class SlotFiles:
         file = open_private_file(path, os.O_RDWR)
         try:
             if not self._can_make_lazily():
-                with translated("make", path):
+                with translate_errors("make", path):
                     reserve(file, path, superblock.file_bytes)
                 return []
             return [slot for slot in range(superblock.slots) if has_hole(file, *_span(superblock, slot))]
@@ -252,7 +252,7 @@ class SlotFiles:
         if free is not None and free < superblock.file_bytes:
             raise self._no_room(superblock, "too full")
         temporary = path.with_name(path.name + ".new")
-        with translated("make", path):
+        with translate_errors("make", path):
             file = open_private_file(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 try:
@@ -298,7 +298,7 @@ class SlotFiles:
         # Beyond this process's memory limits, the kernel would kill a rank instead of refusing the pages.
         return min(free, available_memory_bytes())
 
-    def _measured(self, layout: Layout, rank: int) -> TierProfile:
+    def _measure_profile(self, layout: Layout, rank: int) -> TierProfile:
         """Choose slots and writers for the device, unless they are set; the least for a small slice or full device."""
         least = TierProfile((self._slots or SLOTS_MIN) - 1, self._writers or 1)
         if (self._slots and self._writers) or area_bytes(layout, rank) < SCRATCH_BYTES:
@@ -310,7 +310,7 @@ class SlotFiles:
         if free is None or free < 2 * SCRATCH_BYTES:
             return least
         try:
-            with translated("measure", scratch):
+            with translate_errors("measure", scratch):
                 file = open_private_file(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 try:
                     reserve(file, scratch, SCRATCH_BYTES)
@@ -345,7 +345,7 @@ class TierProfile(NamedTuple):
     writers: int
 
 
-def choose(seconds: Mapping[TierProfile, float]) -> TierProfile:
+def choose_profile(seconds: Mapping[TierProfile, float]) -> TierProfile:
     """Return the best profile, by the seconds until all its slices were written."""
     per_slice = {profile: elapsed / profile.in_flight for profile, elapsed in seconds.items()}
     good_enough = min(per_slice.values()) * _NEARLY
@@ -379,7 +379,7 @@ def measure(
                     break
                 _write(medium, view, profile)
                 seconds[profile] = (clock() - started) / _blocks_per_slice(profile)
-    return choose(seconds)
+    return choose_profile(seconds)
 
 
 def _blocks_per_slice(profile: TierProfile) -> int:

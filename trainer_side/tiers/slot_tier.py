@@ -21,7 +21,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.proof_record import Digest
 from holdfast.ring.directory import open_private_file
 from holdfast.ring.doubts import DoubtedSteps, doubt_about
-from holdfast.store.posix_errors import translated
+from holdfast.store.posix_errors import translate_errors
 from holdfast.store.posix_io import OpenFile, read_fully
 from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.medium import Medium
@@ -163,7 +163,7 @@ class SlotTier(Tier):
         seal, path = kept.seal, proof_path(Path(kept.place), kept.slot)
         names = slice_identity(seal.run, seal.rank, seal.layout_digest, kept.seal_crc32)
         try:
-            with translated("read", path), open(open_private_file(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123
+            with translate_errors("read", path), open(open_private_file(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123
                 return read_proof(file.read(_PROOF_BYTES_MAX), seal.order, names, source=str(path))
         except StoreMissing:
             return None
@@ -191,7 +191,7 @@ class SlotTier(Tier):
         if self.nearness is not Nearness.MEMORY:
             return functools.partial(self.read_into, kept)
         path = Path(kept.place)
-        with translated("read", path):
+        with translate_errors("read", path):
             return functools.partial(self._fill, OpenFile(path).read, kept)
 
     def _fill(
@@ -205,7 +205,7 @@ class SlotTier(Tier):
             raise DamageError(
                 f"{what}: asked for bytes {offset} to {offset + view.nbytes}, the slice has {superblock.area_bytes}"
             )
-        with translated("read", Path(kept.place)):
+        with translate_errors("read", Path(kept.place)):
             done = read(superblock.slot_offset(kept.slot) + offset, view.cast("B"))
         if done != view.nbytes:
             raise DamageError(f"{what}: cut short: {done} of {view.nbytes} bytes from {offset} on")

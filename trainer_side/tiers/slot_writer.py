@@ -86,7 +86,7 @@ class OpenSlots:
             if writer.memory is not None:
                 self.unseal(slot)  # from here on any code may write to the memory
         except BaseException:
-            self.give_back(slot)
+            self.release(slot)
             raise
         return writer
 
@@ -94,16 +94,16 @@ class OpenSlots:
         """Start a thread that makes the missing slots; the file stays mapped until the thread has ended."""
         pages = self.pages
         with self._core:
-            if pages is not None and not self._retired and pages.start(self._made, self._on_pages_ended):
+            if pages is not None and not self._retired and pages.start(self._on_pages_made, self._on_pages_ended):
                 self._writers += 1
 
-    def _made(self, slot: int) -> None:
+    def _on_pages_made(self, slot: int) -> None:
         with self._core:
             self._slots.made(slot)
 
     def _on_pages_ended(self) -> None:
         with self._core:
-            self._leave()
+            self._writer_done()
 
     def complete(self, order: Order) -> bool:
         """Note that every rank has sealed this step; return whether that is news about a slice sealed here.
@@ -131,7 +131,7 @@ class OpenSlots:
             with suppress(OSError):  # a leftover proof counts for no other slice
                 self._proof_path(slot).unlink(missing_ok=True)
 
-    def prove(self, order: Order, digest: Digest, write: Callable[[Path, bytes], None]) -> None:
+    def keep_proof(self, order: Order, digest: Digest, write: Callable[[Path, bytes], None]) -> None:
         """Keep the proof of this step, if its slice is sealed here. StoreError: the device refused."""
         with self._record:  # so that no new step takes the slot meanwhile
             with self._core:
@@ -157,13 +157,13 @@ class OpenSlots:
             self._commit(slot, SlotEntry((commitment.attempt, commitment.step)))
             with self._core:
                 self._slots.sealed(slot)
-                self._leave()
+                self._writer_done()
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Free the slot, whose bytes are discarded."""
         with self._core:
             self._slots.release(slot)
-            self._leave()
+            self._writer_done()
 
     def retire(self) -> None:
         """Close the file as soon as its last writer has finished."""
@@ -172,9 +172,9 @@ class OpenSlots:
         with self._core:
             self._retired = True
             self._writers += 1
-            self._leave()
+            self._writer_done()
 
-    def _leave(self) -> None:
+    def _writer_done(self) -> None:
         self._writers -= 1
         if self._retired and not self._writers:
             self.file.close()
@@ -203,18 +203,18 @@ class SlotWriter:
         self._crcs: dict[int, int] = {}
         self._failed_flushes = slots.file.failed_flushes
         self._guard = threading.Lock()
-        self._writing, self._over, self._unsealed = 0, False, self.memory is not None
+        self._writing, self._is_finished, self._unsealed = 0, False, self.memory is not None
         self._unsealing = threading.Lock()
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
         place = self._slots.frames[frame]
         if buffer.nbytes != place.padded_bytes:
             raise StoreError(
-                f"{self._what}: frame {frame} has {buffer.nbytes} bytes, expected {place.padded_bytes}"
+                f"{self._description}: frame {frame} has {buffer.nbytes} bytes, expected {place.padded_bytes}"
             )
         with self._guard:
-            if self._over:
-                raise StoreError(f"{self._what} is over already, frame {frame} comes too late")
+            if self._is_finished:
+                raise StoreError(f"{self._description} is over already, frame {frame} comes too late")
             self._writing += 1
         try:
             self._unseal()
@@ -223,22 +223,22 @@ class SlotWriter:
                 self._crcs[frame] = crc32
             reach(Point.SLOT_WRITTEN)
         finally:
-            self._leave()
+            self._end_write()
 
     def seal(self, record: Mapping[str, Any]) -> bool:
         with self._guard:
-            if self._over or self._writing:
-                state = "is over already" if self._over else f"has {self._writing} frames on their way"
-                raise StoreError(f"{self._what} {state} and cannot be sealed")
+            if self._is_finished or self._writing:
+                state = "is over already" if self._is_finished else f"has {self._writing} frames on their way"
+                raise StoreError(f"{self._description} {state} and cannot be sealed")
             missing = [frame for frame in range(len(self._slots.frames)) if frame not in self._crcs]
             if missing:
                 raise StoreError(
-                    f"{self._what}: {len(missing)} of {len(self._slots.frames)} frames are missing, the first is "
+                    f"{self._description}: {len(missing)} of {len(self._slots.frames)} frames are missing, the first is "
                     f"{missing[0]}; write them first"
                 )
-            self._over = True
+            self._is_finished = True
         try:
-            commitment = self._sealed(record)
+            commitment = self._write_seal(record)
         except BaseException:
             self._slots.give_back(self._slot)
             raise
@@ -249,18 +249,18 @@ class SlotWriter:
     def abandon(self) -> None:
         # The caller does not wait for a write in progress; the slot is freed when it ends.
         with self._guard:
-            if self._over:
+            if self._is_finished:
                 return
-            self._over = True
+            self._is_finished = True
             idle = not self._writing
         if idle:
             self._slots.give_back(self._slot)
 
     @property
-    def _what(self) -> str:
+    def _description(self) -> str:
         return f"{self._slots.file.source}: the slice of attempt {self.order[0]}, step {self.order[1]}"
 
-    def _sealed(self, record: Mapping[str, Any]) -> Commitment | None:
+    def _write_seal(self, record: Mapping[str, Any]) -> Commitment | None:
         slots, (attempt, step) = self._slots, self.order
         if not slots.is_wanted(self._slot):
             return None
@@ -281,7 +281,7 @@ class SlotWriter:
         reach(Point.SLOT_FLUSHED)
         if slots.file.failed_flushes != self._failed_flushes:
             raise StoreError(
-                f"{self._what}: a flush of the file has failed since the slice was begun, and may have lost bytes of it"
+                f"{self._description}: a flush of the file has failed since the slice was begun, and may have lost bytes of it"
             )
         if not slots.is_wanted(self._slot):
             return None
@@ -295,9 +295,9 @@ class SlotWriter:
                 self._slots.unseal(self._slot)
                 self._unsealed = True
 
-    def _leave(self) -> None:
+    def _end_write(self) -> None:
         with self._guard:
             self._writing -= 1
-            abandoned = self._over and not self._writing
+            abandoned = self._is_finished and not self._writing
         if abandoned:
             self._slots.give_back(self._slot)

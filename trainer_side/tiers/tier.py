@@ -142,7 +142,7 @@ class SliceKeeper(ABC):
     keeps_proofs = False
 
     @abstractmethod
-    def kept(self) -> list[SealedSlice]:
+    def kept_slices(self) -> list[SealedSlice]:
         """Return all sealed slices of this run, of any rank, newest first. Reads seals, not slices."""
 
     def damage(self) -> Sequence[str]:
@@ -156,7 +156,7 @@ class SliceKeeper(ABC):
         DamageError: the slice is too short. StoreError: the device refused.
         """
 
-    def opened(self, kept: SealedSlice) -> Callable[[int, memoryview], None]:
+    def open_reader(self, kept: SealedSlice) -> Callable[[int, memoryview], None]:
         """Return `read_into` for one slice, whose file may stay open as long as the result is referenced."""
         return functools.partial(self.read_into, kept)
 
@@ -173,7 +173,7 @@ class Tier(SliceKeeper):
 
     @property
     @abstractmethod
-    def how(self) -> str:
+    def write_mode(self) -> str:
         """The way of writing, in a few words (`O_DIRECT, 4 writers`; `libpmem, MAP_SYNC`)."""
 
     @property
@@ -224,10 +224,10 @@ class Tier(SliceKeeper):
         """Note that not every rank will seal this step, or still has it if the step was found."""
 
     @abstractmethod
-    def doubt(self, steps: DoubtedSteps) -> None:
+    def record_doubt(self, steps: DoubtedSteps) -> None:
         """Record that these steps may be torn, as the `doubt` of their slices. Waits for the device."""
 
-    def prove(self, attempt: int, step: int, digest: Digest) -> None:
+    def keep_proof(self, attempt: int, step: int, digest: Digest) -> None:
         """Keep a digest durably, as long as its sealed slice stays; does nothing without slice or `keeps_proofs`."""
 
     @abstractmethod

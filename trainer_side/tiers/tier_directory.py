@@ -28,7 +28,7 @@ from holdfast.ring.directory import check_private_directory, make_private_direct
 from holdfast.ring.doubts import DoubtedSteps, from_bytes, to_bytes
 from holdfast.store import normalise_url
 from holdfast.store.file_system import IN_MEMORY, file_system_of, mount_of
-from holdfast.store.posix_errors import translated
+from holdfast.store.posix_errors import translate_errors
 from holdfast.store.posix_io import sync_directory
 from trainer_side.state import accelerator
 
@@ -126,7 +126,7 @@ class TierDirectory:
                 f"in {self.base}, or choose another directory"
             ) from error
         if fresh:
-            with translated("make", self.directory):
+            with translate_errors("make", self.directory):
                 sync_directory(self.base)
                 sync_directory(self.base.parent)
 
@@ -164,7 +164,7 @@ class TierDirectory:
     def replace_file(self, path: Path, data: bytes) -> None:
         """Replace a small file of this directory, whole and durably. Only for the holder of the rank's lock."""
         fresh = path.with_name(f"{path.name}.new")
-        with translated("write", fresh):
+        with translate_errors("write", fresh):
             descriptor = open_private_file(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
                 file.write(data)
@@ -180,7 +180,7 @@ class TierDirectory:
 
     def remove_unfinished(self, rank: int) -> None:
         """Remove files that an earlier holder of this rank's lock left unfinished."""
-        with translated("remove", self.directory):
+        with translate_errors("remove", self.directory):
             for path in self.directory.glob(f"rank-{rank:05}*.slots.new"):
                 path.unlink(missing_ok=True)
 
@@ -205,10 +205,10 @@ class RankLock:
     def __init__(self, place: TierDirectory, rank: int, *, seconds_max: float = 0.0) -> None:
         deadline = time.monotonic() + seconds_max
         path = place.directory / f"rank-{rank:05}.lock"
-        with translated("lock", path):
+        with translate_errors("lock", path):
             self._fd = open_private_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            while not _locked(self._fd, last=time.monotonic() >= deadline):
+            while not _try_lock(self._fd, last=time.monotonic() >= deadline):
                 time.sleep(_LOCK_PAUSE_SECONDS)
         except BlockingIOError:
             pid = os.pread(self._fd, _PID_BYTES_MAX, 0).decode("ascii", "replace").strip() or "unknown"
@@ -233,13 +233,13 @@ class RankLock:
             os.close(fd)
 
     @classmethod
-    def _forget(cls) -> None:
+    def _release_in_child(cls) -> None:
         # A child (a data loader's worker) shares its parent's lock, and would hold it after the parent's death.
         for lock in list(cls._held):
             lock.release()
 
 
-def _locked(fd: int, *, last: bool) -> bool:
+def _try_lock(fd: int, *, last: bool) -> bool:
     """Try once. Raises `BlockingIOError` at the last try."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -81,7 +81,7 @@ def take_inventory(
         StoreError: On every rank: a device failed or hangs.
         PeerLost: A rank is gone.
     """
-    said = [json.loads(text) for text in gather(peers, _mine(tiers, error, seconds_max))]
+    said = [json.loads(text) for text in gather(peers, _own_inventory(tiers, error, seconds_max))]
     for rank, other in enumerate(said):
         if "error" in other:
             said_error = peer_error(*other["error"])
@@ -105,7 +105,7 @@ def take_inventory(
     return TierInventory(max(attempts, default=0), tuple(complete), tuple(partial))
 
 
-def _mine(tiers: Sequence[Tier], error: HoldfastError | None, seconds_max: float) -> bytes:
+def _own_inventory(tiers: Sequence[Tier], error: HoldfastError | None, seconds_max: float) -> bytes:
     if error is not None:
         return json.dumps({"error": [error.code, str(error)]}).encode()
     try:

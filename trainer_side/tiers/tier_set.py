@@ -49,19 +49,19 @@ class RankCouncil:
         if error is not None:
             raise error
 
-    def fits(self, step: int) -> None:
+    def send_fits(self, step: int) -> None:
         """Tell rank 0 that this rank saves the step with the agreed layout, and will not propose another."""
 
-    def make_room(self, needed_bytes: int) -> None:
+    def announce_room(self, needed_bytes: int) -> None:
         """Tell all ranks the new room for rank 0's pickle, which has outgrown its reserve. Rank 0 only."""
 
-    def doubt(self, doubt: Doubt) -> None:
+    def send_doubt(self, doubt: Doubt) -> None:
         """Tell all ranks, through rank 0, that steps of this rank may be torn. Any thread."""
 
     def set_doubt_callback(self, call: Callable[[Doubt], None]) -> None:
         """Register a callback for each doubt of a rank, in the thread of the votes."""
 
-    def notice(self, notice: Notice) -> None:
+    def send_notice(self, notice: Notice) -> None:
         """Tell rank 0 that this rank's machine will be taken away, so that all ranks save one step. Any thread."""
 
 
@@ -86,7 +86,7 @@ class TierSet:
     names = ""  # of the tiers, for people
     attempt = 0  # in the names of this job's slices; 0 without tiers
     complete_step = -1  # newest step of this job that every rank has sealed in some tier; any thread
-    begun: Order = (0, -1)  # the step begun last in some tier, as its slices name it
+    last_begun: Order = (0, -1)  # the step begun last in some tier, as its slices name it
     keeps_proofs = False  # whether a tier keeps proofs of slices; the same on every rank
 
     def __init__(self, council: RankCouncil) -> None:
@@ -118,15 +118,15 @@ class TierSet:
         """Whether no slice is in flight to a tier, and every sealed slice has its verdict. Any thread."""
         return True
 
-    def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
+    def set_restored(self, order: Order, intact_in: Collection[str] = ()) -> None:
         """Note that training resumes from this checkpoint; newer steps that were found are dropped.
 
-        `whole_in`: Places with the whole checkpoint: tiers by name, or the store. Another tier, in which a slice is
+        `intact_in`: Places with the whole checkpoint: tiers by name, or the store. Another tier, in which a slice is
         damaged or missing, falls back to the newest older step that it has whole. Empty: the state was put together
         from several tiers, so each keeps its part until there is a newer step.
         """
 
-    def follow(self, attempt: int) -> None:
+    def set_attempt(self, attempt: int) -> None:
         """Assign later slices to this attempt, in which the stager was reached again, if it is a newer one."""
 
     def prepare(self, layout: Layout) -> None:
@@ -159,16 +159,16 @@ class TierSet:
     def drop(self, write: TierWrite, reason: Reason) -> None:
         """Free the slots of a step that is not copied after all."""
 
-    def prove(self, order: Order, digest: Digest) -> None:
+    def keep_proof(self, order: Order, digest: Digest) -> None:
         """Keep the digest of this rank's step after `order` beside its slices, once they are sealed."""
 
     def skip(self, step: int, reason: Reason) -> None:
         """Tell the other ranks that this rank takes no checkpoint of `step`, so that they do not wait for it."""
 
-    def let_go(self, write: TierWrite) -> None:
+    def release_area(self, write: TierWrite) -> None:
         """Release the step's area, even if a tier is still using it."""
 
-    def doubt(self, doubt: Doubt) -> None:
+    def mark_doubtful(self, doubt: Doubt) -> None:
         """Mark slices of these steps in the tiers, also later ones. Any thread; `close` waits for the devices."""
 
     def close(self, seconds_max: float) -> None:

@@ -44,8 +44,8 @@ class TierWrite:
     cancel_reason: Reason | None = None
     kept_in: set[int] = field(default_factory=set)  # tiers that have sealed the step
     lost_in: dict[int, Reason] = field(default_factory=dict)  # tiers that gave the step up
-    sum_seconds: float = 0.0
-    _sums: dict[int, int] = field(default_factory=dict)
+    crc_seconds: float = 0.0
+    _crcs: dict[int, int] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
     _frame_guards: dict[int, threading.Lock] = field(default_factory=dict)
 
@@ -76,20 +76,20 @@ class TierWrite:
         for look in self.wake_callbacks:
             look()
 
-    def sum(self, frame: int) -> int:
+    def frame_crc(self, frame: int) -> int:
         """Return the CRC-32 of a frame that is ready. The first thread computes it; the others wait."""
         with self._guard:
             guard = self._frame_guards.setdefault(frame, threading.Lock())
         with guard:
-            if frame not in self._sums:
+            if frame not in self._crcs:
                 assert self.area is not None
                 begun = time.perf_counter()
-                self._sums[frame] = crc32(
+                self._crcs[frame] = crc32(
                     self.area.view(self.frames[frame].offset, self.frames[frame].nbytes)
                 )
                 with self._guard:
-                    self.sum_seconds += time.perf_counter() - begun
-            return self._sums[frame]
+                    self.crc_seconds += time.perf_counter() - begun
+            return self._crcs[frame]
 
     def finish_in(self, tier: int, reason: Reason | None = None) -> None:
         """Note that a tier has finished reading the area: its slice is sealed, or given up for this reason."""
@@ -99,7 +99,7 @@ class TierWrite:
             else:
                 self.kept_in.add(tier)
             if self.kept_in | self.lost_in.keys() >= self.writers.keys():
-                self._sums.clear()
+                self._crcs.clear()
                 self._frame_guards.clear()
                 self.area = None  # free the staging area
                 self.released.set()

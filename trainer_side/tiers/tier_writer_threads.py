@@ -40,7 +40,7 @@ _SEAL = -1
 _T = TypeVar("_T")
 
 
-class _Call(NamedTuple):
+class _PendingCall(NamedTuple):
     """A call that has not returned. `limit`: its deadline."""
 
     what: str
@@ -56,25 +56,25 @@ class TierCalls:
 
     def __init__(self, name: str, rank: int, *, seconds_max: float) -> None:
         self._name, self._rank, self._seconds_max = name, rank, seconds_max
-        self.hangs: Reason | None = None  # why the tier takes nothing now; None while it answers
+        self.hang_reason: Reason | None = None  # why the tier takes nothing now; None while it answers
         self.died: ThreadDied | None = None  # the error of a dead thread: the tier takes nothing more
         self._guard = threading.Lock()
-        self._calls: dict[int, _Call] = {}  # by thread
+        self._calls: dict[int, _PendingCall] = {}  # by thread
 
     @contextlib.contextmanager
-    def noted(self, what: str, seconds_max: float | None = None) -> Iterator[None]:
+    def track(self, what: str, seconds_max: float | None = None) -> Iterator[None]:
         """Context in which the thread calls the tier, for at most `seconds_max`."""
         begun, me = time.monotonic(), threading.get_ident()
         limit = self._seconds_max if seconds_max is None else seconds_max
         with self._guard:
-            self._calls[me] = _Call(what, begun, begun + limit)
+            self._calls[me] = _PendingCall(what, begun, begun + limit)
         try:
             yield
         finally:
             with self._guard:
                 del self._calls[me]
 
-    def ask(
+    def call_with_deadline(
         self, what: str, call: Callable[[], _T], *, seconds_max: float, late: Callable[[_T], object]
     ) -> _T:
         """Make a call in another thread, and wait `seconds_max` for it, then raise StoreError.
@@ -83,7 +83,7 @@ class TierCalls:
         """
 
         def make() -> _T:
-            with self.noted(what, seconds_max):
+            with self.track(what, seconds_max):
                 return call()
 
         try:
@@ -96,22 +96,22 @@ class TierCalls:
         """Give the tier nothing more in this job, because a thread that serves it has died."""
         with self._guard:
             self.died = self.died or error
-            self.hangs = DeclineCause.FAILED.because(self.died)
+            self.hang_reason = DeclineCause.FAILED.because(self.died)
 
-    def look(self) -> Reason | None:
+    def check_overdue(self) -> Reason | None:
         """Check whether a call is overdue. Returns why the tier hangs, if that is news."""
         if self.died is not None:
             return None
         now = time.monotonic()
         with self._guard:
             late = next((call for call in self._calls.values() if now > call.limit), None)
-            before, hangs = self.hangs, None
+            before, hangs = self.hang_reason, None
             if late is not None:
                 hangs = before or DeclineCause.HANGS.because(
                     f"{late.what} has not returned for {now - late.begun:.3g} s, at most "
                     f"{late.limit - late.begun:g} s are allowed"
                 )
-            self.hangs = hangs
+            self.hang_reason = hangs
         if before is None and hangs is not None:
             _log.error(
                 "rank %d: tier %s takes nothing until its device answers: it %s",
@@ -125,7 +125,7 @@ class TierCalls:
         return None
 
 
-def _failure(error: Exception) -> Reason:
+def _failure_reason(error: Exception) -> Reason:
     if isinstance(error, HoldfastError):
         return DeclineCause.FAILED.because(error)
     _log.debug("a call of a tier failed", exc_info=True)
@@ -176,18 +176,18 @@ class TierWriterThreads:
             name = f"holdfast-tier-{self.number}-{len(self._threads)}"
             task = f"writes slices into tier {self.tier.name}"
             self._threads.append(
-                BackgroundThread(name, self._run, rank=self._rank, task=task, died=self._died)
+                BackgroundThread(name, self._run, rank=self._rank, task=task, died=self._on_thread_death)
             )
             self._threads[-1].start()
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no slice and no verdict is in flight to the tier, or the tier hangs."""
         with self._changed:
             pending = self._parts or self._verdicts or self._delivering
             return self.calls.hangs is not None or not pending
 
-    def fraction(self, order: Order) -> float:
+    def written_fraction(self, order: Order) -> float:
         """Return the share of this step that has been written here, 0 to 1; 1 if the step is not in flight."""
         with self._changed:
             part = next((part for part in self._parts if part.write.order == order), None)
@@ -204,7 +204,7 @@ class TierWriterThreads:
                 self._shared_slots.append(write)
             self._changed.notify_all()
 
-    def judge(self, verdict: StepVerdict) -> None:
+    def queue_verdict(self, verdict: StepVerdict) -> None:
         """Deliver a verdict to the tier, as soon as nothing else reads the slots that it may free."""
         with self._changed:
             if not verdict.complete:
@@ -214,13 +214,13 @@ class TierWriterThreads:
             self._verdicts.append(verdict)
             self._changed.notify_all()
 
-    def prove(self, proof: StepProof) -> None:
+    def queue_proof(self, proof: StepProof) -> None:
         """Keep a proof once its slice is sealed. Training thread."""
         with self._changed:
             self._verdicts.append(proof)
             self._changed.notify_all()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Check for overdue calls of the tier. Called repeatedly."""
         hangs = self.calls.look()
         if hangs is not None:
@@ -258,7 +258,7 @@ class TierWriterThreads:
 
     # -- the threads ---------------------------------------------------------------------------------------------
 
-    def _died(self, error: ThreadDied) -> None:
+    def _on_thread_death(self, error: ThreadDied) -> None:
         """Handle an exception that ends a thread: the tier takes nothing more, and gives up every step."""
         self.calls.disable(error)
         with self._changed:
@@ -359,7 +359,7 @@ class TierWriterThreads:
             with self.calls.noted(f"the write of frame {frame} of step {write.step}"):
                 part.writer.write(frame, area.view(place.offset, place.padded_bytes), crc)
         except Exception as error:  # noqa: BLE001 - if the thread died, every later step would wait for it
-            problem = _failure(error)
+            problem = _failure_reason(error)
         with self._changed:
             part.busy -= 1
             part.written_bytes += place.padded_bytes
@@ -383,7 +383,7 @@ class TierWriterThreads:
                         "a newer step is complete in this tier, or it was called void meanwhile"
                     )
         except Exception as error:  # noqa: BLE001 - as above
-            reason = _failure(error)
+            reason = _failure_reason(error)
         if reason is not None and reason.cause == DeclineCause.FAILED and reason.text != self._logged:
             self._logged = reason.text
             _log.error(

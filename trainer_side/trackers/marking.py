@@ -24,7 +24,7 @@ from trainer_side.trackers.tracker import Tracker
 _log = logging.getLogger("holdfast.trainer")
 
 _SECONDS = {"staged": "staged_seconds", "durable": "durable_seconds"}
-_WAITING_MAX = 1000
+_QUEUED_MAX = 1000
 _TURN_SECONDS = 1.0
 _END_SECONDS_MAX = 5.0  # limit for trackers at the end of training
 _SAVES_MAX = 16  # whose begin is remembered
@@ -42,21 +42,21 @@ class MarkSender:
     ) -> None:
         self._turn_seconds, self._clock = turn_seconds, clock
         self._trackers: list[Tracker] = []
-        self._waiting: queue.Queue[tuple[Tracker | None, Mark] | None] = queue.Queue(_WAITING_MAX)
+        self._queue: queue.Queue[tuple[Tracker | None, Mark] | None] = queue.Queue(_QUEUED_MAX)
         self._saved_at: dict[int, float] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-trackers", daemon=True)
-        self._is_full = self._flushes = False
+        self._is_full = self._needs_flush = False
 
     def add(self, tracker: Tracker, marks: Sequence[Mark] = ()) -> None:
         """Add a tracker; only this one gets `marks`. Training thread."""
         self._trackers = [*self._trackers, tracker]
         for mark in marks:
-            self._put(tracker, mark)
+            self._enqueue(tracker, mark)
         if self._thread.ident is None:
             self._thread.start()
 
-    def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+    def handle_event(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Queue the mark of an event of this rank, if it has one. Any thread."""
         if step is None:
             return
@@ -64,39 +64,39 @@ class MarkSender:
             self._saved_at[step] = self._clock()
             for old in list(self._saved_at)[:-_SAVES_MAX]:
                 self._saved_at.pop(old, None)
-            self._flushes = True
-            self._put(None, Mark("stall_seconds", step, float(fields["cst_seconds"])))
+            self._needs_flush = True
+            self._enqueue(None, Mark("stall_seconds", step, float(fields["cst_seconds"])))
         elif event in _SECONDS and (seconds := fields.get(f"{event}_seconds")) is not None:
-            self._put(None, Mark(_SECONDS[event], step, float(seconds)))
+            self._enqueue(None, Mark(_SECONDS[event], step, float(seconds)))
         elif event == "complete" and (saved_at := self._saved_at.pop(step, None)) is not None:
-            self._put(None, Mark("kept_seconds", step, self._clock() - saved_at))
+            self._enqueue(None, Mark("kept_seconds", step, self._clock() - saved_at))
 
     def close(self) -> None:
         """Send queued marks, for a few seconds at most. Training thread."""
         with contextlib.suppress(queue.Full):
-            self._waiting.put_nowait(None)
+            self._queue.put_nowait(None)
         if self._thread.ident is not None and not self._ended.wait(_END_SECONDS_MAX):
             _log.warning(
                 "an experiment tracker does not answer; %d marks about checkpoints are not sent",
-                self._waiting.qsize(),
+                self._queue.qsize(),
             )
 
-    def _put(self, tracker: Tracker | None, mark: Mark) -> None:
+    def _enqueue(self, tracker: Tracker | None, mark: Mark) -> None:
         try:
-            self._waiting.put_nowait((tracker, mark))
+            self._queue.put_nowait((tracker, mark))
         except queue.Full:
             if not self._is_full:
                 self._is_full = True
                 _log.warning(
                     "an experiment tracker has not answered since %d marks about checkpoints; later ones are left out",
-                    _WAITING_MAX,
+                    _QUEUED_MAX,
                 )
 
     def _run(self) -> None:
-        goes_on = True
-        while goes_on:
-            found, goes_on = self._take()
-            flushes, self._flushes = self._flushes, False
+        is_running = True
+        while is_running:
+            found, goes_on = self._drain()
+            flushes, self._needs_flush = self._needs_flush, False
             for tracker in self._trackers:
                 marks = [mark for of, mark in found if of in (None, tracker)]
                 self._call(tracker, partial(tracker.mark, marks))
@@ -106,14 +106,14 @@ class MarkSender:
             self._call(tracker, tracker.end)
         self._ended.set()
 
-    def _take(self) -> tuple[list[tuple[Tracker | None, Mark]], bool]:
+    def _drain(self) -> tuple[list[tuple[Tracker | None, Mark]], bool]:
         """Return all queued marks, and whether more may come."""
         found = []
         with contextlib.suppress(queue.Empty):
-            one = self._waiting.get(timeout=self._turn_seconds)
+            one = self._queue.get(timeout=self._turn_seconds)
             while one is not None:
                 found.append(one)
-                one = self._waiting.get_nowait()
+                one = self._queue.get_nowait()
             return found, False
         return found, True
 

@@ -56,7 +56,7 @@ def begin(start: StartPoint, log_dir: str | None, options: Mapping[str, Any]) ->
     return TensorboardTracker(SummaryWriter(log_dir=log_dir, **{"purge_step": start.first_step, **options}))
 
 
-def go_on(start: StartPoint, writer: SummaryWriter) -> TensorboardTracker:
+def begin_with_writer(start: StartPoint, writer: SummaryWriter) -> TensorboardTracker:
     """Hide, in the folder of `writer`, the points of steps that are trained again."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 

@@ -43,32 +43,32 @@ class WandbTracker(Tracker):
     def __init__(self, run: wandb.Run, last_step: int, first_step: int = 0) -> None:
         self.run = self._run = run
         self.run_id, self.last_step, self._first_step = run.id, last_step, first_step
-        self._put_off: list[Mark] = []
+        self._deferred: list[Mark] = []
         self._defined: set[str] = set()
         self._row = -1  # the last row that got marks
-        self._in_row: set[str] = set()  # names of its marks
+        self._names_in_row: set[str] = set()  # names of its marks
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if step > self.last_step:
             self._run.log(dict(metrics), step=step)
 
     def mark(self, marks: Sequence[Mark]) -> None:
-        self._put_off += marks
-        if not self._put_off:
+        self._deferred += marks
+        if not self._deferred:
             return
         # A row has one number for each name, and only W&B knows whether the row was closed since.
         if (row := self._run.step) != self._row:
-            self._row, self._in_row = row, set()
-        now = {mark.name: mark for mark in reversed(self._put_off) if mark.name not in self._in_row}
-        self._put_off = [mark for mark in self._put_off if mark is not now.get(mark.name)]
-        self._in_row |= now.keys()
-        self._show(now.values())
+            self._row, self._names_in_row = row, set()
+        now = {mark.name: mark for mark in reversed(self._deferred) if mark.name not in self._names_in_row}
+        self._deferred = [mark for mark in self._deferred if mark is not now.get(mark.name)]
+        self._names_in_row |= now.keys()
+        self._log_marks(now.values())
 
     def end(self) -> None:
         # Another row may not follow: show the newest mark of each name.
-        self._show({mark.name: mark for mark in self._put_off}.values())
+        self._log_marks({mark.name: mark for mark in self._deferred}.values())
 
-    def _show(self, marks: Any) -> None:
+    def _log_marks(self, marks: Any) -> None:
         row: dict[str, Any] = {}
         for mark in marks:
             axis = f"{_AXIS}/{mark.name}"

@@ -16,8 +16,8 @@ from flusher import retry_queue
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
-from flusher.recovery import settle, take_up
-from flusher.retention import Keep
+from flusher.recovery import resolve_checkpoints, take_up
+from flusher.retention import RetentionPolicy
 from flusher.ring_room import RingGrown
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, ReadBack
 from flusher.workers import Inbox
@@ -80,7 +80,7 @@ class Rig:
         self.inbox = Inbox()
         guard = guarded(self.store, self.lease.check_once)
         self.context = FlusherContext(guard, self.lease, self.inbox, self.events)
-        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=self._verify, keep=Keep(0)))
+        self.maintenance = Maintenance(self.context, MaintenanceRules(verify=self._verify, keep=RetentionPolicy(0)))
         self.engine = self.new_engine()
 
     def crash(self) -> None:
@@ -505,7 +505,7 @@ def test_recovery_publishes_what_is_whole_and_gives_up_the_rest_by_name(rig: Rig
     rig.ring.free(next(r.slot for r in rig.ring.records() if (r.step, r.chunk) == (6, 1)))
     small = made_up(2, entries=1, chunk_bytes=CHUNK_BYTES, ranks=1, entry_bytes_max=10)
     rig.ring.write_checkpoint(1, 7, "receiving", rig.ring.put_layout(small.layout), {})
-    settle(rig.engine, rig.ring, "the stager ended")
+    resolve_checkpoints(rig.engine, rig.ring, "the stager ended")
     rig.drain()
     assert rig.store.objects[FILE] == IMAGE.final
     assert rig.heard.durables[KEY].record["parts_written"] == IMAGE.layout.chunks

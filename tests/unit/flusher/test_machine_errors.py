@@ -13,7 +13,7 @@ import pytest
 
 from flusher import retry_queue
 from flusher.engine import Engine
-from flusher.recovery import recorded, settle, take_up
+from flusher.recovery import load_progress, resolve_checkpoints, take_up
 from holdfast.errors import StoreError
 from holdfast.ring.ring import Ring
 from tests.unit.flusher.test_engine import FILE, IMAGE, KEY, Rig
@@ -68,10 +68,10 @@ def test_a_staged_checkpoint_is_held_and_becomes_durable(
 
 
 def settle_it(engine: Engine, ring: Ring) -> None:
-    settle(engine, ring, "its stager ended")
+    resolve_checkpoints(engine, ring, "its stager ended")
 
 
-@pytest.mark.parametrize("act", [take_up, recorded, settle_it])
+@pytest.mark.parametrize("act", [take_up, load_progress, settle_it])
 def test_a_start_that_cannot_look_gives_nothing_up(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, act: Any
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_start_that_cannot_look_gives_nothing_up(
         NoneLeft(patch, errno.EMFILE, "checkpoint-", 99)
         NoneLeft(patch, errno.EMFILE, "flush-", 99)
         with pytest.raises(StoreError, match="open files"):
-            act(*((rig.ring,) if act is recorded else (rig.engine, rig.ring)))
+            act(*((rig.ring,) if act is load_progress else (rig.engine, rig.ring)))
     assert rig.ring.checkpoint(*KEY) is not None, "it waits for the next start"
     take_up(rig.engine, rig.ring)
     rig.drain()

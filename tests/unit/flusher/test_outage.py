@@ -11,7 +11,7 @@ import pytest
 import flusher.engine as engine_module
 import flusher.succession as succession_module
 from flusher import retry_queue
-from flusher.recovery import settle, take_up
+from flusher.recovery import resolve_checkpoints, take_up
 from holdfast.errors import BusyError, DamageError, StoreError
 from holdfast.faultpoint import Point
 from holdfast.image.checkpoint_id import CheckpointId
@@ -205,7 +205,7 @@ def test_the_reason_of_a_step_that_was_not_staged_is_true(rig: Rig) -> None:
     rig.ring.free(next(record.slot for record in rig.ring.records() if (record.step, record.chunk) == (6, 1)))
     rig.engine.begin(CheckpointId(1, 5), IMAGE.layout)
     rig.engine.begin(CheckpointId(1, 6), IMAGE.layout)
-    settle(rig.engine, rig.ring, "the stager ended")
+    resolve_checkpoints(rig.engine, rig.ring, "the stager ended")
     mend(rig)
     rig.drain()
     assert "before every rank had said" in str(rig.heard.failures[CheckpointId(1, 5)])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoints.publish import (
-    Finished,
+    FinishedImage,
     ManifestFacts,
     build_manifest,
     choose_name,
-    names_of,
+    candidate_names,
     publish_manifest,
     writer_attempt,
     writer_id,
@@ -34,7 +34,7 @@ IMAGE = made_up(2, entries=4, chunk_bytes=4096, ranks=2, entry_bytes_max=9000)
 
 def manifest(file: str, **changes: Any) -> Manifest:
     layout = IMAGE.layout
-    job = Finished(
+    job = FinishedImage(
         CheckpointId(1, 7),
         LayoutIndex(layout),
         1,
@@ -69,7 +69,7 @@ def test_a_manifest_has_the_metrics_of_rank_0_and_the_rule_of_the_writer() -> No
     record = {"ranks": {"0": {"metrics": {"loss": 0.5}}, "1": {"metrics": {"loss": 0.1}}}}
     crcs = tuple(range(layout.chunks)), tuple(range(len(layout.entries)))
     made = build_manifest(
-        Finished(CheckpointId(1, 7), LayoutIndex(layout), 1, *crcs),
+        FinishedImage(CheckpointId(1, 7), LayoutIndex(layout), 1, *crcs),
         run="run",
         file="step-000000007.pt",
         write_id="w",
@@ -85,7 +85,7 @@ def test_a_manifest_says_how_tensors_were_split_for_split_ones_only() -> None:
     tensors = (TensorInfo("w", "float32", (50, 6), 0), TensorInfo("b", "float32", (10,), 1))
     layout = Layout(4096, 4096, 2, entries, tensors, patterns=(halves,))
     made = build_manifest(
-        Finished(CheckpointId(1, 7), LayoutIndex(layout), 1, (1,), (1, 2)),
+        FinishedImage(CheckpointId(1, 7), LayoutIndex(layout), 1, (1,), (1, 2)),
         run="run",
         file="step-000000007.pt",
         write_id="w",
@@ -99,7 +99,7 @@ def test_a_manifest_says_how_tensors_were_split_for_split_ones_only() -> None:
 
 def test_only_the_first_attempt_has_plain_names_and_no_attempt_another_ones() -> None:
     store = MemoryStore()
-    names = {attempt: set(names_of(CheckpointId(attempt, 7))) for attempt in (1, 2, 3, 12, 999, 1000, 10_000)}
+    names = {attempt: set(candidate_names(CheckpointId(attempt, 7))) for attempt in (1, 2, 3, 12, 999, 1000, 10_000)}
     assert choose_name(store, CheckpointId(1, 7), ()) == "step-000000007.pt"
     assert choose_name(store, CheckpointId(3, 7), ()) == "step-000000007-a003.pt"
     assert choose_name(store, CheckpointId(1000, 7), ()) == "step-000000007-a1000.pt"

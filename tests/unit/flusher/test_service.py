@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flusher.flusher_context import FlusherContext
-from flusher.retention import Keep
+from flusher.retention import RetentionPolicy
 from flusher.service import FlusherService
 from flusher.verify_and_prune import Maintenance, MaintenanceRules
 from flusher.workers import Inbox
@@ -64,7 +64,7 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
         lease = WriterLease(store, config.heartbeat_seconds)
         held.callback(lease.end)
         context = FlusherContext(store, lease, inbox, EventLog(None, role="flusher"))
-        maintenance = LateMaintenance(context, MaintenanceRules(verify=False, keep=Keep(0)))
+        maintenance = LateMaintenance(context, MaintenanceRules(verify=False, keep=RetentionPolicy(0)))
         held.callback(maintenance.stop)
         listener = Listener(tmp_path / "run" / SOCKET_NAME)
         held.callback(listener.close)
@@ -125,7 +125,7 @@ class Bench:
         lease = WriterLease(self.store, config.heartbeat_seconds) if share.leads else MemberLease()
         held.callback(lease.end)
         context = FlusherContext(self.store, lease, inbox, EventLog(None, role="flusher"), share=share)
-        maintenance = Maintenance(context, MaintenanceRules(verify=False, keep=Keep(0)))
+        maintenance = Maintenance(context, MaintenanceRules(verify=False, keep=RetentionPolicy(0)))
         held.callback(maintenance.stop)
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)

@@ -15,7 +15,7 @@ from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep, FlushListener
 from flusher.recovery import take_up
-from flusher.retention import Keep
+from flusher.retention import RetentionPolicy
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, NoMaintenance
 from flusher.workers import Inbox
 from flusher.writer_lease import MemberLease, WriterLease
@@ -75,7 +75,7 @@ class Writer:
         guard = guarded(self.store, self.lease.check_once) if leads else self.store
         context = FlusherContext(guard, self.lease, self.inbox, self.events, share=self.number)
         kind = Maintenance if leads else NoMaintenance
-        self.maintenance = kind(context, MaintenanceRules(verify=False, keep=Keep(0)))
+        self.maintenance = kind(context, MaintenanceRules(verify=False, keep=RetentionPolicy(0)))
         self.heard = Heard()
         self.engine = Engine(
             self.ring, context, self.maintenance, writers=ConcurrencyLimit(2), listener=self.heard

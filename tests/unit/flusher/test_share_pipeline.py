@@ -43,13 +43,13 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
-from holdfast.checkpoints.publish import Finished
+from holdfast.checkpoints.publish import FinishedImage
 from holdfast.checkpoints.share_records import ShareSeal
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
-from holdfast.image.share_sums import ShareSums, combined
+from holdfast.image.share_sums import ShareSums, combine_sums
 from holdfast.image.shares import ImageShare, Shares
 from tests.support.images import Image, made_up
 
@@ -189,7 +189,7 @@ class Flusher:
                 assert [seal.index for seal in job.seals] == list(range(store.shares.count))
                 sums = [ShareSums(seal.chunk_crcs, seal.entry_crcs) for seal in job.seals]
                 return AllSealed(
-                    Finished(KEY, store.index, *combined(store.image.layout, store.shares, sums))
+                    FinishedImage(KEY, store.index, *combine_sums(store.image.layout, store.shares, sums))
                 )
             case Publish():
                 store.published, self.ended = job, True

@@ -13,7 +13,7 @@ import torch
 
 from flusher.flusher_context import FlusherContext
 from flusher.read_pace import ReadPace
-from flusher.retention import Keep
+from flusher.retention import RetentionPolicy
 from flusher.verify_and_prune import Maintenance, MaintenanceRules, Pruned, ReadBack
 from flusher.workers import Inbox
 from flusher.writer_lease import WriterLease
@@ -62,7 +62,7 @@ class Rig:
         held.callback(lease.end)
         self.maintenance = Maintenance(
             FlusherContext(self.store, lease, self.inbox, EventLog(None, role="flusher")),
-            MaintenanceRules(verify=verify, keep=Keep(keep)),
+            MaintenanceRules(verify=verify, keep=RetentionPolicy(keep)),
             set_aside=lambda: set_aside,
             pace=ReadPace(waits_seconds_max),
         )
@@ -322,7 +322,7 @@ class _Diverged:
         held.callback(self.inbox.close)
         lease = WriterLease(self.store, 30.0)
         held.callback(lease.end)
-        rules = MaintenanceRules(verify=True, keep=Keep(3), refuse_nonfinite=refuse)
+        rules = MaintenanceRules(verify=True, keep=RetentionPolicy(3), refuse_nonfinite=refuse)
         context = FlusherContext(self.store, lease, self.inbox, EventLog(None, role="flusher"))
         self.maintenance = Maintenance(context, rules)
         held.callback(self.maintenance.stop)
@@ -397,7 +397,7 @@ def test_a_store_without_room_loses_the_rungs_of_the_ladder_and_nothing_else(
     lease = WriterLease(store, 30.0)
     held.callback(lease.end)
     context = FlusherContext(store, lease, inbox, EventLog(None, role="flusher"))
-    maintenance = Maintenance(context, MaintenanceRules(verify=False, keep=Keep(2, hourly=24)))
+    maintenance = Maintenance(context, MaintenanceRules(verify=False, keep=RetentionPolicy(2, hourly=24)))
     held.callback(maintenance.stop)
 
     def wait() -> list[int]:
@@ -447,7 +447,7 @@ def test_the_best_stay_through_a_restart_and_a_manifest_that_cannot_be_read_is_l
             lease = WriterLease(store, 30.0)
             flusher.callback(lease.end)
             context = FlusherContext(store, lease, inbox, EventLog(None, role="flusher"))
-            keep = Keep(1, best=1, rule=BestRule(metric="loss", mode="min"))
+            keep = RetentionPolicy(1, best=1, rule=BestRule(metric="loss", mode="min"))
             maintenance = Maintenance(context, MaintenanceRules(verify=True, keep=keep))
             flusher.callback(maintenance.stop)
             for step in steps:

@@ -12,7 +12,7 @@ from holdfast import own_stager
 from holdfast.errors import ConfigError, FencedError
 from holdfast.image.shares import ShareNumber
 from holdfast.net.address import Address
-from holdfast.own_stager import OwnStagerNote, OwnStagerEndpoint, heard, find_own_stager, note_path
+from holdfast.own_stager import OwnStagerNote, OwnStagerEndpoint, parse_first_line, find_own_stager, note_path
 
 RUN, OTHER = "/mnt/run", "/mnt/other"
 HERE = Address("127.0.0.1", 29411)
@@ -76,9 +76,9 @@ def test_a_note_that_is_no_note_says_nothing(tmp_path: Path, text: str) -> None:
 
 
 def test_rank_0_hears_where_it_listens_or_its_own_error() -> None:
-    assert heard(OwnStagerEndpoint("127.0.0.1:7", "").to_bytes()) == ("127.0.0.1:7", "", "1/1")
+    assert parse_first_line(OwnStagerEndpoint("127.0.0.1:7", "").to_bytes()) == ("127.0.0.1:7", "", "1/1")
     with pytest.raises(FencedError, match="another writes"):
-        heard(b'{"error": ["fenced", "another writes"]}\n')
+        parse_first_line(b'{"error": ["fenced", "another writes"]}\n')
     for line in (b"", b"Traceback", b"7", b'{"error": 7}'):
         with pytest.raises(ValueError, match="expected the address"):
-            heard(line)
+            parse_first_line(line)

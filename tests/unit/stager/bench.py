@@ -146,16 +146,16 @@ class Bench:
     def _clock(self) -> float:
         return self.now + (time.monotonic() - self.begun if self.runs else 0.0)
 
-    def _attach(self, config: StagerConfig, *, held: Flusher, lead_attempt: int) -> Flusher:
+    def _attach(self, config: StagerConfig, *, previous: Flusher, lead_attempt: int) -> Flusher:
         """In the line's thread."""
         self.attach_calls += 1
         assert lead_attempt == (0 if self._share.leads else 3)
-        assert config.ring_bytes == held.ring.chunk_bytes * held.ring.ring_chunks
+        assert config.ring_bytes == previous.ring.chunk_bytes * previous.ring.ring_chunks
         if self.attach_error is not None:
             raise self.attach_error
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if self.resumes:
-            found = Flusher(Channel(mine), held.ring, 3, "file:///run", 5678, resumed=True)
+            found = Flusher(Channel(mine), previous.ring, 3, "file:///run", 5678, resumed=True)
         else:
             Ring.remove(self.directory)
             Ring.create(self.directory, chunk_bytes=CHUNK, ring_chunks=8, attempt=lead_attempt or 4).close()

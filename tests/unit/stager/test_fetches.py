@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.ring.near_ring import RingLocation, near_ring
+from holdfast.ring.near_ring import RingLocation, open_near_ring
 from holdfast.ring.remains import ANSWER_BYTES_MAX, FetchKind
 from holdfast.ring.ring import Ring
 from holdfast.wire.frames import Frame, Kind, to_json
@@ -51,9 +51,9 @@ def test_the_holder_of_a_ring_says_where_it_lies(ring: Ring) -> None:
     said = fetch(FetchKind.PLACE)
     assert said is not None
     assert RingLocation.from_bytes(said)[:3] == (str(ring.directory), LiveFetch.attempt, ring.token)
-    assert near_ring(said) is not None
+    assert open_near_ring(said) is not None
     ring.hold(LiveFetch.attempt)
-    assert near_ring(said) is None, "the token is of one stager"
+    assert open_near_ring(said) is None, "the token is of one stager"
 
 
 def test_a_layout_is_there_or_not(ring: Ring) -> None:

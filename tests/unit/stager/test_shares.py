@@ -15,7 +15,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from holdfast.wire.welcome import Welcome
 from stager import service
-from stager.standing import _wrong_place
+from stager.standing import _share_mismatch
 from tests.unit.stager.bench import LAYOUT, Bench
 
 Make = Callable[..., Bench]
@@ -143,6 +143,6 @@ def test_the_next_flusher_hears_of_the_chunks_that_the_stager_before_had_receive
 def test_a_stager_that_is_taken_for_another_one_says_so(
     share: ShareNumber, lead_attempt: int, words: str
 ) -> None:
-    refusal = _wrong_place(share, lead_attempt)
+    refusal = _share_mismatch(share, lead_attempt)
     assert (refusal is None) == (not words)
     assert words in str(refusal)

@@ -18,7 +18,7 @@ from holdfast.store import open_store
 from holdfast.wire.state_messages import Agreement, Proposal
 from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
-from trainer_side.joining import _alone, _beside, compare
+from trainer_side.joining import _attempt_without_stager, _attempt_beside_stager, compare_settings
 from trainer_side.link.no_stager import NoStager
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.ranks.ports import World
@@ -81,18 +81,18 @@ def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(
     def work(peers: ThreadPeers) -> bool:
         config = TrainerConfig(**(settings | other if peers.rank == 1 else settings))
         with pytest.raises(ConfigError, match=words):
-            compare(config, peers, alone=alone)
+            compare_settings(config, peers, alone=alone)
         return True
 
     assert all(Ranks(3).run(work))
-    Ranks(2).run(lambda peers: compare(TrainerConfig(**settings), peers, alone=alone))
+    Ranks(2).run(lambda peers: compare_settings(TrainerConfig(**settings), peers, alone=alone))
 
 
 def test_a_set_aside_on_one_rank_alone_is_refused_without_any_tiers() -> None:
     def work(peers: ThreadPeers) -> bool:
         config = TrainerConfig(restore_set_aside=(CheckpointId(1, 5),) if peers.rank == 1 else ())
         with pytest.raises(ConfigError, match="restore_set_aside: rank 1 has"):
-            compare(config, peers, alone=False)
+            compare_settings(config, peers, alone=False)
         return True
 
     assert all(Ranks(2).run(work))
@@ -152,8 +152,8 @@ def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_
     _kept(tier, 7, 1)
     store_url = str(tmp_path / "store")
     config = TrainerConfig(tiers=["memory"], store=store_url)
-    assert _alone(config, store_url, [tier], LonePeers()) == 8
-    assert _alone(config, store_url, [tier], LonePeers()) == 9
+    assert _attempt_without_stager(config, store_url, [tier], LonePeers()) == 8
+    assert _attempt_without_stager(config, store_url, [tier], LonePeers()) == 9
     store = open_store(store_url)
     assert newest_attempt(store) == 9
     assert Lease.take(store).attempt == 10, "and a stager is not held up by it"
@@ -166,14 +166,14 @@ def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path:
     _kept(tier, 7, 1)
     config = TrainerConfig(tiers=["memory"], store=store_url)
     with pytest.raises(StoreError):
-        _alone(config, store_url, [tier], LonePeers())
+        _attempt_without_stager(config, store_url, [tier], LonePeers())
     without = TrainerConfig(tiers=["memory"], store=store_url, restore_without_store=True)
-    assert _alone(without, store_url, [tier], LonePeers()) == 8
+    assert _attempt_without_stager(without, store_url, [tier], LonePeers()) == 8
 
 
 @pytest.mark.parametrize(("found", "attempt"), [(0, 5), (4, 5), (5, 6), (9, 10)])
 def test_beside_a_stager_the_attempt_is_its_own_unless_the_tiers_are_ahead(found: int, attempt: int) -> None:
-    assert _beside(5, TierInventory(found, ((),), ((),)), rank=0) == attempt
+    assert _attempt_beside_stager(5, TierInventory(found, ((),), ((),)), rank=0) == attempt
 
 
 def test_tiers_alone_need_a_name_for_the_run() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoints.intents import Intent, clear_intents, discard_intent, intent_name, take_back
+from holdfast.checkpoints.intents import Intent, clear_intents, discard_intent, intent_name, undo_intent
 from holdfast.checkpoints.publish import writer_id
 from holdfast.crc import crc32
 from holdfast.image.manifest import manifest_name
@@ -129,7 +129,7 @@ def test_an_intent_that_cannot_be_believed_removes_nothing(store: Store, damage:
     upload.publish()
     store.write(intent_name(write_id), damage)
     assert cleared(store) == []
-    assert take_back(store, write_id) == ""
+    assert undo_intent(store, write_id) == ""
     assert FILE in names(store)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.identity import Identity
-from holdfast.checkpoints.lease import Lease, _LeaseRecord, _name, plain_names_are_first, claim_attempt
+from holdfast.checkpoints.lease import Lease, _LeaseRecord, _claim_name, plain_names_are_first, claim_attempt
 from holdfast.checkpoints.lease import newest_attempt as newest_of_store
 from holdfast.image.checkpoint_id import CheckpointId
 from holdfast.image.manifest import (
@@ -195,7 +195,7 @@ def _claim_of_an_older_version(store: MemoryStore, attempt: int) -> None:
     )
     data = record.to_bytes()
     assert b'"named":false' in data, "an older version does not have the field, which means the same"
-    store.objects[_name(attempt)] = data
+    store.objects[_claim_name(attempt)] = data
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -12,7 +12,7 @@ from holdfast.checkpoints.share_records import (
     ShareStart,
     combine_seals,
     list_share_objects,
-    voided,
+    voided_error,
 )
 from holdfast.errors import DamageError, PeerLost, ProtocolError
 from holdfast.image.checkpoint_id import CheckpointId
@@ -129,8 +129,8 @@ def test_the_first_void_stays_and_says_who_and_why() -> None:
     void = records.void()
     assert void is not None
     assert (void.index, void.reason) == (1, "its disk is gone")
-    assert "share 2, on " in str(voided(void))
-    assert "its disk is gone" in str(voided(void))
+    assert "share 2, on " in str(voided_error(void))
+    assert "its disk is gone" in str(voided_error(void))
     records.clear(3, keep_void=True)
     assert [name.rpartition(".")[2] for name in store.objects] == ["void"]
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.command import cli
-from holdfast.command.output import age, seconds, size
+from holdfast.command.output import format_age, format_seconds, format_size
 from holdfast.errors import BusyError, ConfigError, DamageError, FencedError, HoldfastError, StoreError
 from holdfast.image.manifest import State
 from holdfast.image.split_record import SplitRecord
@@ -530,7 +530,7 @@ def test_pull_json(store: MemoryStore, run: Any, tmp_path: Path) -> None:
 
 
 def test_sizes_and_times_are_short() -> None:
-    assert [size(n) for n in (None, 0, 1023, 1024, 1536 * 1024**2, 5 * 1024**4)] == [
+    assert [format_size(n) for n in (None, 0, 1023, 1024, 1536 * 1024**2, 5 * 1024**4)] == [
         "-",
         "0 B",
         "1023 B",
@@ -538,7 +538,7 @@ def test_sizes_and_times_are_short() -> None:
         "1.5 GiB",
         "5.0 TiB",
     ]
-    assert [seconds(s) for s in (0.284, 12.34, 300, 7200, 200_000)] == [
+    assert [format_seconds(s) for s in (0.284, 12.34, 300, 7200, 200_000)] == [
         "0.28 s",
         "12.3 s",
         "5 min",
@@ -549,4 +549,4 @@ def test_sizes_and_times_are_short() -> None:
 
 @pytest.mark.parametrize(("created", "expected"), [("yesterday", "-"), ("2999-01-01T00:00:00", "0.00 s")])
 def test_ages_that_make_no_sense(created: str, expected: str) -> None:
-    assert age(manifest_of(small_image(), step=1, created=created)) == expected
+    assert format_age(manifest_of(small_image(), step=1, created=created)) == expected

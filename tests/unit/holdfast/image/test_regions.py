@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ProtocolError
 from holdfast.image import regions
 from holdfast.image.entries import Extent
-from holdfast.image.regions import Comb, Pattern, Region, joined, unite
+from holdfast.image.regions import Comb, Pattern, Region, merge_adjacent, unite
 
 ITEM_BYTES = 2
 
@@ -48,7 +48,7 @@ def test_a_comb_is_what_numpy_cuts_out(box: tuple[tuple[int, ...], Region], data
     end = data.draw(st.integers(first, comb.nbytes))
     extents = comb.extents(first, end)
     assert [at for extent in extents for at in range(extent.offset, extent.end)] == expected[first:end]
-    runs = [*joined(extents)]
+    runs = [*merge_adjacent(extents)]
     assert [at for extent in runs for at in range(extent.offset, extent.end)] == expected[first:end]
     assert all(one.end < other.offset for one, other in itertools.pairwise(runs))
 

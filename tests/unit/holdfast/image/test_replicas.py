@@ -20,7 +20,7 @@ from holdfast.image.replicas import (
     encode,
     first_row,
     stride,
-    watched,
+    watched_entries,
 )
 from holdfast.image.save_record import StepRecord
 
@@ -48,7 +48,7 @@ def _layout(ranks: int = 3) -> Layout:
 
 
 def test_only_what_replicated_tensors_fill_is_watched() -> None:
-    assert watched(_layout()) == (1, 3)
+    assert watched_entries(_layout()) == (1, 3)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
@@ -198,8 +198,8 @@ def _split_layout(*holders: int) -> Layout:
 
 
 def test_split_tensors_with_replicas_are_watched_after_the_whole_ones() -> None:
-    assert watched(_split_layout(2, 2)) == (2, 0)
-    assert watched(_split_layout(1, 1)) == (2,)
+    assert watched_entries(_split_layout(2, 2)) == (2, 0)
+    assert watched_entries(_split_layout(1, 1)) == (2,)
 
 
 def test_a_region_is_compared_among_its_holders_alone() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
 from holdfast.image.index import LayoutIndex
-from holdfast.image.share_sums import ShareSums, combined, entry_crcs_of, part_crcs, entry_pieces
+from holdfast.image.share_sums import ShareSums, combine_sums, entry_crcs_of, part_crcs, entry_pieces
 from holdfast.image.shares import Shares
 from tests.support.images import Image, made_up
 
@@ -35,7 +35,7 @@ def sums_of(image: Image, shares: Shares, share: int) -> ShareSums:
 def test_the_sums_of_all_shares_are_those_of_the_image(writers: int, part_chunks: int) -> None:
     layout, data = IMAGE.layout, IMAGE.final
     shares = Shares.of(layout, writers, part_chunks)
-    found = combined(layout, shares, [sums_of(IMAGE, shares, share) for share in range(shares.count)])
+    found = combine_sums(layout, shares, [sums_of(IMAGE, shares, share) for share in range(shares.count)])
     assert found.image_crc32 == zlib.crc32(data)
     assert found.entry_crc32s == tuple(zlib.crc32(data[one.offset : one.end]) for one in layout.entries)
     parts = part_crcs(layout, shares, found.chunk_crc32s)
@@ -50,9 +50,9 @@ def test_a_share_with_too_few_sums_is_named() -> None:
     first, second = (sums_of(IMAGE, shares, share) for share in range(2))
     short = second._replace(chunk_crcs=second.chunk_crcs[1:])
     with pytest.raises(ProtocolError, match="share 2 of 2 has CRCs of"):
-        combined(IMAGE.layout, shares, [first, short])
+        combine_sums(IMAGE.layout, shares, [first, short])
     with pytest.raises(ProtocolError, match="CRCs of 1 shares, expected 2"):
-        combined(IMAGE.layout, shares, [first])
+        combine_sums(IMAGE.layout, shares, [first])
 
 
 def test_pieces_cover_each_entry_once() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.notices.should_save import Choice, InFlight, Measures, Outlook, should_save
+from holdfast.notices.should_save import Choice, InFlight, StagingTimes, Outlook, should_save
 
 _SECONDS = st.floats(0, 1e5, allow_nan=False)
 _OUTLOOKS = st.builds(
@@ -95,7 +95,7 @@ def test_steps_in_flight_go_first_at_their_own_speed() -> None:
 
 
 def test_measures_take_the_slowest_of_the_last_few_by_bytes() -> None:
-    measures = Measures()
+    measures = StagingTimes()
     assert measures.staged_seconds() is None
     for seconds in (100.0, 2.0, 3.0, 2.0):
         measures.staged(1000, seconds)

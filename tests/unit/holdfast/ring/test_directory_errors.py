@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import ConfigError, StoreError
 from holdfast.ring.directory import open_private_file
 from holdfast.ring.ring import Ring
-from holdfast.ring.ring_keeper import is_kept
+from holdfast.ring.ring_keeper import is_ring_kept
 
 MACHINE = [errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO, errno.EROFS]
 PLANTED = [errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES]
@@ -53,5 +53,5 @@ def test_without_descriptors_a_ring_counts_as_held_and_kept(
         with monkeypatch.context() as patch:
             refuse(patch, errno.EMFILE)
             assert ring.is_held()
-            assert is_kept(tmp_path / "ring")
+            assert is_ring_kept(tmp_path / "ring")
         assert not ring.is_held()

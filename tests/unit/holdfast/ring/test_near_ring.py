@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import ProtocolError
 from holdfast.process import boot_id
 from holdfast.ring.directory import open_private_file
-from holdfast.ring.near_ring import NearRing, RingLocation, near_ring
+from holdfast.ring.near_ring import NearRing, RingLocation, open_near_ring
 from holdfast.ring.ring import Ring
 
 ATTEMPT, CHUNK = 3, 2
@@ -119,24 +119,24 @@ def test_bytes_of_a_slot_that_is_filled_meanwhile_do_not_count(
 )
 def test_a_ring_that_is_not_here_is_not_read(ring: Ring, wrong: dict[str, object]) -> None:
     place = _place(ring)
-    assert near_ring(place.to_bytes()) is not None
-    assert near_ring(RingLocation(**(place._asdict() | wrong)).to_bytes()) is None
+    assert open_near_ring(place.to_bytes()) is not None
+    assert open_near_ring(RingLocation(**(place._asdict() | wrong)).to_bytes()) is None
 
 
 def test_a_ring_of_others_or_a_damaged_one_is_not_read(ring: Ring) -> None:
     said = _place(ring).to_bytes()
     ring.directory.chmod(0o755)
-    assert near_ring(said) is None
+    assert open_near_ring(said) is None
     ring.directory.chmod(0o700)
-    assert near_ring(said) is not None
+    assert open_near_ring(said) is not None
     journal = ring.directory / "journal"
     for data in (b"", b"x" * 4096):
         journal.unlink()
         journal.write_bytes(data)
         journal.chmod(0o600)
-        assert near_ring(said) is None
+        assert open_near_ring(said) is None
     journal.unlink()
-    assert near_ring(said) is None
+    assert open_near_ring(said) is None
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_ring_of_others_or_a_damaged_one_is_not_read(ring: Ring) -> None:
 def test_an_answer_that_is_no_place_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="place of the ring"):
         RingLocation.from_bytes(data)
-    assert near_ring(data) is None
+    assert open_near_ring(data) is None
 
 
 def test_a_ring_that_is_made_anew_while_it_is_opened_is_not_read(
@@ -163,5 +163,5 @@ def test_a_ring_that_is_made_anew_while_it_is_opened_is_not_read(
         return open_private_file(path, flags)
 
     monkeypatch.setattr("holdfast.ring.near_ring.open_private_file", another_before)
-    assert near_ring(said) is None
+    assert open_near_ring(said) is None
     made[0].close()

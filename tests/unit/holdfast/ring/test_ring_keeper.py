@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.ring.ring_keeper import RingKeeper, is_kept
+from holdfast.ring.ring_keeper import RingKeeper, is_ring_kept
 
 _HOLDS = """
 import sys
@@ -23,14 +23,14 @@ sys.stdin.read()
 
 def test_a_ring_is_kept_until_the_last_keeper_lets_go(tmp_path: Path) -> None:
     directory = tmp_path / "machine" / "run"
-    assert not is_kept(directory)
+    assert not is_ring_kept(directory)
     first, second = RingKeeper(directory), RingKeeper(directory)
-    assert is_kept(directory)
+    assert is_ring_kept(directory)
     first.close()
-    assert is_kept(directory), "the other one is there"
+    assert is_ring_kept(directory), "the other one is there"
     second.close()
     second.close()
-    assert not is_kept(directory)
+    assert not is_ring_kept(directory)
     assert not directory.exists()
 
 
@@ -47,11 +47,11 @@ def test_the_kernel_takes_it_from_the_dead(tmp_path: Path) -> None:
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert is_kept(directory)
+        assert is_ring_kept(directory)
         process.kill()
         process.wait()
     assert (directory / "keeper").exists()
-    assert not is_kept(directory)
+    assert not is_ring_kept(directory)
     assert not (directory / "keeper").exists()
     RingKeeper(directory).close()
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flusher.workers import Workers
-from holdfast.store.concurrency import REQUESTS_MAX, AdaptiveLimit, ConcurrencyLimit, reading, writing
+from holdfast.store.concurrency import REQUESTS_MAX, AdaptiveLimit, ConcurrencyLimit, read_limit, write_limit
 
 
 def test_never_more_at_once_than_there_are_lanes() -> None:
@@ -30,7 +30,7 @@ def test_never_more_at_once_than_there_are_lanes() -> None:
 
 
 def test_a_set_width_is_kept_and_only_s3_is_measured() -> None:
-    for way in (writing, reading):
+    for way in (write_limit, read_limit):
         assert [way(url, 7).width for url in ("/run", "s3://bucket/run")] == [7, 7]
         assert way("/run").most == way("/run").width == 2
         assert way("s3://bucket/run").most == REQUESTS_MAX

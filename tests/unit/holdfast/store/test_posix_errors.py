@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError, StoreMissing
-from holdfast.store.posix_errors import free_bytes, translated
+from holdfast.store.posix_errors import free_bytes, translate_errors
 
 
 def _raised(number: int, **settings: str) -> StoreError:
     with (
         pytest.raises(StoreError) as caught,
-        translated("write", Path("/mnt/run/x"), needed_bytes=123, **settings),
+        translate_errors("write", Path("/mnt/run/x"), needed_bytes=123, **settings),
     ):
         raise OSError(number, os.strerror(number))
     return caught.value
@@ -67,5 +67,5 @@ def test_free_bytes_of_a_place_that_will_be() -> None:
 
 
 def test_our_own_errors_pass_unchanged() -> None:
-    with pytest.raises(StoreError, match="ours"), translated("write", Path("/x")):
+    with pytest.raises(StoreError, match="ours"), translate_errors("write", Path("/x")):
         raise StoreError("ours")

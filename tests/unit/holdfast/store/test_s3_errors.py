@@ -8,13 +8,13 @@ import pytest
 from botocore import exceptions
 
 from holdfast.errors import StoreError, StoreMissing
-from holdfast.store.s3_errors import translated
+from holdfast.store.s3_errors import translate_errors
 
 _URL = "s3://bucket/run/x"
 
 
 def _raised(error: Exception) -> StoreError:
-    with pytest.raises(StoreError) as caught, translated("write", _URL):
+    with pytest.raises(StoreError) as caught, translate_errors("write", _URL):
         raise error
     assert _URL in str(caught.value)
     return caught.value

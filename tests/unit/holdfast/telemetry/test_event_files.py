@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.telemetry.event_files import NUMBERED_MAX, appending, numbered, rotate
+from holdfast.telemetry.event_files import NUMBERED_MAX, hold_append_lock, numbered_files, rotate
 from holdfast.telemetry.event_follower import Follower
 from holdfast.telemetry.event_reading import read_logs
-from holdfast.telemetry.events import RECORD_BYTES_MAX, EventLog, record
+from holdfast.telemetry.events import RECORD_BYTES_MAX, EventLog, encode_event
 from tests.support.events import read_events
 
 _FILE_BYTES = 4096
@@ -38,7 +38,7 @@ def _numbers(path: Path) -> list[int]:
 def test_a_full_file_is_followed_by_the_next_and_readers_see_one_log(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     _emit(path, range(_RECORDS))
-    sizes = [one.stat().st_size for _, one in numbered(path)]
+    sizes = [one.stat().st_size for _, one in numbered_files(path)]
     assert len(sizes) >= 3
     assert all(_FILE_BYTES <= size < _FILE_BYTES + 200 for size in sizes)
     assert _numbers(path) == list(range(_RECORDS))
@@ -52,7 +52,7 @@ def test_a_full_file_is_followed_by_the_next_and_readers_see_one_log(tmp_path: P
 def test_only_so_many_files_stay(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     _emit(path, range(1000))
-    kept = [number for number, _ in numbered(path)]
+    kept = [number for number, _ in numbered_files(path)]
     assert kept == list(range(kept[-1] - NUMBERED_MAX + 1, kept[-1] + 1))
     assert kept[0] > 1, "older ones were there"
     assert _numbers(path) == list(range(_numbers(path)[0], 1000))
@@ -63,7 +63,7 @@ def test_another_log_beside_it_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     for name in ("events.jsonl.1", "events.jsonl.000001.gz", "events.jsonl.old", "x.events.jsonl.000001"):
         (tmp_path / name).write_text("x")
-    assert numbered(path) == []
+    assert numbered_files(path) == []
     _emit(path, range(1000))
     assert (tmp_path / "events.jsonl.1").read_text() == "x"
 
@@ -93,7 +93,7 @@ def test_several_processes_share_a_log_and_lose_no_line(tmp_path: Path) -> None:
         followed += more
     follower.close()
     assert [writer.returncode for writer in writers] == [0, 0, 0]
-    assert numbered(path)  # how many, says who held the lock when a file was full
+    assert numbered_files(path)  # how many, says who held the lock when a file was full
     for lines in (read_events(path), followed):
         for number in range(3):
             of_one = [line["number"] for line in lines if line["role"] == f"role{number}"]
@@ -124,7 +124,7 @@ Path.rename = killed
     assert done.returncode == -signal.SIGKILL
     before = _numbers(path)
     assert before == list(range(len(before)))
-    assert len(numbered(path)) == (moment == "after")
+    assert len(numbered_files(path)) == (moment == "after")
     assert len(read_logs([path]).events) == len(before)
     _emit(path, range(len(before), _RECORDS))
     assert _numbers(path) == list(range(_RECORDS))
@@ -154,7 +154,7 @@ def test_the_first_rename_of_a_full_log_serves_all_writers(tmp_path: Path) -> No
     rotate(one, path, bytes_max=100)
     path.write_bytes(b"y" * 100)
     rotate(other, path, bytes_max=100)
-    assert [file.read_bytes()[:1] for _, file in numbered(path)] == [b"x"], "the next file was not its own"
+    assert [file.read_bytes()[:1] for _, file in numbered_files(path)] == [b"x"], "the next file was not its own"
     assert path.exists()
     os.close(one)
     os.close(other)
@@ -164,11 +164,11 @@ def test_a_file_is_not_renamed_while_a_line_is_appended(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"x" * 100)
     one, other = (os.open(path, os.O_RDWR) for _ in range(2))
-    with appending(one, 100):
+    with hold_append_lock(one, 100):
         rotate(other, path, bytes_max=100)
-        assert numbered(path) == []
+        assert numbered_files(path) == []
     rotate(other, path, bytes_max=100)
-    assert len(numbered(path)) == 1
+    assert len(numbered_files(path)) == 1
     os.close(one)
     os.close(other)
 
@@ -182,7 +182,7 @@ def test_where_files_cannot_be_locked_the_log_only_grows(
     monkeypatch.setattr(fcntl, "flock", refuse)
     path = tmp_path / "events.jsonl"
     _emit(path, range(_RECORDS))
-    assert numbered(path) == []
+    assert numbered_files(path) == []
     assert _numbers(path) == list(range(_RECORDS))
 
 
@@ -224,7 +224,7 @@ def test_a_record_of_ten_thousand_ranks_is_cut_and_says_so() -> None:
         "step": 7,
         "record": {"stager": {"pgt1_seconds": 2.0}, "ranks": ranks},
     }
-    line = record(said)
+    line = encode_event(said)
     assert RECORD_BYTES_MAX // 3 < len(line) <= RECORD_BYTES_MAX
     kept = json.loads(line)
     assert (kept["event"], kept["step"], kept["cut"]) == ("durable", 7, ["record.ranks"])
@@ -247,7 +247,7 @@ def test_a_record_of_ten_thousand_ranks_is_cut_and_says_so() -> None:
     ],
 )
 def test_no_record_is_longer_than_the_limit(fields: dict[str, object]) -> None:
-    line = record({"time": 1.0, "event": "e", "role": "stager", **fields})
+    line = encode_event({"time": 1.0, "event": "e", "role": "stager", **fields})
     assert len(line) <= RECORD_BYTES_MAX
     assert line.endswith(b"\n")
     kept = json.loads(line)
@@ -257,5 +257,5 @@ def test_no_record_is_longer_than_the_limit(fields: dict[str, object]) -> None:
 
 def test_a_fitting_record_is_written_as_it_is() -> None:
     assert (
-        record({"time": 1.0, "event": "e", "path": Path("/x")}) == b'{"time":1.0,"event":"e","path":"/x"}\n'
+        encode_event({"time": 1.0, "event": "e", "path": Path("/x")}) == b'{"time":1.0,"event":"e","path":"/x"}\n'
     )

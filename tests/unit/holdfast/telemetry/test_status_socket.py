@@ -26,7 +26,7 @@ from holdfast.telemetry.status_document import (
     StatusLine,
     read_status,
 )
-from holdfast.telemetry.status_socket import ask, fit, serve_status, socket_path
+from holdfast.telemetry.status_socket import request_status, shrink_to_fit, serve_status, socket_path
 
 SECONDS_MAX = 30.0
 
@@ -81,7 +81,7 @@ def test_watchers_of_one_moment_all_get_one_answer(
     path: Path, speaker: Speaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desk, "_SAME_ANSWER_SECONDS", 3600.0)
-    answers = [ask(path, seconds_max=SECONDS_MAX) for _ in range(50)]
+    answers = [request_status(path, seconds_max=SECONDS_MAX) for _ in range(50)]
     assert all(answer == answers[0] and answer is not None for answer in answers)
     assert speaker.asked == 1
 
@@ -104,7 +104,7 @@ def test_a_watcher_that_never_reads_is_hung_up_on_and_others_are_answered(
         packet = Message("status", {"version": 1}).to_bytes()
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             send_for_ever(greedy._socket, packet)
-    assert ask(path, seconds_max=SECONDS_MAX) is not None
+    assert request_status(path, seconds_max=SECONDS_MAX) is not None
 
 
 @pytest.mark.parametrize("kind", ["hello", "finish"])
@@ -114,7 +114,7 @@ def test_a_watcher_that_says_anything_else_is_hung_up_on(path: Path, kind: str) 
         fields = hello if kind == "hello" else {}
         stranger.send(kind, **fields)
         wait_closed(stranger)
-    assert ask(path, seconds_max=SECONDS_MAX) is not None
+    assert request_status(path, seconds_max=SECONDS_MAX) is not None
 
 
 def test_the_watcher_that_asked_longest_ago_goes_when_there_are_too_many(
@@ -126,7 +126,7 @@ def test_the_watcher_that_asked_longest_ago_goes_when_there_are_too_many(
             channel.send("status", version=1)
             select.select([channel], [], [], SECONDS_MAX)
             assert [message.kind for message in channel.poll()] == ["state"]
-        assert ask(path, seconds_max=SECONDS_MAX) is not None
+        assert request_status(path, seconds_max=SECONDS_MAX) is not None
         wait_closed(second)
         assert first.poll() == []
         assert not first.closed
@@ -139,7 +139,7 @@ def test_a_bug_in_what_is_said_ends_the_answers_and_nothing_else(
         raise KeyError("a bug")
 
     with serve_status(tmp_path, "stager", broken):
-        assert ask(socket_path(tmp_path, "stager"), seconds_max=SECONDS_MAX) is None
+        assert request_status(socket_path(tmp_path, "stager"), seconds_max=SECONDS_MAX) is None
     assert "no longer answered" in caplog.text
 
 
@@ -153,13 +153,13 @@ def test_where_no_socket_can_be_made_the_role_goes_on(
 
 def test_asking_where_no_process_is_gives_none_and_a_silent_one_raises(tmp_path: Path) -> None:
     path = socket_path(tmp_path, "stager")
-    assert ask(path, seconds_max=1.0) is None
-    assert ask(tmp_path / "gone" / "flusher-status.sock", seconds_max=1.0) is None
+    assert request_status(path, seconds_max=1.0) is None
+    assert request_status(tmp_path / "gone" / "flusher-status.sock", seconds_max=1.0) is None
     with contextlib.closing(Listener(path)), pytest.raises(PeerLost, match=r"does not answer within 0\.05 s"):
-        ask(path, seconds_max=0.05)
+        request_status(path, seconds_max=0.05)
     Listener(path)._socket.close()  # as a process that was killed leaves it
     assert path.exists()
-    assert ask(path, seconds_max=1.0) is None
+    assert request_status(path, seconds_max=1.0) is None
 
 
 def test_the_largest_answer_fits_a_packet_and_keeps_what_matters_most() -> None:
@@ -177,7 +177,7 @@ def test_the_largest_answer_fits_a_packet_and_keeps_what_matters_most() -> None:
         ),
         problems=tuple(StatusLine(at_unix=1.0, event="failed", text=text) for _ in range(16)),
     )
-    document = fit(said.model_dump(mode="json"))
+    document = shrink_to_fit(said.model_dump(mode="json"))
     assert len(Message("state", {"document": document}).to_bytes()) <= MESSAGE_BYTES_MAX
     found = read_status(json.loads(json.dumps(document)), "here")
     assert found.ranks[0].rank == 0

@@ -13,7 +13,7 @@ from holdfast.errors import ProtocolError, StateError
 from holdfast.image.replicas import format_ranks
 from holdfast.wire.frames import decode
 from holdfast.wire.layout_round import LayoutRound
-from holdfast.wire.replica_proof import ReplicaProof, decode_sums, encode_sums, prove
+from holdfast.wire.replica_proof import ReplicaProof, decode_sums, encode_sums, compare_replicas
 from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [
@@ -36,32 +36,32 @@ def rows(*named: tuple[str, list[int]], owner: int = -1) -> list[list[Any]]:
 
 
 def test_equal_ranks_prove_it() -> None:
-    assert prove(ROWS, {0: SAME, 1: SAME, 2: SAME}) == ReplicaProof("", ())
+    assert compare_replicas(ROWS, {0: SAME, 1: SAME, 2: SAME}) == ReplicaProof("", ())
 
 
 @given(st.integers(2, 6), st.data())
 def test_a_single_differing_replica_on_one_rank_is_refused(ranks: int, data: st.DataObject) -> None:
     odd, place = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, 2))
-    found = prove(ROWS, {rank: changed(place) if rank == odd else SAME for rank in range(ranks)})
+    found = compare_replicas(ROWS, {rank: changed(place) if rank == odd else SAME for rank in range(ranks)})
     assert ROWS[place][0] in found.refusal
     assert f"rank {odd}" in found.refusal
     assert "1 of 6 tensors" in found.refusal
 
 
 def test_values_of_rank_0_by_nature_are_named_and_not_refused() -> None:
-    found = prove(ROWS, {0: SAME, 1: changed(3, 4), 2: changed(4)})
+    found = compare_replicas(ROWS, {0: SAME, 1: changed(3, 4), 2: changed(4)})
     assert found == ReplicaProof("", ("model/bn.running_mean", "generator"))
 
 
 def test_per_rank_values_are_not_compared() -> None:
-    assert prove(ROWS, {0: SAME, 1: changed(5)}) == ReplicaProof("", ())
+    assert compare_replicas(ROWS, {0: SAME, 1: changed(5)}) == ReplicaProof("", ())
 
 
 def test_much_of_the_state_that_is_rank_0s_is_a_part_of_a_model() -> None:
     table = [*rows(("model/w", [10, 9])), *rows(("ema/w", [12]), ("ema/tiny", [9]), owner=0)]
-    tiny = prove(table, {0: [1, 2, 3], 1: [1, 2, 4]})
+    tiny = compare_replicas(table, {0: [1, 2, 3], 1: [1, 2, 4]})
     assert tiny == ReplicaProof("", ("ema/tiny",))
-    part = prove(table, {0: [1, 2, 3], 1: [1, 5, 3]})
+    part = compare_replicas(table, {0: [1, 2, 3], 1: [1, 5, 3]})
     assert "ema/w" in part.refusal
     assert part.refusal.index("Split(tensor, shape, start)") < part.refusal.index(
         "PerRank(..., same_ranks=True)"
@@ -83,7 +83,7 @@ def test_much_of_the_state_that_is_rank_0s_is_a_part_of_a_model() -> None:
 def test_the_likely_parallelism_is_named(table: list[list[Any]], split: set[int], words: str) -> None:
     sums = [place for place, _ in enumerate(table)]
     other = [crc + 1000 if place in split else crc for place, crc in enumerate(sums)]
-    assert words in prove(table, {0: sums, 1: other}).refusal
+    assert words in compare_replicas(table, {0: sums, 1: other}).refusal
 
 
 MODEL = rows(("model/0.weight", [8, 8]), ("model/0.bias", [8]), ("model/2.weight", [4, 8]))
@@ -94,7 +94,7 @@ SHAPES = ([8, 8], [8], [4, 8])
 def refused(table: list[list[Any]], differs: set[int]) -> str:
     sums = [place for place, _ in enumerate(table)]
     other = [crc + 1000 if place in differs else crc for place, crc in enumerate(sums)]
-    return prove(table, {0: sums, 1: other}).refusal
+    return compare_replicas(table, {0: sums, 1: other}).refusal
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_a_tensor_that_is_no_copy_is_not_called_one(
 
 
 def test_ranks_that_are_equal_among_each_other_stand_together() -> None:
-    found = prove(ROWS, {0: SAME, 1: changed(0), 2: SAME, 3: changed(0)})
+    found = compare_replicas(ROWS, {0: SAME, 1: changed(0), 2: SAME, 3: changed(0)})
     assert "ranks 0, 2 and ranks 1, 3 differ in model/a.weight" in found.refusal
 
 
 def test_a_thousand_ranks_make_no_thousand_words() -> None:
-    found = prove(ROWS, {rank: [rank, *SAME[1:]] for rank in range(1000)})
+    found = compare_replicas(ROWS, {rank: [rank, *SAME[1:]] for rank in range(1000)})
     assert "rank 0 and rank 1 and rank 2 and rank 3 and 996 more groups differ" in found.refusal
     assert format_ranks(range(1000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from operator_side.drill.drill_run import DrillRun, Setup
+from operator_side.drill.drill_run import DrillRun, DrillSetup
 
 
 class PrintedEnvironment(DrillRun):
@@ -23,7 +23,7 @@ def test_a_drill_keeps_settings_but_neither_the_own_run_nor_the_people_who_are_t
     own = ("STORE", "EVENTS", "TIERS", "STAGER", "NOTIFY")
     for name in (*own, "CHUNK_BYTES"):
         monkeypatch.setenv(f"HOLDFAST_{name}", "of-the-user")
-    with PrintedEnvironment(Setup(["train.py"], 1, ()), tmp_path, kills=0) as run:
+    with PrintedEnvironment(DrillSetup(["train.py"], 1, ()), tmp_path, kills=0) as run:
         assert run._process.wait(60) == 0
     printed = (tmp_path / "output.log").read_text().splitlines()
     assert "HOLDFAST_CHUNK_BYTES=of-the-user" in printed

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from operator_side.drill.compare import FileComparison, Difference, constants
-from operator_side.drill.findings import Samples, ExecutedKill, counters, examine, samples
+from operator_side.drill.findings import Samples, ExecutedKill, compare_counters, examine_kills, compare_samples
 from operator_side.drill.kill_plan import Kill, KillTarget
 
 LENGTH = 10
@@ -39,35 +39,35 @@ def counted(first: int, last: int, begin: int = 0) -> list[dict[str, Any]]:
 
 
 def test_a_counter_that_a_resume_begins_again_is_named() -> None:
-    found = counters(counted(0, 9), [*counted(0, 6), *counted(4, 9)])
+    found = compare_counters(counted(0, 9), [*counted(0, 6), *counted(4, 9)])
     assert found == ["model/calls is 6 after step 9, and 10 in the undisturbed run"]
 
 
 def test_a_counter_that_is_saved_is_not_named() -> None:
-    assert counters(counted(0, 9), [*counted(0, 6), *counted(4, 9, begin=4)]) == []
+    assert compare_counters(counted(0, 9), [*counted(0, 6), *counted(4, 9, begin=4)]) == []
 
 
 def test_samples_trained_again_after_a_kill_are_not_repeated() -> None:
-    assert samples(REFERENCE, [*trained(1, 0, 6), *trained(2, 4, 9)]) == Samples(20, 0, 0)
+    assert compare_samples(REFERENCE, [*trained(1, 0, 6), *trained(2, 4, 9)]) == Samples(20, 0, 0)
 
 
 def test_a_place_that_was_not_saved_repeats_and_skips() -> None:
-    found = samples(REFERENCE, [*trained(1, 0, 6), *trained(2, 4, 9, place=0)])
+    found = compare_samples(REFERENCE, [*trained(1, 0, 6), *trained(2, 4, 9, place=0)])
     assert found == Samples(20, 8, 8)
 
 
 def test_a_batch_too_many_skips() -> None:
-    assert samples(REFERENCE, [*trained(1, 0, 6), *trained(2, 4, 9, place=10)]) == Samples(20, 2, 0)
+    assert compare_samples(REFERENCE, [*trained(1, 0, 6), *trained(2, 4, 9, place=10)]) == Samples(20, 2, 0)
 
 
 def test_a_batch_that_the_dead_loop_had_got_does_not_count() -> None:
     begun = trained(1, 7, 7)[:1]
-    assert samples(REFERENCE, [*trained(1, 0, 6), *begun, *trained(2, 7, 9)]) == Samples(20, 0, 0)
+    assert compare_samples(REFERENCE, [*trained(1, 0, 6), *begun, *trained(2, 7, 9)]) == Samples(20, 0, 0)
 
 
 def test_a_script_without_the_sampler_is_not_seen() -> None:
     lines = [line for line in REFERENCE if "step" in line]
-    assert samples(lines, lines) is None
+    assert compare_samples(lines, lines) is None
 
 
 def examined(*, resumed: int, staged: int = 3, files: list[FileComparison] | None = None) -> Any:
@@ -80,7 +80,7 @@ def examined(*, resumed: int, staged: int = 3, files: list[FileComparison] | Non
         {"event": "training", "time": 25.5},
     ]
     events = [{"event": "staged", "role": "stager", "step": staged, "time": 15.0}]
-    (finding,) = examine(
+    (finding,) = examine_kills(
         [ExecutedKill(KILL, None, 16.5)], diary=trained(1, 0, 6), events=events, status=status, files=files or []
     )
     return finding

@@ -11,7 +11,7 @@ import pytest
 from holdfast.telemetry.event_reading import Log, LoggedEvent
 from holdfast.telemetry.status_document import RankStatus, StatusLine
 from operator_side.live.live_page import live_page
-from operator_side.report.facts import RunFacts, gather
+from operator_side.report.facts import RunFacts, gather_facts
 from operator_side.status.run_status import Peer, RunStatus
 from tests.unit.operator_side.page.reading import Page, loads_nothing, policy_of, tiles_of
 from tests.unit.operator_side.report.logs import EVENTS, STATUS, facts_of
@@ -74,7 +74,7 @@ def test_tiles_say_what_a_kill_loses_and_how_far_the_run_is() -> None:
 
 def test_the_page_begins_with_what_the_run_does_or_how_it_ended() -> None:
     def state(found: RunStatus, *events: LoggedEvent) -> tuple[str, str]:
-        text = shown(found, gather("r", Log(list(events))))
+        text = shown(found, gather_facts("r", Log(list(events))))
         shown_as: list[tuple[str, str]] = re.findall(
             r'</h1>\s*<p class="(\w+)"><span class="dot">■</span> ([^<]*)</p>', text
         )
@@ -116,7 +116,7 @@ def test_logs_add_kills_goodput_and_losses() -> None:
     events = [
         LoggedEvent(NOW, "save", "trainer", 0, step, {"loss": 2.0 - step / 1000}) for step in range(1000)
     ]
-    text = shown(run(2), gather("r", Log(events)))
+    text = shown(run(2), gather_facts("r", Log(events)))
     assert tiles_of(text)["loss"] == "1.001"
     losses = json.loads(Page(text).of("figure")[0]["data-chart"] or "")
     points = losses["series"][0]["data"]
@@ -131,7 +131,7 @@ def test_charts_go_on_with_the_logs_when_the_store_has_only_the_checkpoints_that
         record = {"ranks": {"0": {"saved_at_unix": NOW + at}}}
         fields = {"attempt": attempt, "pgt2_seconds": 2.0, "record": record}
         events.append(LoggedEvent(NOW + at + 2, "durable", "flusher", None, step, fields))
-    text = shown(status(stager_said=stager), gather("r", Log(events)))
+    text = shown(status(stager_said=stager), gather_facts("r", Log(events)))
     progress, durations = (json.loads(one["data-chart"] or "") for one in Page(text).of("figure"))
     assert [point["y"] for point in progress["series"][0]["data"]] == [10, 20, 15, 30], "a loss is a fall"
     assert [point["x"] for point in durations["series"][0]["data"]] == [10, 20, 15, 30]
@@ -155,7 +155,7 @@ def test_an_attempt_that_runs_or_starts_reaches_to_now() -> None:
         (run(2), 2, "training", NOW - 90),
         (starts, 1, "starting", NOW - 100),
     ):
-        figures = Page(shown(found, gather("r", Log(events[:said_so])))).of("figure")
+        figures = Page(shown(found, gather_facts("r", Log(events[:said_so])))).of("figure")
         series = json.loads(figures[-1]["data-chart"] or "")["series"][0]
         assert (series["name"], series["data"][0]["x"]) == (name, [began, NOW])
 

@@ -12,8 +12,8 @@ from typing import Any
 from holdfast.telemetry.event_reading import read_logs
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.rows import StoredCheckpoint
-from operator_side.report.facts import RunFacts, gather
-from operator_side.report.page import page
+from operator_side.report.facts import RunFacts, gather_facts
+from operator_side.report.page import report_page
 
 HERE = Path(__file__).parent
 STATUS, EVENTS = HERE / "drilled-status.jsonl", HERE / "drilled-events.jsonl"
@@ -92,8 +92,8 @@ def facts_of(
     stored: Iterable[StoredCheckpoint] = (),
     price: float | None = None,
 ) -> RunFacts:
-    return gather(run, read_logs(paths), tuple(stored), dollars_per_hour=price)
+    return gather_facts(run, read_logs(paths), tuple(stored), dollars_per_hour=price)
 
 
 def page_of(facts: RunFacts) -> str:
-    return page(facts, made_at_unix=T0).decode()
+    return report_page(facts, made_at_unix=T0).decode()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.telemetry.event_reading import read_line, read_logs
+from holdfast.telemetry.event_reading import parse_line, read_logs
 from holdfast.telemetry.rows import StoredCheckpoint
 from operator_side.report.facts import ring_bytes
 from operator_side.report.goodput import PARTS
@@ -305,7 +305,7 @@ def test_a_directory_of_holdfast_run_is_both_its_logs(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_that_is_no_event_is_skipped(line: bytes) -> None:
-    assert read_line(line) is None
+    assert parse_line(line) is None
 
 
 def test_steps_that_are_declined_by_all_ranks_are_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from operator_side.simulate.scale import (
     Shape,
     best_ring,
     smallest_machine,
-    machine,
+    find_machine,
     staged_seconds,
     stagers_needed,
 )
@@ -129,9 +129,9 @@ def test_the_smallest_machine_that_is_fast_and_roomy_enough() -> None:
     assert smallest_machine(10**12, 600) is STAGERS[0], "none has, so the image streams"
     assert smallest_machine(10**12, 10) is None
     assert smallest_machine(10**12, 600, store_rate=1e6) is None
-    assert machine("c7gn.8xlarge") is STAGERS[1]
+    assert find_machine("c7gn.8xlarge") is STAGERS[1]
     with pytest.raises(ConfigError, match=r"c7gn\.4xlarge, .*give its memory"):
-        machine("t3.micro")
+        find_machine("t3.micro")
 
 
 @pytest.mark.parametrize("field", ["ranks", "image_bytes", "chunk_bytes"])

@@ -14,7 +14,7 @@ from holdfast.policy.advice import advise
 from holdfast.policy.hazard import Hazard
 from operator_side.simulate.profiles import (
     MEASURED,
-    Measured,
+    MeasuredCosts,
     TrainingProfile,
     load_profile,
     measured_profile,
@@ -22,7 +22,7 @@ from operator_side.simulate.profiles import (
 from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, IDEAL, SECOND_US, Strategy
 from operator_side.simulate.study import Prices, goodput, make_lanes, on_demand_dollars, total_times
-from operator_side.simulate.trace_windows import Column, poisson, stack
+from operator_side.simulate.trace_windows import Column, poisson_windows, stack
 
 _JOB = TrainingJob(nodes=8, nodes_min=1, iteration_us=SECOND_US, restart_us=20 * SECOND_US)
 _STRATEGY = Strategy(
@@ -37,7 +37,7 @@ _STRATEGY = Strategy(
 
 
 def random_losses(mtbf_seconds: int, hours: int, samples: int, seed: int = 7) -> Any:
-    return poisson(
+    return poisson_windows(
         nodes=8,
         mtbf_us=mtbf_seconds * SECOND_US,
         provision_us=0,
@@ -226,7 +226,7 @@ def test_a_profile_that_is_wrong_is_named(tmp_path: Path, wrong: dict[str, Any],
 
 
 def test_without_a_stager_only_what_is_durable_is_safe() -> None:
-    way = Measured(
+    way = MeasuredCosts(
         stall_seconds=1, staged_seconds=2, durable_seconds=3, restore_seconds=4, restore_staged_seconds=1
     )
     strategy = way.strategy("a")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
 from operator_side.simulate.strategy import SECOND_US
-from operator_side.simulate.trace_windows import cut, poisson
+from operator_side.simulate.trace_windows import cut_windows, poisson_windows
 from operator_side.simulate.traces import Trace, read_trace
 
 COUNTS = """,Time,GPUs
@@ -163,13 +163,13 @@ def test_read_trace_gives_a_trace_or_a_config_error(
 
 def test_a_window_is_a_piece_of_the_trace_and_invents_nothing(read: object) -> None:
     trace = read(NODES)  # type: ignore[operator]
-    windows = cut(trace, length_us=90 * SECOND_US, offsets=50, rng=np.random.default_rng(1))
+    windows = cut_windows(trace, length_us=90 * SECOND_US, offsets=50, rng=np.random.default_rng(1))
     lost = windows.lost.sum(axis=0)
     assert set(lost.tolist()) == {0, 1}, "the moment at the very end is in the whole trace alone"
     assert (np.diff(windows.time_us, axis=0) >= 0).all()
-    again = cut(trace, length_us=90 * SECOND_US, offsets=50, rng=np.random.default_rng(1))
+    again = cut_windows(trace, length_us=90 * SECOND_US, offsets=50, rng=np.random.default_rng(1))
     assert (again.time_us == windows.time_us).all(), "the seed decides"
-    whole = cut(trace, length_us=trace.end_us, offsets=1, rng=np.random.default_rng(1))
+    whole = cut_windows(trace, length_us=trace.end_us, offsets=1, rng=np.random.default_rng(1))
     assert whole.node_microseconds(2).tolist() == [2 * 180 * SECOND_US]
     assert whole.node_microseconds(3).tolist() == [(2 * 60 + 3 * 120) * SECOND_US]
 
@@ -177,12 +177,12 @@ def test_a_window_is_a_piece_of_the_trace_and_invents_nothing(read: object) -> N
 @pytest.mark.parametrize("length_us", [0, 180 * SECOND_US + 1])
 def test_a_window_longer_than_the_trace_is_refused(read: object, length_us: int) -> None:
     with pytest.raises(ConfigError, match=r"at most 0\.05 h"):
-        cut(read(NODES), length_us=length_us, offsets=1, rng=np.random.default_rng(1))  # type: ignore[operator]
+        cut_windows(read(NODES), length_us=length_us, offsets=1, rng=np.random.default_rng(1))  # type: ignore[operator]
 
 
 def test_losses_of_the_stager_come_between_the_others(read: object) -> None:
     trace = read(NODES)  # type: ignore[operator]
-    windows = cut(
+    windows = cut_windows(
         trace, length_us=trace.end_us, offsets=1, rng=np.random.default_rng(1), stager_mtbf_us=10 * SECOND_US
     )
     stager = windows.stager_lost[:, 0] > 0
@@ -194,7 +194,7 @@ def test_losses_of_the_stager_come_between_the_others(read: object) -> None:
 
 
 def test_made_up_losses_come_as_often_as_was_asked_and_are_replaced() -> None:
-    windows = poisson(
+    windows = poisson_windows(
         nodes=8, mtbf_us=1000, provision_us=50, length_us=100_000, samples=40, rng=np.random.default_rng(3)
     )
     assert windows.lost.sum() / 40 == pytest.approx(100, rel=0.05)
@@ -202,4 +202,4 @@ def test_made_up_losses_come_as_often_as_was_asked_and_are_replaced() -> None:
     ends = windows.time_us[-1] < windows.length_us - 50
     assert (windows.count[-1, ends] == 8).all()
     with pytest.raises(ConfigError, match="expected at most 1000000"):
-        poisson(nodes=8, mtbf_us=1, provision_us=0, length_us=10**9, samples=1, rng=np.random.default_rng(3))
+        poisson_windows(nodes=8, mtbf_us=1, provision_us=0, length_us=10**9, samples=1, rng=np.random.default_rng(3))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from operator_side.supervise.exit_codes import AGAIN, ExitDecision, Seen, decide_exit_code
+from operator_side.supervise.exit_codes import RETRY_EXIT_CODE, ExitDecision, CommandOutcome, decide_exit_code
 
 TRAINER, LAUNCHER = 41, 40
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31337"
@@ -29,7 +29,7 @@ def ended(exception: str, text: str = "", pid: int = TRAINER, rank: int = 1) -> 
 def end(
     status: int, *reports: dict[str, Any], pid: int = TRAINER, restarts_max: int = 8, **more: Any
 ) -> ExitDecision:
-    seen = Seen("python", "spot-1", 1, pid, status, reports=reports, **more)
+    seen = CommandOutcome("python", "spot-1", 1, pid, status, reports=reports, **more)
     return decide_exit_code(seen, restarts_max=restarts_max)
 
 
@@ -42,22 +42,22 @@ STARTED = (joined(5), said("restored", attempt=4))  # the attempt before has sav
     ("status", "reports", "more", "code"),
     [
         (0, STARTED, {}, 0),
-        (0, STARTED, TOLD, AGAIN),  # it may have left its loop because of the notice
-        (0, (*STARTED, said("noticed")), {}, AGAIN),
-        (-15, (), TOLD, AGAIN),  # before it had joined, too
+        (0, STARTED, TOLD, RETRY_EXIT_CODE),  # it may have left its loop because of the notice
+        (0, (*STARTED, said("noticed")), {}, RETRY_EXIT_CODE),
+        (-15, (), TOLD, RETRY_EXIT_CODE),  # before it had joined, too
         (1, (*STARTED, ended("ValueError")), {}, 1),
-        (1, (*STARTED, ended("ValueError")), TOLD, AGAIN),
+        (1, (*STARTED, ended("ValueError")), TOLD, RETRY_EXIT_CODE),
         (3, STARTED, {}, 3),
-        (-9, STARTED, {}, AGAIN),
+        (-9, STARTED, {}, RETRY_EXIT_CODE),
         (-9, STARTED, {"out_of_memory": True}, 137),
         (-9, (), {}, 137),
-        (-15, STARTED, {}, AGAIN),
+        (-15, STARTED, {}, RETRY_EXIT_CODE),
         (-11, STARTED, {}, 139),
         (-6, STARTED, {}, 134),
-        (-6, STARTED, {"tail": f"[rank1] watchdog: {NCCL}"}, AGAIN),
-        (9, (*STARTED, ended("holdfast.errors.PeerLost")), {}, AGAIN),
+        (-6, STARTED, {"tail": f"[rank1] watchdog: {NCCL}"}, RETRY_EXIT_CODE),
+        (9, (*STARTED, ended("holdfast.errors.PeerLost")), {}, RETRY_EXIT_CODE),
         (9, (ended("holdfast.errors.PeerLost"),), {}, 9),  # the stager never came
-        (11, (*STARTED, ended("holdfast.errors.NotDurable")), {}, AGAIN),
+        (11, (*STARTED, ended("holdfast.errors.NotDurable")), {}, RETRY_EXIT_CODE),
         (
             11,
             (joined(20), said("restored", attempt=4), ended("holdfast.errors.NotDurable")),
@@ -68,12 +68,12 @@ STARTED = (joined(5), said("restored", attempt=4))  # the attempt before has sav
         (2, (ended("holdfast.errors.ConfigError"),), {}, 2),
         (3, (*STARTED, ended("holdfast.errors.StateError")), {}, 3),
         (12, (*STARTED, ended("holdfast.errors.ResumeDiffers")), {}, 12),
-        (1, (*STARTED, ended("RuntimeError", GLOO)), {}, AGAIN),
-        (1, (*STARTED, ended("torch.distributed.DistBackendError", NCCL)), {}, AGAIN),
+        (1, (*STARTED, ended("RuntimeError", GLOO)), {}, RETRY_EXIT_CODE),
+        (1, (*STARTED, ended("torch.distributed.DistBackendError", NCCL)), {}, RETRY_EXIT_CODE),
         (1, (*STARTED, ended("RuntimeError", "shapes differ")), {}, 1),
         (1, (*STARTED, ended("ConnectionError", GLOO)), {}, 1),  # the script's own, to whomever
         (-2, STARTED, {"told": frozenset({signal.SIGINT})}, 130),
-        (AGAIN, (), {}, AGAIN),  # another wrapper below this one has judged
+        (RETRY_EXIT_CODE, (), {}, RETRY_EXIT_CODE),  # another wrapper below this one has judged
         (1, (), {"tail": "Traceback (most recent call last):\n  File x\nKeyError: 3\n"}, 1),
     ],
 )
@@ -97,7 +97,7 @@ def test_the_cause_of_a_ranks_end_is_said() -> None:
 @pytest.mark.parametrize("status", [-9, 9])
 def test_too_many_fruitless_starts_are_no_preemption(status: int) -> None:
     lost = ended("holdfast.errors.PeerLost") if status == 9 else joined(12)
-    for attempt, code in ((11, AGAIN), (12, AGAIN), (13, 137 if status == -9 else 9)):
+    for attempt, code in ((11, RETRY_EXIT_CODE), (12, RETRY_EXIT_CODE), (13, 137 if status == -9 else 9)):
         found = end(
             status, joined(attempt), said("restored", attempt=4), lost if status == 9 else joined(attempt)
         )
@@ -106,17 +106,17 @@ def test_too_many_fruitless_starts_are_no_preemption(status: int) -> None:
 
 
 def test_a_run_without_any_checkpoint_counts_from_its_first_attempt() -> None:
-    assert end(-9, joined(2), restarts_max=2).code == AGAIN
+    assert end(-9, joined(2), restarts_max=2).code == RETRY_EXIT_CODE
     assert end(-9, joined(3), restarts_max=2).code == 137
 
 
 def test_a_newer_checkpoint_begins_the_count_anew() -> None:
-    assert end(-9, joined(90), said("restored", attempt=4), said("staged")).code == AGAIN
+    assert end(-9, joined(90), said("restored", attempt=4), said("staged")).code == RETRY_EXIT_CODE
 
 
 def test_notices_are_counted_as_well_where_the_job_had_joined() -> None:
     assert end(0, joined(20), said("restored", attempt=4), told=SIGTERM).code == 9
-    assert end(-15, told=SIGTERM).code == AGAIN
+    assert end(-15, told=SIGTERM).code == RETRY_EXIT_CODE
 
 
 # -- around torchrun
@@ -144,14 +144,14 @@ BY_AGENT = (0, -15, 42)
 @pytest.mark.parametrize(
     ("reports", "failures", "closed", "code"),
     [
-        (BOTH, (KILLED, BY_AGENT), (42,), AGAIN),
+        (BOTH, (KILLED, BY_AGENT), (42,), RETRY_EXIT_CODE),
         (BOTH, ((1, -11, TRAINER), BY_AGENT), (42,), 139),
         (BOTH, ((1, 3, TRAINER), BY_AGENT), (42,), 3),
         (BOTH, ((1, 3, TRAINER), (0, -9, 42)), (42,), 3),  # thirty seconds later
         ((*BOTH, ended("ValueError")), ((1, 1, TRAINER), BY_AGENT), (42,), 1),
         # The survivor's error was seen first.
-        ((*BOTH, ended("RuntimeError", GLOO, 42, 0)), ((0, 1, 42), KILLED), (), AGAIN),
-        ((*BOTH, ended("RuntimeError", GLOO, 42, 0)), ((0, 1, 42), BY_AGENT), (), AGAIN),
+        ((*BOTH, ended("RuntimeError", GLOO, 42, 0)), ((0, 1, 42), KILLED), (), RETRY_EXIT_CODE),
+        ((*BOTH, ended("RuntimeError", GLOO, 42, 0)), ((0, 1, 42), BY_AGENT), (), RETRY_EXIT_CODE),
         # A rank with a bug is the cause, whoever is seen first.
         (
             (*BOTH, ended("RuntimeError", GLOO, 42, 0), ended("ValueError")),
@@ -160,8 +160,8 @@ BY_AGENT = (0, -15, 42)
             1,
         ),
         ((ended("holdfast.errors.ConfigError"),), ((1, 2, TRAINER),), (), 2),
-        (BOTH, ((1, AGAIN, 99),), (), AGAIN),
-        ((), ((1, AGAIN, 99), (0, 3, 98)), (), 3),  # wrappers below this one: a survivor, and a bug
+        (BOTH, ((1, RETRY_EXIT_CODE, 99),), (), RETRY_EXIT_CODE),
+        ((), ((1, RETRY_EXIT_CODE, 99), (0, 3, 98)), (), 3),  # wrappers below this one: a survivor, and a bug
         ((), (KILLED,), (), 137),
     ],
 )
@@ -176,21 +176,21 @@ def test_codes_of_torchrun(
 
 def test_torchrun_itself_may_be_killed() -> None:
     found = end(-9, *BOTH, pid=LAUNCHER)
-    assert found == ExitDecision(AGAIN, "python was killed by SIGKILL")
+    assert found == ExitDecision(RETRY_EXIT_CODE, "python was killed by SIGKILL")
 
 
 def test_only_the_ranks_of_the_last_start_by_torchrun_count() -> None:
     again = joined(6, start=1, pid=43)
-    assert end(1, *BOTH, ended("ValueError"), again, **failed((1, -9, 43))).code == AGAIN
+    assert end(1, *BOTH, ended("ValueError"), again, **failed((1, -9, 43))).code == RETRY_EXIT_CODE
     before = said("restored", 44, start=2, attempt=4)  # it has not joined since
     assert end(1, *BOTH, again, before, **failed((1, -9, 44))).code == 137
 
 
 def test_another_launcher_is_believed_as_a_shell_is() -> None:
-    assert end(137, *BOTH, pid=LAUNCHER).code == AGAIN
+    assert end(137, *BOTH, pid=LAUNCHER).code == RETRY_EXIT_CODE
     assert end(139, *BOTH, pid=LAUNCHER).code == 139
     assert end(2, *BOTH, ended("holdfast.errors.ConfigError"), pid=LAUNCHER).code == 2
-    assert end(1, *BOTH, ended("RuntimeError", GLOO), pid=LAUNCHER).code == AGAIN
+    assert end(1, *BOTH, ended("RuntimeError", GLOO), pid=LAUNCHER).code == RETRY_EXIT_CODE
     assert end(4, *BOTH, pid=LAUNCHER).code == 4
 
 

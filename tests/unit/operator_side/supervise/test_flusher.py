@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.ring.ring_keeper import is_kept
+from holdfast.ring.ring_keeper import is_ring_kept
 from operator_side.supervise.flusher import KeptFlusher, SegmentFolder
 
 _GIVES_BACK_FIRST = """
@@ -32,9 +32,9 @@ def test_a_flusher_is_waited_for_until_its_process_is_gone_not_its_files(tmp_pat
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        assert is_kept(directory)
+        assert is_ring_kept(directory)
         kept.let_go()
-        assert not is_kept(directory)
+        assert not is_ring_kept(directory)
         process.stdin.write(b"\n")
         process.stdin.flush()
         process.stdout.readline()

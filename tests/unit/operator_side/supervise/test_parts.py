@@ -20,12 +20,12 @@ from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.preemption import PreemptionCoordinator
 from holdfast.supervised import MARK, SET_ASIDE_VARIABLE
 from holdfast.telemetry.event_follower import Follower
-from operator_side.supervise.hosts import Host, HostFile, Slurm, place
+from operator_side.supervise.hosts import Host, HostFile, Slurm, place_ranks
 from operator_side.supervise.job_output import (
     Output,
     OutputLine,
     find_exception,
-    meaning,
+    parse_event,
     parse_line,
     parse_report,
 )
@@ -158,7 +158,7 @@ def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
         file.write(
             'le": "stager", "step": 2}\nnot json\n[]\n{"event": "durable", "role": "flusher", "step": 2}\n'
         )
-    assert [meaning(said) for said in follower.read()] == [StepStaged(2), StepDurable(2)]
+    assert [parse_event(said) for said in follower.read()] == [StepStaged(2), StepDurable(2)]
     follower.close()
 
 
@@ -188,7 +188,7 @@ def _notice(kind: NoticeKind) -> dict[str, object]:
     ],
 )
 def test_an_event_line_has_its_meaning(said: dict[str, object], event: object) -> None:
-    assert meaning(said) == event
+    assert parse_event(said) == event
 
 
 def test_a_host_file(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_slurm_fleet_follows_the_jobs_nodes() -> None:
 @given(st.lists(st.integers(0, 5), max_size=6), st.integers(1, 12))
 def test_ranks_are_placed_once_each(slots: list[int], wanted: int) -> None:
     given_hosts = [Host(f"h{i}", n) for i, n in enumerate(slots)]
-    placed = place(given_hosts, wanted)
+    placed = place_ranks(given_hosts, wanted)
     assert sum(host.slots for host in placed) == min(wanted, sum(slots))
     assert all(0 < host.slots <= slots[int(host.name[1:])] for host in placed)
     assert [host.name for host in placed] == sorted(host.name for host in placed)

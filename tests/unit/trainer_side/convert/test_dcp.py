@@ -35,7 +35,7 @@ from tests.support.restoring import publish
 from tests.unit.trainer_side.convert.test_safetensors_out import training_state
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
 from tests.unit.trainer_side.state.test_skeleton import DTYPES, _bits, _filled, _same
-from trainer_side.convert.dcp_in import _RecordsOnly, read_dcp
+from trainer_side.convert.dcp_in import _RecordsUnpickler, read_dcp
 from trainer_side.convert.dcp_out import write_dcp
 from trainer_side.state.tree import tensor_paths
 
@@ -299,10 +299,10 @@ class _By:
 
 def test_getattr_gives_members_of_enumerations_as_early_python_3_11_pickles_them_and_nothing_else() -> None:
     member = pickle.dumps(_By(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
-    assert _RecordsOnly(io.BytesIO(member)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert _RecordsUnpickler(io.BytesIO(member)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     for of, name in ((_MEM_FORMAT_ENCODING, "__init_subclass__"), (Path, "home"), (torch.Size, "numel")):
         with pytest.raises(pickle.UnpicklingError, match="getattr"):
-            _RecordsOnly(io.BytesIO(pickle.dumps(_By(of, name)))).load()
+            _RecordsUnpickler(io.BytesIO(pickle.dumps(_By(of, name)))).load()
 
 
 def test_a_folder_that_is_none_or_is_damaged(tmp_path: Path, run: Command) -> None:

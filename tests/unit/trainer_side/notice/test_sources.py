@@ -29,7 +29,7 @@ from trainer_side.notice.azure import Azure
 from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.http import MetadataServer
 from trainer_side.notice.open_sources import find_servers
-from trainer_side.notice.signals import Signal
+from trainer_side.notice.signals import SignalSource
 from trainer_side.notice.source import SourceError
 
 _SECONDS_MAX = 0.5  # of a question, where the server is to be slower than that
@@ -340,11 +340,11 @@ def test_the_handler_stays_and_the_next_one_takes_its_place() -> None:
     """Without one SIGUSR1 would kill this process."""
     before, woken = signal.getsignal(signal.SIGUSR1), list[int]()
     try:
-        first = Signal(signal.SIGUSR1, grace_seconds=1, wake=lambda: woken.append(1))
+        first = SignalSource(signal.SIGUSR1, grace_seconds=1, wake=lambda: woken.append(1))
         first.close()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert not first.look()
-        second = Signal(signal.SIGUSR1, grace_seconds=1, wake=lambda: woken.append(2))
+        second = SignalSource(signal.SIGUSR1, grace_seconds=1, wake=lambda: woken.append(2))
         os.kill(os.getpid(), signal.SIGUSR1)
         assert (len(second.look()), first.look()) == (1, [])
         assert second._before == first._before == before

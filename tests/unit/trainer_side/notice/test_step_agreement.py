@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ProtocolError
 from holdfast.notices import preemption
 from holdfast.notices.messages import Announcement, StepAnswer, AnnouncementKind
-from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
+from holdfast.notices.step_agreement import ProposalState, Margin, StepAgreement
 from holdfast.wire.frames import Frame, Kind
 from stager import interval_agreement
 from tests.unit.trainer_side.agreeing import (
@@ -196,10 +196,10 @@ def _agreement() -> StepAgreement:
     return StepAgreement(2, Margin(1.0, 1, 100, 1), tries_max=4, answer_seconds_max=10.0)
 
 
-def _all(agreement: StepAgreement, *next_steps: int) -> Answers:
-    found = Answers.INCOMPLETE
+def _all(agreement: StepAgreement, *next_steps: int) -> ProposalState:
+    found = ProposalState.INCOMPLETE
     for rank, step in enumerate(next_steps):
-        assert found is Answers.INCOMPLETE
+        assert found is ProposalState.INCOMPLETE
         found = agreement.answered(rank, StepAnswer(agreement.number, step, 0.5 + rank))
     return found
 
@@ -207,17 +207,17 @@ def _all(agreement: StepAgreement, *next_steps: int) -> Answers:
 def test_the_first_question_is_never_appointed_and_the_margin_doubles_from_try_to_try() -> None:
     agreement = _agreement()
     assert agreement.begin(0.0) == Announcement(PROPOSED, 0, 1)
-    assert _all(agreement, 0) is Answers.INCOMPLETE
+    assert _all(agreement, 0) is ProposalState.INCOMPLETE
     assert agreement.overdue(10.0) == ""
     assert agreement.overdue(10.1) == "rank 1 did not answer within 10 s"
-    assert _all(agreement, 0, 0) is Answers.PASSED
+    assert _all(agreement, 0, 0) is ProposalState.PASSED
     assert agreement.propose_later(0.0) == Announcement(PROPOSED, 2, 2)
-    assert _all(agreement, 3, 7) is Answers.PASSED
+    assert _all(agreement, 3, 7) is ProposalState.PASSED
     assert agreement.propose_later(0.0, wait_seconds=1.0) == Announcement(PROPOSED, 7 + 4 + 2, 3)
-    assert _all(agreement, 13, 14) is Answers.PASSED
+    assert _all(agreement, 13, 14) is ProposalState.PASSED
     assert agreement.propose_later(0.0, above=40) == Announcement(PROPOSED, 41, 4)
     assert agreement.slowest_step_seconds == 1.5
-    assert _all(agreement, 41, 41) is Answers.PROMISED
+    assert _all(agreement, 41, 41) is ProposalState.PROMISED
     assert agreement.appoint({"body": 1}) == Announcement(APPOINTED, 41, 4, {"body": 1})
     assert not agreement.open
     assert agreement.overdue(100.0) == ""
@@ -229,14 +229,14 @@ def test_promises_of_what_is_decided_anew_count_for_nothing() -> None:
     _all(agreement, 5, 5)
     agreement.propose_later(0.0)
     agreement.ignore_promises()
-    assert _all(agreement, 5, 5) is Answers.PASSED
+    assert _all(agreement, 5, 5) is ProposalState.PASSED
     assert agreement.propose_later(0.0).step == 7, "with the margin of a first try"
-    assert _all(agreement, 5, 5) is Answers.PROMISED
+    assert _all(agreement, 5, 5) is ProposalState.PROMISED
     assert agreement.call_off() == Announcement(CALLED_OFF, 7, 3)
     agreement.ask(7, 0.0)
-    assert _all(agreement, 5, 5) is Answers.EXHAUSTED
+    assert _all(agreement, 5, 5) is ProposalState.EXHAUSTED
     agreement.begin(0.0)
-    assert _all(agreement, 5, 5) is Answers.PASSED
+    assert _all(agreement, 5, 5) is ProposalState.PASSED
 
 
 # -- a rank's side alone -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
 from tests.unit.trainer_side.ranks.test_store_mailbox import SERVER
 from trainer_side.ranks.c10d_store import JobStore, append
-from trainer_side.ranks.c10d_world import C10dWorld, _launch, _meet, _own_place
+from trainer_side.ranks.c10d_world import C10dWorld, _launch, _rendezvous, _own_rank
 
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE")
 
@@ -43,7 +43,7 @@ def meet(server: TCPStore, ranks: int, who: range, seconds_max: float = 60.0) ->
         place = f"127.0.0.1:{server.port}"
         job = JobStore(server, place, outlives_ranks=True)
         try:
-            found[rank] = _meet(job._replace(store=job.connect(5.0)), rank, ranks, seconds_max)
+            found[rank] = _rendezvous(job._replace(store=job.connect(5.0)), rank, ranks, seconds_max)
         except PeerLost as error:
             found[rank] = str(error)
 
@@ -132,7 +132,7 @@ def test_an_environment_that_does_not_tell_the_rank_is_refused(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
-        _own_place()
+        _own_rank()
 
 
 @pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "not-there"])

@@ -10,7 +10,7 @@ import pytest
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.image.shares import ShareNumber
-from holdfast.net.handshake import Start
+from holdfast.net.handshake import JobStart
 from holdfast.own_stager import OwnStagerEndpoint
 from tests.support.restoring import Ranks, ThreadPeers
 from trainer_side.ranks import started_stager
@@ -65,7 +65,7 @@ class Net:
         *,
         rank: int,
         ranks: int,
-        start: Start,
+        start: JobStart,
         seconds_max: float,
     ) -> TcpStagerPort:
         assert ranks >= 1
@@ -95,7 +95,7 @@ class Net:
         self, peers: LonePeers | ThreadPeers | None = None, share: OwnShare = RANK_0, **settings: object
     ) -> StartedStager:
         config = TrainerConfig.from_sources(**{"store": "/mnt/run", "stager": "own", **settings})
-        start = Start("launch", b"i" * 16)
+        start = JobStart("launch", b"i" * 16)
         made = peers or LonePeers()
         return StartedStager(
             config, made, start, one_machine=True, announcements=self, own=share, clock=lambda: self.now

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
-from trainer_side.restore.narrowing import StageNames, is_other, narrow
-from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
+from trainer_side.restore.narrowing import StageNames, needs_all_names, narrow
+from trainer_side.state.optimizer_places import keyed_by_name, first_names, parameter_names
 from trainer_side.state.position_names import Positions, positions
 from trainer_side.state.tree import collect
 
@@ -33,12 +33,12 @@ def job(*layers: int, backwards: bool = False, groups: int = 1) -> State:
 
 def saved(state: State, *, named: bool) -> State:
     names = first_names(parameter_names(state))
-    return by_name(collect(state), names, names) if named else collect(state)
+    return keyed_by_name(collect(state), names, names) if named else collect(state)
 
 
 def narrowed(tree: State, states: list[State], rank: int, names: Positions = MappingProxyType({})) -> State:
     ranks = [StageNames.of(one, collect(one)) for one in states]
-    assert any(is_other(names, one, tree) for names, one in zip(ranks, states, strict=True))
+    assert any(needs_all_names(names, one, tree) for names, one in zip(ranks, states, strict=True))
     narrow(states[rank], tree, ranks, rank, names)
     return tree
 

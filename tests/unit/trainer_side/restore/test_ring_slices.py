@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import PeerLost
-from holdfast.ring.near_ring import NearRing, near_ring
+from holdfast.ring.near_ring import NearRing, open_near_ring
 from holdfast.ring.remains import FetchKind
 from holdfast.ring.ring import Ring
 from tests.support.restoring import CountingStore
@@ -192,7 +192,7 @@ def test_a_rank_that_cannot_see_the_ring_gets_its_bytes_from_the_others(
 
     def first_alone(said: bytes) -> NearRing | None:
         seen.append(said)
-        return near_ring(said) if len(seen) == 1 else None
+        return open_near_ring(said) if len(seen) == 1 else None
 
     monkeypatch.setattr("trainer_side.restore.ring_slices.near_ring", first_alone)
     with Ring.create(tmp_path / "ring", chunk_bytes=4096, ring_chunks=CHUNKS, attempt=1) as ring:

@@ -8,7 +8,7 @@ import torch
 
 from trainer_side.state.recall import snapshot
 from trainer_side.state.survey import Outline
-from trainer_side.state.tree import PendingNumber, scaler_state, settle
+from trainer_side.state.tree import PendingNumber, scaler_state, resolve_pending
 
 
 def _tree(scale: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def test_a_number_that_arrives_is_a_plain_value_of_a_tree_and_of_its_snapshot() 
     assert walked.is_exact
     taken = snapshot(_tree(arriving), {})
     assert taken is not None
-    settle(taken.tree)
+    resolve_pending(taken.tree)
     assert taken.tree == _tree(8.0)
 
 

@@ -22,7 +22,7 @@ from tests.unit.trainer_side.assemble import make_plan, sent, taken
 from trainer_side.state import skeleton as skeleton_module
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.pickling import Pickling
-from trainer_side.state.recall import Ready, StandIn
+from trainer_side.state.recall import FastPickling, StandIn
 from trainer_side.state.skeleton import Capture, Skeleton, capture
 from trainer_side.state.survey import survey
 from trainer_side.state.tree import collect
@@ -486,13 +486,13 @@ def test_a_recall_that_does_not_prove_itself_is_not_used(monkeypatch: pytest.Mon
     skeleton = make_plan(state)
     expected = taken(state, skeleton).contents
     skeleton._recalls.clear()
-    pickled = Ready.pickle
+    pickled = FastPickling.pickle
 
-    def wrong(ready: Ready, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
+    def wrong(ready: FastPickling, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
         data, kinds = pickled(ready, value, stand_ins)
         return data.replace(b"exp_avg", b"exp_abc"), kinds
 
-    monkeypatch.setattr(Ready, "pickle", wrong)
+    monkeypatch.setattr(FastPickling, "pickle", wrong)
     for _ in range(2):
         assert taken(state, skeleton).contents == expected
         assert not skeleton._recalls
@@ -501,6 +501,6 @@ def test_a_recall_that_does_not_prove_itself_is_not_used(monkeypatch: pytest.Mon
 def test_a_tensor_that_was_not_pickled_cannot_be_pickled_again() -> None:
     tree = {"w": torch.ones(3)}
     job = Pickling(survey(tree))
-    assert Ready.of(job, [tree["w"]]) is None
+    assert FastPickling.of(job, [tree["w"]]) is None
     job.head(tree)
-    assert Ready.of(job, [tree["w"]]) is not None
+    assert FastPickling.of(job, [tree["w"]]) is not None

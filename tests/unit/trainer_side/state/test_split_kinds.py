@@ -11,7 +11,7 @@ from torch import nn
 from trainer_side import PerRank
 from trainer_side.state import split_kinds
 from trainer_side.state.split_kinds import describe_split_object
-from trainer_side.state.tree import refusal
+from trainer_side.state.tree import tensor_refusal
 
 
 def of_module(name: str, base: type, **more: Any) -> type:
@@ -80,7 +80,7 @@ def test_a_single_rank_has_nothing_split() -> None:
 
 def test_no_message_advises_what_loses_a_part() -> None:
     kind = of_module("torch.distributed._shard.sharded_tensor.api.ShardedTensorBase", torch.Tensor)
-    reason = refusal(torch.ones(3).as_subclass(kind))
+    reason = tensor_refusal(torch.ones(3).as_subclass(kind))
     assert reason is not None
     assert "a ShardedTensor" in reason
     assert "Use fully_shard (FSDP2)" in reason
@@ -112,10 +112,10 @@ def test_the_advice_for_a_split_optimizer_needs_no_gather(name: str, advice: tup
 def test_quantised_subclasses_are_known(name: str) -> None:
     base = nn.Parameter if name.endswith("Params4bit") else torch.Tensor
     tensor: torch.Tensor = torch.ones(3).as_subclass(of_module(name, base))
-    assert f"a quantised tensor ({name})" in (refusal(tensor) or "")
+    assert f"a quantised tensor ({name})" in (tensor_refusal(tensor) or "")
 
 
 def test_a_plain_subclass_can_be_made_plain() -> None:
     tensor: torch.Tensor = torch.ones(3).as_subclass(of_module("users.Marked", torch.Tensor))
-    assert "as_subclass(torch.Tensor)" in (refusal(tensor) or "")
-    assert refusal(tensor.as_subclass(torch.Tensor)) is None
+    assert "as_subclass(torch.Tensor)" in (tensor_refusal(tensor) or "")
+    assert tensor_refusal(tensor.as_subclass(torch.Tensor)) is None

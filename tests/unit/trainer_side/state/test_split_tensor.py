@@ -16,7 +16,7 @@ from holdfast.image.regions import Region
 from tests.support.restoring import CountingStore, publish
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.restore import restore
-from trainer_side.state.split_tensor import held, is_split
+from trainer_side.state.split_tensor import held_part, is_split
 from trainer_side.state.stand_ins import SplitStandIns
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
@@ -65,7 +65,7 @@ class Mute(Rows):
 def test_an_objects_part_is_the_one_that_it_says() -> None:
     rows = Rows(2, WHOLE[2:4].clone())
     assert is_split(rows)
-    found = held(rows)
+    found = held_part(rows)
     assert found is not None
     assert (found.shape, found.region) == ((5, 4), Region((2, 0), (2, 4)))
     assert found.local.data_ptr() == rows.parts[0].data_ptr()

@@ -12,7 +12,7 @@ from torch import nn
 from holdfast.errors import StateError
 from holdfast.wire.layout_round import LayoutRound
 from holdfast.wire.state_messages import Agreement, Proposal
-from trainer_side.state.optimizer_places import by_name, first_names, parameter_names
+from trainer_side.state.optimizer_places import keyed_by_name, first_names, parameter_names
 from trainer_side.state.pickling import load_structure
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.sparse_file import SparseFile
@@ -51,7 +51,7 @@ def agreed(states: Sequence[State]) -> tuple[Agreement, list[Any]]:
     trees = []
     names_of = [first_names(parameter_names(state)) for state in states]
     for rank, (state, names) in enumerate(zip(states, names_of, strict=True)):
-        tree = by_name(collect(state), names, names)
+        tree = keyed_by_name(collect(state), names, names)
         trees.append(tree)
         made = table(state, tree, rank=rank, ranks=len(states), names=names)
         answer = round_.propose(
@@ -65,7 +65,7 @@ def agreed(states: Sequence[State]) -> tuple[Agreement, list[Any]]:
     assert answer.union is not None
     groups = answer.union.groups
     return answer, [
-        by_name(collect(state), names, groups) for state, names in zip(states, names_of, strict=True)
+        keyed_by_name(collect(state), names, groups) for state, names in zip(states, names_of, strict=True)
     ]
 
 
@@ -167,7 +167,7 @@ def test_optimizers_are_keyed_by_name_as_torch_keys_them() -> None:
 
     state = stepped(0, 2)
     names = first_names(parameter_names(state))
-    ours = by_name(collect(state), names, names)["optimizer"]
+    ours = keyed_by_name(collect(state), names, names)["optimizer"]
     theirs: Any = get_optimizer_state_dict(state["net"], state["optimizer"])
     assert ours["state"].keys() == theirs["state"].keys()
     assert ours["param_groups"][0]["params"] == theirs["param_groups"][0]["params"]

@@ -12,7 +12,7 @@ from tests.unit.trainer_side.slices import laid_out
 from trainer_side.tiers import slot_files
 from trainer_side.tiers.medium import Copy
 from trainer_side.tiers.open_tiers import open_tier
-from trainer_side.tiers.slot_files import SCRATCH_BYTES, TierProfile, choose, measure
+from trainer_side.tiers.slot_files import SCRATCH_BYTES, TierProfile, choose_profile, measure
 from trainer_side.tiers.slot_tier import SlotTier
 
 
@@ -44,19 +44,19 @@ class _Counting:
 
 
 def test_the_least_time_for_a_slice_wins() -> None:
-    assert choose({TierProfile(1, 1): 4.0, TierProfile(1, 2): 2.0, TierProfile(1, 4): 2.5}) == TierProfile(
+    assert choose_profile({TierProfile(1, 1): 4.0, TierProfile(1, 2): 2.0, TierProfile(1, 4): 2.5}) == TierProfile(
         1, 2
     )
-    assert choose({TierProfile(1, 2): 2.0, TierProfile(2, 2): 3.0, TierProfile(3, 2): 4.8}) == TierProfile(
+    assert choose_profile({TierProfile(1, 2): 2.0, TierProfile(2, 2): 3.0, TierProfile(3, 2): 4.8}) == TierProfile(
         2, 2
     )
 
 
 def test_the_fewest_writers_of_nearly_equal_profiles_win() -> None:
-    assert choose({TierProfile(1, 1): 2.0, TierProfile(1, 2): 1.95, TierProfile(1, 4): 1.92}) == TierProfile(
+    assert choose_profile({TierProfile(1, 1): 2.0, TierProfile(1, 2): 1.95, TierProfile(1, 4): 1.92}) == TierProfile(
         1, 1
     )
-    assert choose({TierProfile(1, 4): 2.0, TierProfile(2, 1): 3.9}) == TierProfile(1, 4)
+    assert choose_profile({TierProfile(1, 4): 2.0, TierProfile(2, 1): 3.9}) == TierProfile(1, 4)
 
 
 def test_measuring_writes_within_its_file_and_within_its_bounds() -> None:
